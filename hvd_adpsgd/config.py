@@ -1,0 +1,316 @@
+"""Config: every knob of the library, with its unit, range and environment name.
+
+A knob is declared once, as a field below; parsing, checking, error messages and the table of the
+documentation all come from that declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["PREFIX", "Config", "Knob", "KnobRow"]
+
+PREFIX = "HVD_ADPSGD_"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What values one field of Config takes.
+
+    Attributes:
+        kind: int, float or str.
+        unit: unit of the value, empty for pure numbers and words.
+        meaning: one sentence for the table.
+        low: smallest value allowed, or the bound above which it lies when `low_open`.
+        high: largest value allowed.
+        low_open: whether `low` itself is excluded.
+        choices: the words allowed (compared without case), for a str.
+        optional: whether None is a value; in the environment an empty string or "none".
+    """
+
+    kind: type
+    unit: str
+    meaning: str
+    low: float = -math.inf
+    high: float | None = None
+    low_open: bool = False
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def range(self) -> str:
+        """The allowed values as text, for the table and for messages."""
+        words = self._choices_text() if self.kind is str else self._interval_text()
+        return f"{words}, or None" if self.optional else words
+
+    def _choices_text(self) -> str:
+        return " | ".join(self.choices) or "any text"
+
+    def _interval_text(self) -> str:
+        sign = ">" if self.low_open else ">="
+        if self.high is None:
+            return f"{sign} {self.low:g}"
+        return f"{sign} {self.low:g} and <= {self.high:g}"
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value of the right kind lies in the range; NaN never does."""
+        if self.kind is str:
+            return value in self.choices if self.choices else bool(value)
+        above = value > self.low if self.low_open else value >= self.low
+        return bool(above and (self.high is None or value <= self.high))
+
+    def coerce(self, value: Any) -> Any:
+        """The value as the plain int, float or str that Config stores.
+
+        Raises:
+            TypeError: if the value is of another kind (True is no int here, 1.5 neither).
+        """
+        if isinstance(value, bool):
+            raise TypeError("a truth value")
+        if self.kind is int:
+            return operator.index(value)
+        if self.kind is float:
+            return _as_float(value)
+        text = os.fspath(value)
+        if not isinstance(text, str):
+            raise TypeError("not text")
+        return text.lower() if self.choices else text
+
+    def parse(self, text: str) -> Any:
+        """The value that a string of the environment stands for.
+
+        Raises:
+            ValueError: if the text is not a number where one is needed.
+        """
+        text = text.strip()
+        if self.optional and text.lower() in ("", "none"):
+            return None
+        return self.kind(text)
+
+
+class KnobRow(NamedTuple):
+    """One row of the documentation's table of knobs, all text."""
+
+    name: str
+    env: str
+    default: str
+    unit: str
+    range: str
+    meaning: str
+
+
+def _knob(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) -> Any:
+    """A dataclass field that carries its Knob."""
+    return field(default=default, metadata={"knob": Knob(kind, unit, meaning, **bounds)})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All knobs, checked; immutable, comparable, printable.
+
+    Args: the fields below. Each has an environment name, `HVD_ADPSGD_` and the field's name in
+        capitals. `Config.table()` lists unit, range and meaning of each.
+
+    Raises:
+        ConfigError: if a value is of the wrong kind or out of its range.
+    """
+
+    super_learner_size: int | None = _knob(
+        None,
+        int,
+        "learners",
+        "learners per super learner; None: all learners of a host",
+        low=1,
+        optional=True,
+    )
+    averaging: str = _knob(
+        "random_pairs",
+        str,
+        "",
+        "strategy, as name or name:key=value; see hvd_adpsgd.strategies",
+    )
+    exchanges_per_step: float = _knob(
+        1.0,
+        float,
+        "exchanges/step",
+        "exchanges a super learner takes part in per step on average, active and passive together",
+        low=0,
+        low_open=True,
+        high=64,
+    )
+    max_staleness: int | None = _knob(
+        None,
+        int,
+        "steps",
+        "wait when a correction would be older than this; None: never wait for another node",
+        low=1,
+        optional=True,
+    )
+    wire_dtype: str | None = _knob(
+        None,
+        str,
+        "",
+        "16-bit format of models on the wire; None: the model's own",
+        choices=("float16", "bfloat16"),
+        optional=True,
+    )
+    nonfinite: str = _knob(
+        "raise",
+        str,
+        "",
+        "what to do when the local model holds NaN or infinity",
+        choices=("raise", "stay_out"),
+    )
+    chunk_kib: int = _knob(
+        1024,
+        int,
+        "KiB",
+        "size of the pieces in which a model travels",
+        low=64,
+        high=65536,
+    )
+    deadline_s: float = _knob(
+        1.0,
+        float,
+        "s",
+        "silence after which a partner is suspected and passed over",
+        low=0.05,
+        high=3600,
+    )
+    leave_deadline_s: float = _knob(
+        5.0,
+        float,
+        "s",
+        "longest wait for the others when a learner leaves",
+        low=0.05,
+        high=3600,
+    )
+    timeline: str | None = _knob(
+        None,
+        str,
+        "path",
+        "file for a Chrome trace of all learners; None: no trace",
+        optional=True,
+    )
+    log_level: str = _knob(
+        "warning",
+        str,
+        "",
+        "least severe message that is logged",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+    def __post_init__(self) -> None:
+        for name, knob in _knobs().items():
+            # frozen: the one place where a field is set, to its plain and checked value
+            object.__setattr__(self, name, _checked(name, knob, getattr(self, name)))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
+        """The knobs as set by HVD_ADPSGD_* variables, defaults elsewhere.
+
+        An empty variable stands for the default. A name with our prefix that is no knob is an
+        error, because a misspelt knob would otherwise be ignored in silence.
+
+        Raises:
+            ConfigError: for an unknown name, an unreadable value or one out of range.
+        """
+        given = {key: text for key, text in environ.items() if key.startswith(PREFIX)}
+        known = {environment_name(name): name for name in _knobs()}
+        for key in sorted(given):
+            _require_known(key, known, "environment variable", "environment")
+        return cls(
+            **{known[key]: _parsed(known[key], text) for key, text in given.items() if text.strip()}
+        )
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some knobs changed, checked like a new one.
+
+        Raises:
+            ConfigError: for an unknown knob or a value out of range.
+        """
+        for name in changes:
+            _require_known(name, _knobs(), "knob", "Config.replace")
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def table(cls) -> tuple[KnobRow, ...]:
+        """One row per knob, in the order of the fields, for the documentation."""
+        return tuple(
+            KnobRow(
+                f.name,
+                environment_name(f.name),
+                str(f.default),
+                knob.unit,
+                knob.range,
+                knob.meaning,
+            )
+            for f, knob in ((f, f.metadata["knob"]) for f in dataclasses.fields(cls))
+        )
+
+
+def environment_name(name: str) -> str:
+    """Environment variable of the knob `name`."""
+    return PREFIX + name.upper()
+
+
+def _knobs() -> dict[str, Knob]:
+    """Field name to Knob, in the order of the fields."""
+    return {f.name: f.metadata["knob"] for f in dataclasses.fields(Config)}
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError("text")
+    return float(value)
+
+
+def _checked(name: str, knob: Knob, value: Any) -> Any:
+    """The value as Config stores it, or ConfigError."""
+    if value is None and knob.optional:
+        return None
+    try:
+        plain = knob.coerce(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _bad_value(name, knob, value) from None
+    if not knob.allows(plain):
+        raise _bad_value(name, knob, value)
+    return plain
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The environment's text as a value of the knob's kind, or ConfigError."""
+    knob = _knobs()[name]
+    try:
+        return knob.parse(text)
+    except ValueError:
+        raise _bad_value(name, knob, text) from None
+
+
+def _bad_value(name: str, knob: Knob, value: object) -> ConfigError:
+    unit = f" {knob.unit}" if knob.unit else ""
+    return ConfigError(
+        f"bad value for {name}: {environment_name(name)} or Config.{name} is {value!r}, allowed "
+        f"is {knob.kind.__name__} {knob.range}{unit}. Set it to a value in that range, or leave "
+        f"it out for the default ({Config.__dataclass_fields__[name].default!r})."
+    )
+
+
+def _require_known(name: str, known: Iterable[str], kind: str, where: str) -> None:
+    names = list(known)
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"unknown {kind} {name} in {where}: it is none of the {len(names)} known "
+        f"({', '.join(names)}). Did you mean {near[0]}? Rename it or remove it."
+    )

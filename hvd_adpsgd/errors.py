@@ -1,0 +1,157 @@
+"""Every exception of the library, and what to do when one is caught.
+
+All derive from `AdpsgdError`, and from the builtin a Python programmer would expect in that place
+(a wrong value is also a ValueError), so that `except ValueError` of an existing script keeps
+working. Messages have four parts: what, where, the value against its bound, the cure.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdpsgdError",
+    "AlreadyInitializedError",
+    "ConfigError",
+    "CopyError",
+    "DeviceMovedError",
+    "InnerOnlyError",
+    "LaunchError",
+    "ModelMismatchError",
+    "NonFiniteModelError",
+    "NotInitializedError",
+    "PeerLostError",
+    "StrategyMismatchError",
+    "TopologyError",
+    "TransportError",
+    "UnsupportedOptimizerError",
+    "WorldError",
+]
+
+
+class AdpsgdError(Exception):
+    """Base of every exception raised by this library.
+
+    Catch it to tell our failures from those of torch, Horovod or the script itself.
+    """
+
+
+class ConfigError(AdpsgdError, ValueError):
+    """A knob has an unknown name or a value out of its range.
+
+    Raised when a Config is made, when the environment is read, and when a strategy is parsed or
+    constructed: before training, on every learner alike. Correct the named variable or argument.
+    """
+
+
+class TopologyError(AdpsgdError, ValueError):
+    """A rank, a number of super learners or a matrix does not fit the graph asked for.
+
+    Raised by the pure functions of `topology`, `mixing` and `strategies`. Correct the argument.
+    """
+
+
+class WorldError(AdpsgdError, RuntimeError):
+    """The learners' worlds are not in the state that the call needs.
+
+    Base of the errors of init and shutdown. Read the message of the kind actually raised.
+    """
+
+
+class NotInitializedError(WorldError, ValueError):
+    """A function that needs the worlds was called before init() or after shutdown().
+
+    Call hvd.init() first. It is also a ValueError because Horovod raises one in this place.
+    """
+
+
+class AlreadyInitializedError(WorldError):
+    """init() was called a second time with arguments that differ from the first call's.
+
+    Call shutdown() first, or drop the second call.
+    """
+
+
+class LaunchError(WorldError):
+    """The processes were started in a way in which the worlds cannot be built.
+
+    For instance under `horovodrun --gloo` (MPI then sees a world of one), with an MPI that lacks
+    MPI_THREAD_MULTIPLE, or with a super learner size that does not divide a host's learners.
+    Start the job again as the message says.
+    """
+
+
+class ModelMismatchError(AdpsgdError, ValueError):
+    """Super learners, or two calls of one learner, disagree about the model's layout.
+
+    Number, shapes, dtypes and order of the averaged tensors must be the same everywhere. Build
+    the same model on every learner, and wrap it in the optimizer in the same order.
+    """
+
+
+class StrategyMismatchError(AdpsgdError, ValueError):
+    """Super learners were given different strategies, or one that this call cannot serve.
+
+    Give every learner the same `averaging` (spec and seed), in the script or the environment.
+    """
+
+
+class UnsupportedOptimizerError(AdpsgdError, TypeError):
+    """The object to wrap is not an optimizer that can be wrapped.
+
+    Pass an instance of torch.optim.Optimizer that is not wrapped already.
+    """
+
+
+class NonFiniteModelError(AdpsgdError, ArithmeticError):
+    """The local model holds NaN or infinity, and `nonfinite` is "raise".
+
+    A model like that must not reach the others. Lower the learning rate or clip gradients; set
+    `nonfinite="stay_out"` to train on without exchanging until the model is finite again.
+    """
+
+
+class DeviceMovedError(AdpsgdError, RuntimeError):
+    """A parameter changed device or storage after the optimizer was wrapped.
+
+    Move the model first (`model.to(device)`), then wrap the optimizer.
+    """
+
+
+class TransportError(AdpsgdError, RuntimeError):
+    """The network layer between super learners failed in a way that ends averaging.
+
+    Raised at the next step or at the end of training, never from the engine's thread. The local
+    model is whole: save it, and start the job again.
+
+    Attributes:
+        code: error code or class of the transport (MPI's error class), None if there is none.
+        partner: outer rank of the super learner at the other end, None if not about one.
+    """
+
+    def __init__(
+        self, message: str = "", *, code: int | None = None, partner: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.partner = partner
+
+
+class PeerLostError(TransportError):
+    """A super learner that this one cannot do without has failed.
+
+    Losing a partner is survived and only logged; this is raised where an operation needs the
+    lost one (a global allreduce, say). Catch it to save the model and go on alone, or restart.
+    """
+
+
+class InnerOnlyError(AdpsgdError, ValueError):
+    """A Horovod operation that works only inside a super learner was called on all learners.
+
+    Call it with `process_set=hvd.super_learner`, or start the job as one super learner.
+    """
+
+
+class CopyError(AdpsgdError, TypeError):
+    """A wrapped optimizer was deep-copied or pickled, which would duplicate a live engine.
+
+    Copy `optimizer.state_dict()` instead, and wrap a new optimizer around the new model.
+    """

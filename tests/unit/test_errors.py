@@ -1,0 +1,53 @@
+"""The exception tree: bases, and what survives pickling (learners send errors to each other)."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hvd_adpsgd import errors
+
+BASES = {
+    "AdpsgdError": (Exception,),
+    "ConfigError": (ValueError,),
+    "TopologyError": (ValueError,),
+    "WorldError": (RuntimeError,),
+    "NotInitializedError": (errors.WorldError, ValueError),
+    "AlreadyInitializedError": (errors.WorldError,),
+    "LaunchError": (errors.WorldError,),
+    "ModelMismatchError": (ValueError,),
+    "StrategyMismatchError": (ValueError,),
+    "UnsupportedOptimizerError": (TypeError,),
+    "NonFiniteModelError": (ArithmeticError,),
+    "DeviceMovedError": (RuntimeError,),
+    "TransportError": (RuntimeError,),
+    "PeerLostError": (errors.TransportError,),
+    "InnerOnlyError": (ValueError,),
+    "CopyError": (TypeError,),
+}
+
+
+def test_table_names_every_error():
+    assert set(BASES) == set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(BASES))
+def test_bases_and_docstring(name):
+    error = getattr(errors, name)
+    assert all(issubclass(error, base) for base in BASES[name])
+    assert issubclass(error, errors.AdpsgdError)
+    assert len(error.__doc__.strip().splitlines()) >= 3
+
+
+@pytest.mark.parametrize("error", [errors.TransportError, errors.PeerLostError])
+def test_transport_error_keeps_code_and_partner(error):
+    raised = error("no answer", code=54, partner=3)
+    for one in (raised, pickle.loads(pickle.dumps(raised))):
+        assert (type(one), str(one), one.code, one.partner) == (error, "no answer", 54, 3)
+
+
+def test_transport_error_without_details():
+    raised = errors.TransportError("broken")
+    assert raised.code is None
+    assert raised.partner is None
