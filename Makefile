@@ -1,0 +1,106 @@
+# Set-up, build, tests. `make help` lists the targets.
+#
+# Each step of the set-up leaves a stamp under .venv/.stamps when it has ended well, and never before:
+# an interrupted step runs again, and a finished one costs nothing. Two makes at once wait for each
+# other, step by step (flock).
+
+PYTHON ?= python3.11
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+PIP    := $(PY) -m pip --disable-pip-version-check
+TORCH  ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
+LOCK   := $(if $(shell command -v flock),flock .venv.lock)
+PYTEST ?= $(PY) -m pytest
+ARGS   ?=
+
+EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*.pyx ext/hvd_adpsgd/*.pxd ext/c/*.c ext/c/*.h)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help venv build test lint format demo bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@echo
+	@echo "  PYTHON=python3.12     another interpreter (3.11 or newer)"
+	@echo "  TORCH='torch==2.13.0 --index-url URL'"
+	@echo "                        another build of torch, for instance CPU only, when .venv is made"
+	@echo "  ARGS='-k ring'        more arguments for pytest, the demo or the benchmark"
+
+venv: $(STAMPS)/extension  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
+
+build: $(STAMPS)/extension  ## compile the extension if its sources changed
+
+test: venv $(STAMPS)/examples  ## all tests
+	@echo "== test: pytest tests"
+	@$(PYTEST) tests $(ARGS)
+
+lint: venv  ## ruff, format, types
+	@echo "== lint: ruff check, ruff format, mypy"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: venv  ## let ruff lay out and repair the sources
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
+	@$(PY) examples/acoustic_model/demo.py $(ARGS)
+
+bench: venv  ## measure kernels and exchanges
+	@$(PY) -m hvd_adpsgd bench $(ARGS)
+
+clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
+	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*.so
+	rm -f $(patsubst %.pyx,%.c,$(wildcard ext/hvd_adpsgd/*.pyx))
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# --- the set-up, step by step ------------------------------------------------------------------------
+
+$(STAMPS)/created:
+	@echo "== venv: an environment in $(VENV) from $(PYTHON)"
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: $(PYTHON) not found. Install Python 3.11 or newer, or: make venv PYTHON=python3.12"; exit 1; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1). Needed: 3.11 or newer (make venv PYTHON=python3.12)"; exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) has no venv module (Debian, Ubuntu: apt install $(notdir $(PYTHON))-venv)"; exit 1; } >&2
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || { \
+	  echo "error: $(PYTHON) has no headers (Debian, Ubuntu: apt install $(notdir $(PYTHON))-dev)"; exit 1; } >&2
+	@for tool in cc c++ make; do command -v $$tool >/dev/null || { \
+	  echo "error: $$tool not found (Debian, Ubuntu: apt install build-essential)"; exit 1; } >&2; done
+	@$(LOCK) $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/packages: requirements.txt requirements-dev.txt | $(STAMPS)/created
+	@echo "== venv: installing $(TORCH)"
+	@$(LOCK) $(PIP) install --quiet $(TORCH)
+	@echo "== venv: installing requirements.txt and requirements-dev.txt"
+	@$(LOCK) $(PIP) install --quiet -r requirements.txt -r requirements-dev.txt
+	@touch $@
+
+$(STAMPS)/horovod: hvd_adpsgd/horovod_build.py $(STAMPS)/packages
+	@echo "== venv: Horovod for this torch and this MPI"
+	@$(LOCK) $(PY) hvd_adpsgd/horovod_build.py
+	@touch $@
+
+$(STAMPS)/editable: pyproject.toml $(STAMPS)/packages
+	@echo "== venv: installing hvd_adpsgd in place"
+	@$(LOCK) $(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/editable | $(STAMPS)/horovod
+	@echo "== build: compiling what changed in ext/"
+	@$(LOCK) $(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(STAMPS)/examples: $(wildcard requirements-examples.txt) $(STAMPS)/packages
+	@if [ -f requirements-examples.txt ]; then \
+	  echo "== venv: installing requirements-examples.txt"; \
+	  $(LOCK) $(PIP) install --quiet -r requirements-examples.txt; fi
+	@touch $@

