@@ -306,11 +306,11 @@ def _bad_value(name: str, knob: Knob, value: object) -> ConfigError:
 
 
 def _require_known(name: str, known: Iterable[str], kind: str, where: str) -> None:
-    names = list(known)
-    if name in names:
+    names = {one.upper(): one for one in known}
+    if name in names.values():
         return
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.0)
     raise ConfigError(
         f"unknown {kind} {name} in {where}: it is none of the {len(names)} known "
-        f"({', '.join(names)}). Did you mean {near[0]}? Rename it or remove it."
+        f"({', '.join(names.values())}). Did you mean {names[near[0]]}? Rename it or remove it."
     )

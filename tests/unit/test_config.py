@@ -1,0 +1,180 @@
+"""Config: what is read, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.config import PREFIX, Config
+from hvd_adpsgd.errors import ConfigError
+
+DEFAULTS = {
+    "super_learner_size": None,
+    "averaging": "random_pairs",
+    "exchanges_per_step": 1.0,
+    "max_staleness": None,
+    "wire_dtype": None,
+    "nonfinite": "raise",
+    "chunk_kib": 1024,
+    "deadline_s": 1.0,
+    "leave_deadline_s": 5.0,
+    "timeline": None,
+    "log_level": "warning",
+}
+
+ALLOWED = [
+    ("super_learner_size", "1", 1),
+    ("super_learner_size", " 4 ", 4),
+    ("super_learner_size", "none", None),
+    ("averaging", "random_ring:seed=3", "random_ring:seed=3"),
+    ("exchanges_per_step", "64", 64.0),
+    ("exchanges_per_step", "1e-3", 0.001),
+    ("max_staleness", "1", 1),
+    ("wire_dtype", "BFloat16", "bfloat16"),
+    ("wire_dtype", "None", None),
+    ("nonfinite", "stay_out", "stay_out"),
+    ("chunk_kib", "64", 64),
+    ("chunk_kib", "65536", 65536),
+    ("deadline_s", "0.05", 0.05),
+    ("deadline_s", "3600", 3600.0),
+    ("leave_deadline_s", "0.5", 0.5),
+    ("timeline", "/tmp/Trace.json", "/tmp/Trace.json"),
+    ("log_level", "DEBUG", "debug"),
+]
+
+REFUSED = [
+    ("super_learner_size", "0"),
+    ("super_learner_size", "two"),
+    ("super_learner_size", "2.0"),
+    ("exchanges_per_step", "0"),
+    ("exchanges_per_step", "-1"),
+    ("exchanges_per_step", "64.1"),
+    ("exchanges_per_step", "nan"),
+    ("exchanges_per_step", "inf"),
+    ("exchanges_per_step", "none"),
+    ("max_staleness", "0"),
+    ("wire_dtype", "float32"),
+    ("nonfinite", "ignore"),
+    ("chunk_kib", "63"),
+    ("chunk_kib", "65537"),
+    ("chunk_kib", "1e3"),
+    ("deadline_s", "0.04"),
+    ("deadline_s", "3601"),
+    ("leave_deadline_s", "0"),
+    ("log_level", "loud"),
+]
+
+
+def test_defaults_and_an_environment_without_our_names():
+    assert dataclasses.asdict(Config()) == DEFAULTS
+    assert Config.from_environment({"HOME": "/", "HVD_RANK": "x"}) == Config()
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_empty_variable_is_the_default(text):
+    environ = {PREFIX + name.upper(): text for name in DEFAULTS}
+    assert Config.from_environment(environ) == Config()
+
+
+@pytest.mark.parametrize(("name", "text", "value"), ALLOWED)
+def test_environment_sets(name, text, value):
+    config = Config.from_environment({PREFIX + name.upper(): text})
+    got = getattr(config, name)
+    assert got == value
+    assert type(got) is type(value)
+    assert config == Config(**{name: value})
+    assert Config().replace(**{name: value}) == config
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSED)
+def test_environment_refuses(name, text):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environment({PREFIX + name.upper(): text})
+    message = str(caught.value)
+    row = next(row for row in Config.table() if row.name == name)
+    for part in (row.env, text.strip(), row.range, "Set it"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("super_learner_size", True),
+        ("super_learner_size", 2.0),
+        ("super_learner_size", 0),
+        ("super_learner_size", "2"),
+        ("averaging", ""),
+        ("averaging", None),
+        ("averaging", 3),
+        ("exchanges_per_step", "1"),
+        ("exchanges_per_step", False),
+        ("exchanges_per_step", float("nan")),
+        ("exchanges_per_step", 10**400),
+        ("chunk_kib", None),
+        ("timeline", b"/tmp/x"),
+        ("timeline", ""),
+        ("log_level", object()),
+    ],
+)
+def test_constructor_and_replace_refuse(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Config(**{name: value})
+    with pytest.raises(ConfigError, match=name):
+        Config().replace(**{name: value})
+
+
+def test_constructor_stores_plain_values():
+    config = Config(
+        chunk_kib=np.int64(128), deadline_s=np.float32(2), timeline=pathlib.Path("/tmp/t.json")
+    )
+    assert (config.chunk_kib, config.deadline_s, config.timeline) == (128, 2.0, "/tmp/t.json")
+    assert [type(v) for v in (config.chunk_kib, config.deadline_s)] == [int, float]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("HVD_ADPSGD_CHUNK_KB", "HVD_ADPSGD_CHUNK_KIB"),
+        ("HVD_ADPSGD_DEADLINE", "HVD_ADPSGD_DEADLINE_S"),
+        ("HVD_ADPSGD_STALENESS", "HVD_ADPSGD_MAX_STALENESS"),
+        ("HVD_ADPSGD_averaging", "HVD_ADPSGD_AVERAGING"),
+    ],
+)
+def test_unknown_variable_names_the_nearest(wrong, right):
+    with pytest.raises(ConfigError, match=rf"{wrong} .*Did you mean {right}\?"):
+        Config.from_environment({wrong: "1"})
+
+
+def test_unknown_variable_is_refused_even_when_empty():
+    with pytest.raises(ConfigError, match="HVD_ADPSGD_X"):
+        Config.from_environment({"HVD_ADPSGD_X": ""})
+
+
+def test_replace_unknown_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"chunk_kb .*Did you mean chunk_kib\?"):
+        Config().replace(chunk_kb=128)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().chunk_kib = 128  # type: ignore[misc]
+
+
+def test_table_has_a_row_per_knob():
+    rows = Config.table()
+    assert [row.name for row in rows] == list(DEFAULTS)
+    assert [row.default for row in rows] == [str(v) for v in DEFAULTS.values()]
+    for row in rows:
+        assert row.env == PREFIX + row.name.upper()
+        assert row.range
+        assert row.meaning
+
+
+def test_unit_is_in_the_name_or_the_table():
+    units = {row.name: row.unit for row in Config.table()}
+    assert units["chunk_kib"] == "KiB"
+    assert units["deadline_s"] == units["leave_deadline_s"] == "s"
+    assert units["max_staleness"] == "steps"
