@@ -1,0 +1,205 @@
+"""Who may talk to whom: rings, permuted rings, matchings, random partners.
+
+Pure functions of (n, outer rank, seed, round). Super learners that agree on n and seed compute the
+same answer without a message, on any machine with the same NumPy release (NumPy keeps a stream of
+random numbers within a release, not for ever).
+
+Legend: n super learners, outer ranks i in [0, n), round k >= 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.errors import TopologyError
+
+__all__ = [
+    "complete_edges",
+    "odd_even_matching",
+    "perfect_matching",
+    "permuted_ring_neighbours",
+    "random_partners",
+    "require_rank",
+    "require_size",
+    "ring_edges",
+    "ring_neighbours",
+    "ring_order",
+]
+
+Edges = list[tuple[int, int]]
+Partners = tuple[int | None, ...]
+
+
+def ring_neighbours(n: int, i: int) -> tuple[int, ...]:
+    """Left and right neighbour of i on the ring 0, 1, ..., n-1.
+
+    A ring of two has one edge, hence one neighbour; a ring of one has none.
+
+    Returns:
+        (i-1 mod n, i+1 mod n) for n >= 3, (1-i,) for n = 2, () for n = 1.
+
+    Raises:
+        TopologyError: if n < 1 or i is not in [0, n).
+    """
+    require_rank(n, i)
+    if n <= 2:
+        return tuple(j for j in range(n) if j != i)
+    return ((i - 1) % n, (i + 1) % n)
+
+
+def ring_order(n: int, seed: int, round: int) -> npt.NDArray[np.intp]:
+    """The ranks in the order in which they sit on the ring of this round.
+
+    A uniformly random permutation drawn from (seed, round), the same for all who ask.
+
+    Returns:
+        Permutation of 0..n-1, shape (n,).
+
+    Raises:
+        TopologyError: if n < 1, or seed or round is negative.
+
+    Source: randomised mixing of ADPSGD, Zhang et al., arXiv:2002.01119 and arXiv:2110.11199.
+    """
+    require_size(n)
+    return _generator(seed, round).permutation(n)
+
+
+def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int, ...]:
+    """Neighbours of i on the ring of `ring_order(n, seed, round)`.
+
+    Returns:
+        As `ring_neighbours`: two ranks for n >= 3, one for n = 2, none for n = 1.
+
+    Raises:
+        TopologyError: if n < 1, i is not in [0, n), or seed or round is negative.
+    """
+    require_rank(n, i)
+    order = ring_order(n, seed, round)
+    seat = int(np.flatnonzero(order == i)[0])
+    return tuple(int(order[s]) for s in ring_neighbours(n, seat))
+
+
+def perfect_matching(n: int, seed: int, round: int) -> Partners:
+    """A uniformly random matching of all super learners, the same for all who ask.
+
+    The permutation of `ring_order` is cut into consecutive pairs; with n odd the last one sits
+    the round out.
+
+    Returns:
+        The partner of each rank, length n; None for the one that sits out.
+
+    Raises:
+        TopologyError: if n < 1, or seed or round is negative.
+    """
+    order = [int(rank) for rank in ring_order(n, seed, round)]
+    return _matched(n, zip(order[0::2], order[1::2], strict=False))
+
+
+def odd_even_matching(n: int, phase: int) -> Partners:
+    """One half round of the even ring.
+
+    Even phases pair (0,1), (2,3), ...; odd phases pair (1,2), ..., (n-1,0).
+
+    Returns:
+        The partner of each rank, length n.
+
+    Raises:
+        TopologyError: if n is odd (an odd ring has no such matching) or less than 2.
+    """
+    require_size(n, 2)
+    if n % 2:
+        raise TopologyError(
+            f"no odd/even matching: odd_even_matching got n = {n}, allowed are even n. "
+            "Use perfect_matching, where one super learner sits out."
+        )
+    first = phase % 2
+    return _matched(n, ((a, (a + 1) % n) for a in range(first, n, 2)))
+
+
+def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.int32]:
+    """Independent, uniformly random partners of i, never i itself.
+
+    Drawn from (seed, i), so that each super learner has a table of its own.
+
+    Returns:
+        Outer ranks, shape (rounds,), int32.
+
+    Raises:
+        TopologyError: if n < 2, i is not in [0, n), or seed is negative.
+
+    Source: Lian et al., AD-PSGD, arXiv:1710.06952, on the complete graph.
+    """
+    require_size(n, 2)
+    require_rank(n, i)
+    others = _generator(seed, i).integers(0, n - 1, size=rounds, dtype=np.int32)
+    return np.where(others >= i, others + 1, others).astype(np.int32)
+
+
+def ring_edges(n: int) -> Edges:
+    """Edges of the ring: none for n = 1, one for n = 2, n for n >= 3.
+
+    Raises:
+        TopologyError: if n < 1.
+    """
+    require_size(n)
+    if n <= 2:
+        return [(0, 1)][: n - 1]
+    return [(i, (i + 1) % n) for i in range(n)]
+
+
+def complete_edges(n: int) -> Edges:
+    """All n (n-1) / 2 edges of the complete graph, each as (smaller, larger).
+
+    Raises:
+        TopologyError: if n < 1.
+    """
+    require_size(n)
+    return [(i, j) for i in range(n) for j in range(i + 1, n)]
+
+
+def require_size(n: int, least: int = 1) -> None:
+    """Check that there are at least `least` super learners.
+
+    Raises:
+        TopologyError: if n < least.
+    """
+    if n < least:
+        raise TopologyError(
+            f"too few super learners: got n = {n}, at least {least} are needed. "
+            "Pass the number of super learners (super_size())."
+        )
+
+
+def require_rank(n: int, i: int) -> None:
+    """Check that i is an outer rank among n super learners.
+
+    Raises:
+        TopologyError: if n < 1 or i is not in [0, n).
+    """
+    require_size(n)
+    if not 0 <= i < n:
+        raise TopologyError(
+            f"no such super learner: got outer rank {i}, allowed are 0 to {n - 1}. "
+            "Pass an outer rank (super_rank()), not a learner's rank."
+        )
+
+
+def _matched(n: int, pairs: Iterable[tuple[int, int]]) -> Partners:
+    """The partner of each rank from an iterable of pairs."""
+    partners: list[int | None] = [None] * n
+    for i, j in pairs:
+        partners[i], partners[j] = j, i
+    return tuple(partners)
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    """The generator of (seed, stream), stream being a round or a rank."""
+    if seed < 0 or stream < 0:
+        raise TopologyError(
+            f"no random stream: got (seed, round) = ({seed}, {stream}), both must be >= 0. "
+            "Pass a non-negative seed."
+        )
+    return np.random.default_rng(np.random.SeedSequence([seed, stream]))
