@@ -1,0 +1,159 @@
+"""What a strategy is, and what it hands the engine: data, never a callback."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["SEED_BOUND", "Plan", "Strategy", "checked_seed"]
+
+SEED_BOUND = 2**32
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Whom one super learner asks, in which order, and how much of the difference each takes.
+
+    At its r-th ask (r = 0, 1, ...) the super learner asks the partners of row r modulo rounds.
+
+    Attributes:
+        schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. Width 0
+            asks nobody.
+        weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 if width is 0.
+            With w <= 1/2 an exchange never moves a model past the middle, so that one active and
+            one passive exchange at the same time cannot enlarge the disagreement.
+
+    Raises:
+        ConfigError: if the schedule has another shape or a negative rank, or the weight is out
+            of range.
+    """
+
+    schedule: npt.NDArray[np.int32]
+    weight: float
+
+    def __post_init__(self) -> None:
+        table = np.array(self.schedule, dtype=np.int32, order="C")
+        _require_schedule(table)
+        _require_plan_weight(self.weight, table.shape[1])
+        table.setflags(write=False)
+        object.__setattr__(self, "schedule", table)  # frozen: the plan's own, read-only copy
+
+    @classmethod
+    def nobody(cls) -> Plan:
+        """The plan that asks nobody: one row of width 0."""
+        return cls(np.empty((1, 0), dtype=np.int32), 0.0)
+
+    @property
+    def rounds(self) -> int:
+        """Rows of the schedule, after which it repeats."""
+        return int(self.schedule.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Partners asked per ask."""
+        return int(self.schedule.shape[1])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self.weight == other.weight and np.array_equal(self.schedule, other.schedule)
+
+    def __hash__(self) -> int:
+        return hash((self.weight, self.schedule.shape, self.schedule.tobytes()))
+
+
+class Strategy(ABC):
+    """How super learners average: an immutable value, equal to another with the same spec.
+
+    Attributes:
+        name: the name in a spec string.
+        weight: share of the difference that each side of an exchange moves, for large n.
+        averages_gradients_globally: whether gradients of all learners are averaged each step, so
+            that there is nothing left for the engine to do.
+    """
+
+    name: ClassVar[str]
+    weight: ClassVar[float]
+    averages_gradients_globally: ClassVar[bool] = False
+
+    def spec(self) -> str:
+        """The canonical spec string, `name` or `name:key=value,...`; `parse` reads it back.
+
+        Two super learners average in the same way exactly if their specs are equal.
+        """
+        values = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(_instance(self))]
+        return f"{self.name}:{','.join(values)}" if values else self.name
+
+    @abstractmethod
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """The plan of one super learner among `outer_size`.
+
+        Raises:
+            TopologyError: if outer_size < 1 or outer_rank is not in [0, outer_size).
+        """
+
+    @abstractmethod
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The matrix T of one lock-step round, as in the papers' synchronous analysis.
+
+        The engine has no rounds; the matrix is for theory and for tests of the engine.
+
+        Args:
+            n: number of super learners.
+            round: number of the round, >= 0.
+
+        Returns:
+            T, shape (n, n), symmetric and doubly stochastic.
+
+        Raises:
+            TopologyError: if n < 1 or round < 0.
+        """
+
+
+def checked_seed(strategy: str, seed: Any) -> int:
+    """The seed as a plain int.
+
+    Raises:
+        ConfigError: if it is not an integer in [0, 2**32).
+    """
+    try:
+        plain = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        plain = -1
+    if not 0 <= plain < SEED_BOUND:
+        raise ConfigError(
+            f"bad seed for {strategy}: got {seed!r}, allowed is int >= 0 and < {SEED_BOUND}. "
+            "Give the same such number on every learner."
+        )
+    return plain
+
+
+def _instance(strategy: Strategy) -> Any:
+    """The strategy as what dataclasses.fields accepts; every concrete one is a dataclass."""
+    return strategy
+
+
+def _require_schedule(table: npt.NDArray[np.int32]) -> None:
+    if table.ndim != 2 or table.shape[0] < 1 or (table.size and table.min() < 0):
+        raise ConfigError(
+            f"bad schedule: Plan got shape {table.shape}, needed is (rounds >= 1, width >= 0) "
+            "with outer ranks >= 0. Give one row per ask."
+        )
+
+
+def _require_plan_weight(weight: float, width: int) -> None:
+    if width == 0 and weight == 0:
+        return
+    if width == 0 or not 0 < weight <= 0.5:
+        raise ConfigError(
+            f"bad weight: Plan got {weight} with width {width}, allowed is > 0 and <= 0.5, and 0 "
+            "with width 0. Give 0.5 for the mean of a pair."
+        )

@@ -1,0 +1,52 @@
+"""Random pairs: AD-PSGD on the complete graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd import mixing, topology
+from hvd_adpsgd.strategies.plan import Plan, Strategy, checked_seed
+
+__all__ = ["RandomPairs"]
+
+RANDOM_PAIRS_ROUNDS = 4096
+
+
+@dataclass(frozen=True)
+class RandomPairs(Strategy):
+    """One uniformly random partner per ask, weight 1/2: both take the mean of the pair.
+
+    Each super learner asks from a table of its own, drawn from (seed, outer rank). In lock step
+    a round is a random perfect matching, drawn from (seed, round); with n odd one sits out.
+
+    Args:
+        seed: 0 <= seed < 2**32, the same on every learner.
+
+    Raises:
+        ConfigError: if the seed is out of range.
+
+    Source: Lian et al., AD-PSGD, arXiv:1710.06952.
+    """
+
+    seed: int = 0
+    name: ClassVar[str] = "random_pairs"
+    weight: ClassVar[float] = 1 / 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """4096 rows of one random partner."""
+        topology.require_rank(outer_size, outer_rank)
+        if outer_size == 1:
+            return Plan.nobody()
+        partners = topology.random_partners(outer_size, outer_rank, self.seed, RANDOM_PAIRS_ROUNDS)
+        return Plan(partners[:, np.newaxis], self.weight)
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The matrix of this round's perfect matching."""
+        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)

@@ -1,0 +1,82 @@
+"""The ring, fixed or permuted anew for each round: ADPSGD with left and right neighbour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd import mixing, topology
+from hvd_adpsgd.strategies.plan import Plan, Strategy, checked_seed
+
+__all__ = ["FixedRing", "RandomRing"]
+
+RANDOM_RING_ROUNDS = 1024
+
+
+@dataclass(frozen=True)
+class FixedRing(Strategy):
+    """Left and right neighbour on the ring 0, 1, ..., n-1, weight 1/3 each.
+
+    A ring of two has a single edge and takes weight 1/2: the pair's mean. With n = 3 a lock-step
+    round is the exact mean of all.
+
+    Source: Zhang et al., arXiv:1907.05701, arXiv:2002.01119 (fixed local averaging).
+    """
+
+    name: ClassVar[str] = "fixed_ring"
+    weight: ClassVar[float] = 1 / 3
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """One row: the neighbours of the ring."""
+        return _ring_plan(outer_size, [topology.ring_neighbours(outer_size, outer_rank)])
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The ring's matrix, the same for every round."""
+        return mixing.ring_matrix(n)
+
+
+@dataclass(frozen=True)
+class RandomRing(Strategy):
+    """The two neighbours on a ring permuted anew for each round, weight 1/3 each.
+
+    All draw the permutation of row r from (seed, r), so that a neighbour's neighbour is oneself;
+    the table repeats after 1024 rows. Two super learners take weight 1/2, as on the fixed ring.
+
+    Args:
+        seed: 0 <= seed < 2**32, the same on every learner.
+
+    Raises:
+        ConfigError: if the seed is out of range.
+
+    Source: Zhang et al., arXiv:2002.01119, arXiv:2110.11199 (randomised local averaging, to
+        enlarge the spectral gap).
+    """
+
+    seed: int = 0
+    name: ClassVar[str] = "random_ring"
+    weight: ClassVar[float] = 1 / 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """1024 rows: the neighbours on the ring of each round."""
+        rows = [
+            topology.permuted_ring_neighbours(outer_size, outer_rank, self.seed, round)
+            for round in range(RANDOM_RING_ROUNDS)
+        ]
+        return _ring_plan(outer_size, rows)
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The matrix of this round's ring; the table's period does not apply to it."""
+        return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
+
+
+def _ring_plan(n: int, rows: list[tuple[int, ...]]) -> Plan:
+    """The plan of neighbours, weight 1/3, or 1/2 on the single edge of a ring of two."""
+    if n == 1:
+        return Plan.nobody()
+    return Plan(np.array(rows, dtype=np.int32), 1 / 2 if n == 2 else 1 / 3)

@@ -1,0 +1,35 @@
+"""Synchronous SGD: the baseline, as plain Horovod does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd import mixing, topology
+from hvd_adpsgd.strategies.plan import Plan, Strategy
+
+__all__ = ["Synchronous"]
+
+
+@dataclass(frozen=True)
+class Synchronous(Strategy):
+    """Gradients of all learners are averaged each step; nobody exchanges models.
+
+    All models are equal at all times, which in lock step is mixing with T = 11^T/n.
+    """
+
+    name: ClassVar[str] = "synchronous"
+    weight: ClassVar[float] = 0.0
+    averages_gradients_globally: ClassVar[bool] = True
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """The plan that asks nobody."""
+        topology.require_rank(outer_size, outer_rank)
+        return Plan.nobody()
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The exact mean."""
+        return mixing.uniform_matrix(n)
