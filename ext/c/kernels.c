@@ -1,0 +1,257 @@
+#include "kernels.h"
+
+#include <stddef.h>
+#include <string.h>
+
+/* One clone per vector width, chosen at load time; plain code elsewhere. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#define VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define VECTOR
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32;
+typedef double f64;
+typedef struct { uint16_t bits; } bf16;
+typedef struct { uint16_t bits; } f16;
+
+/* ---- element types ------------------------------------------------------------------ */
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
+
+INLINE float load_f32(f32 x) { return x; }
+INLINE double load_f64(f64 x) { return x; }
+INLINE float load_bf16(bf16 x) { return float_of((uint32_t)x.bits << 16); }
+
+/* Normal numbers are rebased by a multiplication, subnormal ones by a subtraction. */
+INLINE float load_f16(f16 x) {
+  const uint32_t word = (uint32_t)x.bits << 16;
+  const uint32_t twice = word + word;
+  const float normal = float_of((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+  const float subnormal = float_of((twice >> 17) | (126u << 23)) - 0.5f;
+  const uint32_t magnitude = twice < (1u << 27) ? bits_of(subnormal) : bits_of(normal);
+  return float_of((word & 0x80000000u) | magnitude);
+}
+
+INLINE f32 store_f32(float x) { return x; }
+INLINE f64 store_f64(double x) { return x; }
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+INLINE bf16 store_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t nan = (u >> 16) | 0x40u;
+  bf16 out = {(uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded)};
+  return out;
+}
+
+/* The additions of 2^k constants let the FPU do the rounding to 11 bits. */
+INLINE f16 store_f16(float x) {
+  const uint32_t word = bits_of(x);
+  const float magnitude = float_of(word & 0x7FFFFFFFu);
+  float base = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;
+  const uint32_t twice = word + word;
+  uint32_t bias = twice & 0xFF000000u;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  base = float_of((bias >> 1) + 0x07800000u) + base;
+  const uint32_t bits = bits_of(base);
+  const uint32_t number = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
+  const uint32_t finite = twice > 0xFF000000u ? 0x7E00u : number;
+  f16 out = {(uint16_t)((word >> 16 & 0x8000u) | finite)};
+  return out;
+}
+
+INLINE uint32_t infinite_f32(f32 x) { return (bits_of(x) & 0x7F800000u) == 0x7F800000u; }
+INLINE uint32_t infinite_bf16(bf16 x) { return (x.bits & 0x7F80u) == 0x7F80u; }
+INLINE uint32_t infinite_f16(f16 x) { return (x.bits & 0x7C00u) == 0x7C00u; }
+INLINE uint64_t infinite_f64(f64 x) {
+  uint64_t u;
+  memcpy(&u, &x, sizeof u);
+  return (u & 0x7FF0000000000000u) == 0x7FF0000000000000u;
+}
+
+#define FLAG_f32 uint32_t
+#define FLAG_bf16 uint32_t
+#define FLAG_f16 uint32_t
+#define FLAG_f64 uint64_t
+#define ACC_f32 float
+#define ACC_bf16 float
+#define ACC_f16 float
+#define ACC_f64 double
+
+/* ---- the loops ------------------------------------------------------------------------ */
+
+#define SNAPSHOT(T, W)                                                                        \
+  VECTOR static int snapshot_##T##_##W(W *restrict out, const T *restrict mirror,             \
+                                       const T *restrict first, const T *restrict second,     \
+                                       int64_t n) {                                           \
+    FLAG_##W bad = 0;                                                                         \
+    if (!first && !second) {                                                                  \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        out[i] = store_##W(load_##T(mirror[i]));                                              \
+        bad |= infinite_##W(out[i]);                                                          \
+      }                                                                                       \
+    } else if (!second) {                                                                     \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        out[i] = store_##W(load_##T(mirror[i]) + load_##T(first[i]));                         \
+        bad |= infinite_##W(out[i]);                                                          \
+      }                                                                                       \
+    } else {                                                                                  \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        out[i] = store_##W(load_##T(mirror[i]) + load_##T(first[i]) + load_##T(second[i]));   \
+        bad |= infinite_##W(out[i]);                                                          \
+      }                                                                                       \
+    }                                                                                         \
+    return bad != 0;                                                                          \
+  }
+
+/* Partial sums in blocks keep float32 accumulation accurate and vectorised. */
+#define BLOCK 1024
+#define MERGE(T, W)                                                                           \
+  VECTOR static double merge_##T##_##W(T *restrict correction, const W *restrict received,    \
+                                       const W *restrict sent, double weight, int64_t n,      \
+                                       int fresh) {                                           \
+    const ACC_##T w = (ACC_##T)weight;                                                        \
+    double total = 0;                                                                         \
+    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
+      const int64_t stop = start + BLOCK < n ? start + BLOCK : n;                             \
+      ACC_##T square = 0;                                                                     \
+      if (fresh) {                                                                            \
+        _Pragma("omp simd reduction(+ : square)") for (int64_t i = start; i < stop; i++) {    \
+          const ACC_##T d = (ACC_##T)load_##W(received[i]) - (ACC_##T)load_##W(sent[i]);      \
+          square += d * d;                                                                    \
+          correction[i] = store_##T(w * d);                                                   \
+        }                                                                                     \
+      } else {                                                                                \
+        _Pragma("omp simd reduction(+ : square)") for (int64_t i = start; i < stop; i++) {    \
+          const ACC_##T d = (ACC_##T)load_##W(received[i]) - (ACC_##T)load_##W(sent[i]);      \
+          square += d * d;                                                                    \
+          correction[i] = store_##T(load_##T(correction[i]) + w * d);                         \
+        }                                                                                     \
+      }                                                                                       \
+      total += (double)square;                                                                \
+    }                                                                                         \
+    return total;                                                                             \
+  }
+
+#define APPLY(T)                                                                              \
+  VECTOR static int apply_##T(T *restrict parameter, const T *restrict correction,            \
+                              T *restrict mirror, int64_t n) {                                \
+    FLAG_##T bad = 0;                                                                         \
+    if (correction && mirror) {                                                               \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        const T x = store_##T(load_##T(parameter[i]) + load_##T(correction[i]));              \
+        parameter[i] = x;                                                                     \
+        mirror[i] = x;                                                                        \
+        bad |= infinite_##T(x);                                                               \
+      }                                                                                       \
+    } else if (correction) {                                                                  \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        const T x = store_##T(load_##T(parameter[i]) + load_##T(correction[i]));              \
+        parameter[i] = x;                                                                     \
+        bad |= infinite_##T(x);                                                               \
+      }                                                                                       \
+    } else if (mirror) {                                                                      \
+      for (int64_t i = 0; i < n; i++) {                                                       \
+        mirror[i] = parameter[i];                                                             \
+        bad |= infinite_##T(parameter[i]);                                                    \
+      }                                                                                       \
+    } else {                                                                                  \
+      for (int64_t i = 0; i < n; i++) bad |= infinite_##T(parameter[i]);                      \
+    }                                                                                         \
+    return bad != 0;                                                                          \
+  }
+
+SNAPSHOT(f32, f32) SNAPSHOT(f32, bf16) SNAPSHOT(f32, f16)
+SNAPSHOT(f64, f64)
+SNAPSHOT(bf16, bf16)
+SNAPSHOT(f16, f16)
+MERGE(f32, f32) MERGE(f32, bf16) MERGE(f32, f16)
+MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
+MERGE(bf16, bf16)
+MERGE(f16, f16)
+APPLY(f32) APPLY(f64) APPLY(bf16) APPLY(f16)
+
+/* float64 on a 16-bit wire rounds through float32. */
+INLINE float narrow_f64(f64 x) { return (float)x; }
+#define NARROW(W)                                                                             \
+  VECTOR static int snapshot_f64_##W(W *restrict out, const f64 *restrict mirror,             \
+                                     const f64 *restrict first, const f64 *restrict second,   \
+                                     int64_t n) {                                             \
+    uint32_t bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      const f64 x = mirror[i] + (first ? first[i] : 0.0) + (second ? second[i] : 0.0);        \
+      out[i] = store_##W(narrow_f64(x));                                                      \
+      bad |= infinite_##W(out[i]);                                                            \
+    }                                                                                         \
+    return bad != 0;                                                                          \
+  }
+NARROW(bf16)
+NARROW(f16)
+
+/* ---- dispatch ------------------------------------------------------------------------- */
+
+#define PAIR(dtype, wire) ((dtype) * ADPSGD_DTYPES + (wire))
+
+int adpsgd_itemsize(int dtype) {
+  switch (dtype) {
+    case ADPSGD_FLOAT32: return 4;
+    case ADPSGD_FLOAT64: return 8;
+    case ADPSGD_BFLOAT16:
+    case ADPSGD_FLOAT16: return 2;
+  }
+  return 0;
+}
+
+#define EACH_PAIR(CASE)                                                                       \
+  CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT32, f32, f32)                                              \
+  CASE(ADPSGD_FLOAT32, ADPSGD_BFLOAT16, f32, bf16)                                            \
+  CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT16, f32, f16)                                              \
+  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT64, f64, f64)                                              \
+  CASE(ADPSGD_FLOAT64, ADPSGD_BFLOAT16, f64, bf16)                                            \
+  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT16, f64, f16)                                              \
+  CASE(ADPSGD_BFLOAT16, ADPSGD_BFLOAT16, bf16, bf16)                                          \
+  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)
+
+int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
+                    const void *second, int64_t n) {
+  if (!first) {
+    first = second;
+    second = NULL;
+  }
+  switch (PAIR(dtype, wire)) {
+#define CASE(D, V, T, W)                                                                      \
+  case PAIR(D, V):                                                                            \
+    return snapshot_##T##_##W((W *)out, (const T *)mirror, (const T *)first,                  \
+                              (const T *)second, n);
+    EACH_PAIR(CASE)
+#undef CASE
+  }
+  return 1;
+}
+
+double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
+                    double weight, int64_t n, int fresh) {
+  switch (PAIR(dtype, wire)) {
+#define CASE(D, V, T, W)                                                                      \
+  case PAIR(D, V):                                                                            \
+    return merge_##T##_##W((T *)correction, (const W *)received, (const W *)sent, weight, n,  \
+                           fresh);
+    EACH_PAIR(CASE)
+#undef CASE
+  }
+  return -1.0;
+}
+
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n) {
+  switch (dtype) {
+    case ADPSGD_FLOAT32: return apply_f32(parameter, correction, mirror, n);
+    case ADPSGD_FLOAT64: return apply_f64(parameter, correction, mirror, n);
+    case ADPSGD_BFLOAT16: return apply_bf16(parameter, correction, mirror, n);
+    case ADPSGD_FLOAT16: return apply_f16(parameter, correction, mirror, n);
+  }
+  return 1;
+}

@@ -1,0 +1,38 @@
+/* The compute-side loops of the engine: plain C, one pass each.
+ *
+ * A model travels as chunks of one element type. Four element types are known:
+ * float32, float64, bfloat16 and float16. Arithmetic is float64 for float64 and
+ * float32 for the others. The wire carries the element type itself, or a 16-bit
+ * type for float32 and float64 models.
+ */
+#ifndef HVD_ADPSGD_KERNELS_H
+#define HVD_ADPSGD_KERNELS_H
+
+#include <stdint.h>
+
+enum {
+  ADPSGD_FLOAT32 = 0,
+  ADPSGD_FLOAT64 = 1,
+  ADPSGD_BFLOAT16 = 2,
+  ADPSGD_FLOAT16 = 3,
+  ADPSGD_DTYPES = 4
+};
+
+/* Bytes of one element, 0 for an unknown type. */
+int adpsgd_itemsize(int dtype);
+
+/* out = round_wire(mirror + first + second); first and second may be NULL.
+ * Returns 1 if any element of out is infinite or not a number, else 0. */
+int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
+                    const void *second, int64_t n);
+
+/* correction (+)= weight * (received - sent); `fresh` overwrites instead of adding.
+ * Returns sum((received - sent)^2). Both partners compute exactly opposite terms. */
+double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
+                    double weight, int64_t n, int fresh);
+
+/* parameter += correction, then mirror = parameter; correction and mirror may be NULL.
+ * Returns 1 if any parameter is infinite or not a number, else 0. */
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n);
+
+#endif

@@ -1,0 +1,31 @@
+# The memory of one super learner's averaging: the mirror and two slots of corrections, in chunks.
+from libc.stdint cimport int64_t, uint8_t
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+
+cdef struct Chunk:
+    char* mirror            # the model as last offered; NULL on learners that are not leaders
+    char* slot[2]           # corrections; slot[open] is being filled, the other is published
+    uint8_t* full[2]        # does the slot hold a correction for this chunk
+    bint absorbed           # the mirror already contains the published correction
+    int64_t count           # elements
+    int dtype
+    int64_t step            # the trainer's step of the mirror
+
+cdef struct Memory:
+    pthread_mutex_t lock
+    Chunk* chunks
+    int nchunks
+    int capacity
+    int open
+
+cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out,
+                         int64_t* step) noexcept nogil
+cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
+                         const void* sent) noexcept nogil
+
+cdef class Arena:
+    cdef Memory memory

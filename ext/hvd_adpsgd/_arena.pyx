@@ -1,0 +1,221 @@
+# cython: language_level=3
+# Why compiled: trainer and engine meet here, chunk by chunk, without the GIL.
+"""Where the trainer and the engine meet.
+
+The engine adds what exchanges owe the model to the open slot. The trainer publishes: the slots
+change places. Then it absorbs the published slot: parameter += correction, mirror = parameter.
+
+    trainer                          engine
+    publish: open <-> published
+                                     merge -> open slot
+    absorb chunk 0 (lock)            snapshot chunk 7 (lock): mirror + published + open
+    absorb chunk 1 (lock)            snapshot chunk 1: mirror + open, published is in the mirror
+
+A published slot is read without a lock: nobody writes it until the publication after next, and
+the learners of a node pass an all-reduce between any two publications.
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport free, realloc
+
+from hvd_adpsgd._kernels cimport adpsgd_apply, adpsgd_itemsize, adpsgd_merge, adpsgd_snapshot
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+
+
+cdef struct Span:
+    int64_t tensor          # which tensor
+    int64_t start           # first element in the tensor
+    int64_t chunk
+    int64_t place           # first element in the chunk
+    int64_t count           # elements
+
+
+cdef int wire_type(Chunk* chunk, int wire) noexcept nogil:
+    """The element type on the wire: `wire` narrows 32- and 64-bit elements, -1 narrows nothing."""
+    return wire if wire >= 0 and adpsgd_itemsize(chunk.dtype) > 2 else chunk.dtype
+
+
+cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil:
+    """Bytes of one chunk on the wire."""
+    cdef int64_t nbytes
+    pthread_mutex_lock(&m.lock)
+    nbytes = m.chunks[chunk].count * adpsgd_itemsize(wire_type(&m.chunks[chunk], wire))
+    pthread_mutex_unlock(&m.lock)
+    return nbytes
+
+
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out,
+                         int64_t* step) noexcept nogil:
+    """out = mirror + corrections that the mirror lacks. Returns 1 if out is not finite."""
+    cdef Chunk* c
+    cdef void* published = NULL
+    cdef void* pending = NULL
+    cdef int bad
+    pthread_mutex_lock(&m.lock)
+    c = &m.chunks[chunk]
+    if not offered_only:
+        if c.full[1 - m.open][0] and not c.absorbed:
+            published = c.slot[1 - m.open]
+        if c.full[m.open][0]:
+            pending = c.slot[m.open]
+    step[0] = c.step
+    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, c.count)
+    pthread_mutex_unlock(&m.lock)
+    return bad
+
+
+cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
+                         const void* sent) noexcept nogil:
+    """open slot += weight (received - sent). Returns sum((received - sent)^2)."""
+    cdef Chunk* c
+    cdef double square
+    pthread_mutex_lock(&m.lock)
+    c = &m.chunks[chunk]
+    square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
+                          c.count, not c.full[m.open][0])
+    c.full[m.open][0] = 1
+    pthread_mutex_unlock(&m.lock)
+    return square
+
+
+cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintptr_t* tensors,
+                      int published, int64_t step) noexcept nogil:
+    """Apply the published slot to tensors and, on a leader, refresh the mirror.
+
+    Returns 1 if any parameter is not finite."""
+    cdef int64_t i = 0, chunk
+    cdef int bad = 0, size
+    cdef Chunk* c
+    cdef char* correction
+    cdef char* mirror
+    while i < nspans:
+        chunk = spans[i].chunk
+        c = &m.chunks[chunk]
+        size = adpsgd_itemsize(c.dtype)
+        if c.mirror != NULL:
+            pthread_mutex_lock(&m.lock)
+        while i < nspans and spans[i].chunk == chunk:
+            correction = NULL
+            mirror = NULL
+            if published >= 0 and c.full[published][0]:
+                correction = c.slot[published] + spans[i].place * size
+            if c.mirror != NULL:
+                mirror = c.mirror + spans[i].place * size
+            bad |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * size,
+                                correction, mirror, spans[i].count)
+            i += 1
+        if c.mirror != NULL:
+            c.absorbed = True
+            c.step = step
+            pthread_mutex_unlock(&m.lock)
+    return bad
+
+
+cdef class Arena:
+    """Chunks of one layout. Memory belongs to the caller, who keeps it alive."""
+
+    def __cinit__(self):
+        pthread_mutex_init(&self.memory.lock, NULL)
+        self.memory.chunks = NULL
+        self.memory.nchunks = 0
+        self.memory.capacity = 0
+        self.memory.open = 0
+
+    def __dealloc__(self):
+        free(self.memory.chunks)
+        pthread_mutex_destroy(&self.memory.lock)
+
+    def __len__(self):
+        return self.memory.nchunks
+
+    def add_chunk(self, uintptr_t mirror, uintptr_t slot0, uintptr_t slot1, uintptr_t full0,
+                  uintptr_t full1, int64_t count, int dtype):
+        """Append a chunk of `count` elements; addresses of its mirror (0: none), slots, flags."""
+        cdef Memory* m = &self.memory
+        cdef Chunk* grown
+        cdef Chunk* c
+        pthread_mutex_lock(&m.lock)
+        if m.nchunks == m.capacity:
+            grown = <Chunk*>realloc(m.chunks, max(64, 2 * m.capacity) * sizeof(Chunk))
+            if grown == NULL:
+                pthread_mutex_unlock(&m.lock)
+                raise MemoryError("chunk table")
+            m.chunks = grown
+            m.capacity = max(64, 2 * m.capacity)
+        c = &m.chunks[m.nchunks]
+        c.mirror = <char*>mirror
+        c.slot[0] = <char*>slot0
+        c.slot[1] = <char*>slot1
+        c.full[0] = <uint8_t*>full0
+        c.full[1] = <uint8_t*>full1
+        c.absorbed = True
+        c.count = count
+        c.dtype = dtype
+        c.step = -1
+        m.nchunks += 1
+        pthread_mutex_unlock(&m.lock)
+
+    def publish(self):
+        """Let the slots change places. Returns the index of the published one (leader only)."""
+        cdef Memory* m = &self.memory
+        cdef int i, published
+        with nogil:
+            pthread_mutex_lock(&m.lock)
+            published = m.open
+            m.open = 1 - published
+            for i in range(m.nchunks):
+                m.chunks[i].full[m.open][0] = 0
+                m.chunks[i].absorbed = False
+            pthread_mutex_unlock(&m.lock)
+        return published
+
+    def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
+               int64_t step):
+        """parameter += published correction; mirror = parameter.
+
+        Args:
+            spans: shape (n, 5): tensor, first element in it, chunk, first element there, count;
+                sorted by chunk.
+            tensors: address of each tensor's first element.
+            published: slot to apply, -1 for none.
+            step: the trainer's step of the parameters.
+
+        Returns:
+            True if any parameter is infinite or not a number.
+        """
+        cdef int bad
+        cdef int64_t n = spans.shape[0]
+        if n == 0:
+            return False
+        with nogil:
+            bad = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, &tensors[0], published,
+                               step)
+        return bool(bad)
+
+    def pending(self, int slot):
+        """How many chunks of `slot` (0 or 1) hold a correction."""
+        cdef int i, count = 0
+        for i in range(self.memory.nchunks):
+            count += self.memory.chunks[i].full[slot][0]
+        return count
+
+    @property
+    def open(self):
+        """The slot that the engine fills."""
+        return self.memory.open
+
+    def snapshot(self, int chunk, int wire, unsigned char[::1] out, bint offered_only=False):
+        """Test door of the engine's snapshot. Returns (finite, step)."""
+        cdef int64_t step = 0
+        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, &out[0], &step)
+        return not bad, step
+
+    def merge(self, int chunk, int wire, double weight, const unsigned char[::1] received,
+              const unsigned char[::1] sent):
+        """Test door of the engine's merge. Returns sum((received - sent)^2)."""
+        return memory_merge(&self.memory, chunk, wire, weight, &received[0], &sent[0])

@@ -1,0 +1,1006 @@
+# cython: language_level=3
+# Why compiled: the engine's thread lives without the GIL, beside the trainer's computation.
+"""The averaging engine of one super learner: one thread, one communicator, ask gossip.
+
+    asker                         asked
+    ASK   ------------------->    (free, fit and not leaving?)
+          <-------------------    YES, or NO: ask somebody else
+    chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference
+    ...                           (weight w: w times the difference)
+
+Every engine answers while it waits, so no cycle of askers can block. A super learner is on the
+asking side of at most one exchange and on the asked side of at most one; two partners have at
+most one exchange between them. If both ask each other, the lower rank's question stands.
+
+A partner that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
+finished when the partner answers, but the side it occupied is free again.
+"""
+
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+from mpi4py cimport libmpi as mpi
+
+from hvd_adpsgd._arena cimport (Arena, Memory, memory_merge, memory_nbytes, memory_snapshot,
+                                pthread_mutex_t)
+from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_NONE, FAILURE_PARTNER, FAILURE_PENDING,
+                                    TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
+                                    classify, data_tag, give_up, post_receive, post_send, test,
+                                    transport_open)
+
+cdef extern from "<time.h>" nogil:
+    ctypedef int clockid_t
+    cdef struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(clockid_t, timespec*)
+    int nanosleep(const timespec*, timespec*)
+    clockid_t CLOCK_MONOTONIC
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<sys/prctl.h>" nogil:
+    int prctl(int option, unsigned long value)
+    int PR_SET_TIMERSLACK
+    int PR_SET_NAME
+    int prctl_name "prctl"(int option, const char* name)
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    ctypedef struct pthread_condattr_t:
+        pass
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_join(pthread_t, void**)
+    int pthread_getcpuclockid(pthread_t, clockid_t*)
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_condattr_init(pthread_condattr_t*)
+    int pthread_condattr_setclock(pthread_condattr_t*, clockid_t)
+    int pthread_cond_init(pthread_cond_t*, pthread_condattr_t*)
+    int pthread_cond_signal(pthread_cond_t*)
+    int pthread_cond_timedwait(pthread_cond_t*, pthread_mutex_t*, const timespec*)
+    int pthread_cond_destroy(pthread_cond_t*)
+
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define adpsgd_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    #define adpsgd_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+    #endif
+    """
+    int64_t load "adpsgd_load"(int64_t*) nogil
+    void store "adpsgd_store"(int64_t*, int64_t) nogil
+
+cdef enum:
+    LANES = 8               # chunks of one exchange on their way at once
+    HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
+    EVENTS = 16384          # timeline records kept until the trainer takes them
+    SPARES = 2              # sets of buffers kept for the next exchange
+    NOBODY = -1
+
+cdef double IDLE_S = 0.9e-3         # longest sleep when nothing is on its way
+cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
+cdef double POLL_LAST_S = 50e-6
+cdef double RETRY_FIRST_S = 50e-6   # pause after a NO, doubled up to the last
+cdef double RETRY_LAST_S = 2e-3
+cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
+
+cdef enum Kind:
+    ASK = 1
+    YES = 2
+    NO = 3
+    BYE = 4
+    BYE_SEEN = 5
+
+cdef enum Phase:
+    IDLE = 0
+    ASKED = 1
+    RUNNING = 2
+    BROKEN = 3
+
+cdef enum Partner:
+    ALIVE = 0
+    SUSPECT = 1
+    LEFT = 2
+    LOST = 3
+
+cdef enum Fault:
+    FAULT_NONE = 0
+    FAULT_MPI = 1
+    FAULT_LAYOUT = 2
+    FAULT_WEIGHT = 3
+    FAULT_MEMORY = 4
+
+cdef struct Message:
+    int kind
+    int exchange
+    int nchunks
+    int generation
+    uint64_t fingerprint
+    double weight
+
+cdef struct Outgoing:
+    Message message
+    mpi.MPI_Request request
+    Outgoing* next
+
+cdef struct Lane:
+    bint busy
+    bint sent
+    bint received
+    bint void               # one of the two snapshots was not finite: nobody merges
+    int chunk
+    int64_t step
+    double began
+    char* out
+    char* inp
+    mpi.MPI_Request send_request
+    mpi.MPI_Request receive_request
+
+cdef struct Exchange:
+    Phase phase
+    bint active             # this side asked
+    bint parked
+    int number
+    int nchunks
+    int next                # first chunk not yet begun
+    int done
+    int tag
+    double began
+    double moved            # when the partner last showed life
+    double square           # sum of squared differences
+    int64_t elements
+    int64_t nbytes
+    char* buffers
+    Lane lanes[LANES]
+
+cdef struct Generation:
+    int nchunks
+    uint64_t fingerprint
+
+cdef struct Event:
+    int kind                # 0 exchange asked by us, 1 exchange asked by the partner, 2 merge, 3 parked
+    int partner
+    double began
+    double ended
+    int64_t nbytes
+    int64_t step
+
+cdef struct Counters:
+    int64_t exchanges_active
+    int64_t exchanges_passive
+    int64_t refused         # our questions answered with NO
+    int64_t declined        # questions we answered with NO
+    int64_t parked
+    int64_t void_chunks
+    int64_t chunks
+    int64_t bytes_sent
+    int64_t bytes_received
+    int64_t square_elements
+    int64_t turns
+    double square
+    double last_square
+    double exchange_s
+    int64_t staleness[HISTOGRAM]
+
+cdef struct State:
+    Transport transport
+    Memory* memory
+    pthread_t thread
+    bint running
+    # the plan
+    int* schedule
+    int64_t schedule_length
+    int64_t cursor
+    double weight
+    double rate
+    int wire
+    bint offered_only
+    double deadline_s
+    double leave_deadline_s
+    int64_t lane_nbytes
+    Generation* generations
+    int ngenerations
+    # from the trainer, under `gate`
+    pthread_mutex_t gate
+    pthread_cond_t wake
+    bint fit
+    bint paused
+    bint leaving
+    int wanted              # partner of an explicit question
+    double credit
+    int64_t step
+    # the thread's own
+    Message inbox
+    mpi.MPI_Request inbox_request
+    Outgoing* outgoing
+    Exchange* exchanges     # one per partner
+    char* spares[SPARES]
+    int asking              # partner of our question or active exchange
+    int serving             # partner of our passive exchange
+    int number
+    double ask_after
+    double retry_s
+    char* partners          # Partner
+    char* farewells         # goodbyes not yet seen
+    bint said_goodbye
+    double leave_by
+    # for the trainer to read
+    Counters counters
+    int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
+    int64_t partner_events
+    int64_t finished
+    int64_t* met            # exchanges with each partner
+    int fault
+    int fault_code
+    int fault_partner
+    Event* events
+    int64_t events_written
+    int64_t events_read
+
+
+# ---- small tools ---------------------------------------------------------------------------
+
+cdef double now() noexcept nogil:
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
+
+
+cdef void rest(double seconds) noexcept nogil:
+    cdef timespec t
+    t.tv_sec = 0
+    t.tv_nsec = <long>(seconds * 1e9)
+    nanosleep(&t, NULL)
+
+
+cdef void latch(State* e, Fault fault, int code, int partner) noexcept nogil:
+    """The first cause stays; the trainer raises it at its next offer."""
+    if e.fault == FAULT_NONE:
+        e.fault_code = code
+        e.fault_partner = partner
+        e.fault = fault
+
+
+cdef void record(State* e, int kind, int partner, double began, double ended, int64_t nbytes,
+                 int64_t step) noexcept nogil:
+    cdef Event* event
+    if e.events == NULL or e.events_written - load(&e.events_read) >= EVENTS:
+        return
+    event = &e.events[e.events_written % EVENTS]
+    event.kind = kind
+    event.partner = partner
+    event.began = began
+    event.ended = ended
+    event.nbytes = nbytes
+    event.step = step
+    store(&e.events_written, e.events_written + 1)
+
+
+cdef void set_partner(State* e, int partner, Partner state) noexcept nogil:
+    if e.partners[partner] != state:
+        e.partners[partner] = state
+        store(&e.partner_events, e.partner_events + 1)
+
+
+# ---- control messages ----------------------------------------------------------------------
+
+cdef void listen(State* e) noexcept nogil:
+    cdef int code = post_receive(&e.transport, &e.inbox, sizeof(Message), NOBODY, TAG_CONTROL,
+                                 &e.inbox_request)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, NOBODY)
+
+
+cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexcept nogil:
+    cdef Outgoing* out = <Outgoing*>calloc(1, sizeof(Outgoing))
+    cdef Generation* generation = &e.generations[e.ngenerations - 1]
+    cdef int code
+    if out == NULL:
+        latch(e, FAULT_MEMORY, 0, partner)
+        return
+    out.message.kind = kind
+    out.message.exchange = exchange
+    out.message.nchunks = nchunks
+    out.message.generation = e.ngenerations - 1
+    out.message.fingerprint = generation.fingerprint
+    out.message.weight = e.weight
+    code = post_send(&e.transport, &out.message, sizeof(Message), partner, TAG_CONTROL, &out.request)
+    if code != mpi.MPI_SUCCESS:
+        free(out)
+        handle_failure(e, code, partner)
+        return
+    out.next = e.outgoing
+    e.outgoing = out
+
+
+cdef bint reap_outgoing(State* e) noexcept nogil:
+    cdef Outgoing** link = &e.outgoing
+    cdef Outgoing* out
+    cdef bint done = False, moved = False
+    while link[0] != NULL:
+        out = link[0]
+        test(&out.request, &done, NULL)
+        if done:
+            link[0] = out.next
+            free(out)
+            moved = True
+        else:
+            link = &out.next
+    return moved
+
+
+cdef bint read_inbox(State* e) noexcept nogil:
+    cdef Arrival arrival
+    cdef Message message
+    cdef bint done = False
+    cdef int code = test(&e.inbox_request, &done, &arrival)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, NOBODY)
+        if e.inbox_request == mpi.MPI_REQUEST_NULL and e.fault != FAULT_MPI:
+            listen(e)
+        return True
+    if not done:
+        return False
+    message = e.inbox
+    listen(e)
+    hear(e, arrival.source, &message)
+    return True
+
+
+cdef void hear(State* e, int partner, Message* m) noexcept nogil:
+    if e.partners[partner] == SUSPECT:
+        set_partner(e, partner, ALIVE)
+    if m.kind == ASK:
+        hear_ask(e, partner, m)
+    elif m.kind == YES:
+        hear_yes(e, partner, m)
+    elif m.kind == NO:
+        hear_no(e, partner, m)
+    elif m.kind == BYE:
+        set_partner(e, partner, LEFT)
+        e.farewells[partner] = 0
+        say(e, partner, BYE_SEEN, 0, 0)
+    elif m.kind == BYE_SEEN:
+        e.farewells[partner] = 0
+
+
+cdef bint same_model(State* e, int partner, Message* m) noexcept nogil:
+    """Do both sides average the same tensors, with the same weight?"""
+    if m.weight != e.weight:
+        latch(e, FAULT_WEIGHT, 0, partner)
+        return False
+    if m.generation < e.ngenerations and e.generations[m.generation].fingerprint != m.fingerprint:
+        latch(e, FAULT_LAYOUT, 0, partner)
+        return False
+    return True
+
+
+cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int mine = e.generations[e.ngenerations - 1].nchunks
+    cdef bint crossed = x.phase == ASKED and e.transport.rank > partner
+    if (not able(e) or e.serving != NOBODY or not (x.phase == IDLE or crossed)
+            or not same_model(e, partner, m)):
+        e.counters.declined += 1
+        say(e, partner, NO, m.exchange, 0)
+        return
+    if crossed and e.asking == partner:
+        e.asking = NOBODY           # our own question will be answered with NO
+    e.serving = partner
+    say(e, partner, YES, m.exchange, min(m.nchunks, mine))
+    begin(e, partner, m.exchange, min(m.nchunks, mine), False)
+
+
+cdef void hear_yes(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED or x.number != m.exchange:
+        return
+    same_model(e, partner, m)
+    e.retry_s = RETRY_FIRST_S
+    begin(e, partner, m.exchange, m.nchunks, True)
+
+
+cdef void hear_no(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED or x.number != m.exchange:
+        return
+    x.phase = IDLE
+    e.counters.refused += 1
+    if e.asking == partner:
+        e.asking = NOBODY
+        e.ask_after = now() + e.retry_s
+        e.retry_s = min(2 * e.retry_s, RETRY_LAST_S)
+
+
+# ---- exchanges -----------------------------------------------------------------------------
+
+cdef bint able(State* e) noexcept nogil:
+    """May this super learner take part in a new exchange?"""
+    return e.step >= 0 and e.fit and not e.paused and not e.leaving and e.fault == FAULT_NONE
+
+
+cdef char* take_buffers(State* e) noexcept nogil:
+    cdef int i
+    cdef char* buffers
+    for i in range(SPARES):
+        if e.spares[i] != NULL:
+            buffers = e.spares[i]
+            e.spares[i] = NULL
+            return buffers
+    return <char*>malloc(2 * LANES * e.lane_nbytes)
+
+
+cdef void return_buffers(State* e, char* buffers) noexcept nogil:
+    cdef int i
+    for i in range(SPARES):
+        if e.spares[i] == NULL:
+            e.spares[i] = buffers
+            return
+    free(buffers)
+
+
+cdef void begin(State* e, int partner, int number, int nchunks, bint active) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    x.buffers = take_buffers(e)
+    if x.buffers == NULL:
+        latch(e, FAULT_MEMORY, 0, partner)
+        return
+    for i in range(LANES):
+        x.lanes[i].busy = False
+        x.lanes[i].out = x.buffers + 2 * i * e.lane_nbytes
+        x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
+    x.phase = RUNNING
+    x.active = active
+    x.parked = active and e.asking != partner
+    x.number = number
+    x.nchunks = nchunks
+    x.next = 0
+    x.done = 0
+    x.tag = data_tag(number, active == (e.transport.rank > partner))
+    x.began = now()
+    x.moved = x.began
+    x.square = 0
+    x.elements = 0
+    x.nbytes = 0
+    pthread_mutex_lock(&e.gate)
+    e.credit = max(e.credit - 1.0, -2.0 * max(e.rate, 1.0))
+    if active and e.wanted == partner:
+        e.wanted = NOBODY
+    pthread_mutex_unlock(&e.gate)
+
+
+cdef bint start_lane(State* e, int partner) noexcept nogil:
+    """Send the snapshot of the next chunk and expect the partner's."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef Lane* lane = &x.lanes[x.next % LANES]
+    cdef int64_t nbytes
+    cdef int code
+    if x.next >= x.nchunks or lane.busy:
+        return False
+    nbytes = memory_nbytes(e.memory, x.next, e.wire)
+    lane.chunk = x.next
+    lane.busy = True
+    lane.sent = False
+    lane.received = False
+    lane.began = now()
+    code = post_receive(&e.transport, lane.inp, <int>nbytes, partner, x.tag, &lane.receive_request)
+    if code == mpi.MPI_SUCCESS:
+        lane.void = memory_snapshot(e.memory, x.next, e.wire, e.offered_only, lane.out, &lane.step)
+        code = post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
+                         &lane.send_request)
+        x.nbytes += 0 if lane.void else nbytes
+    x.next += 1
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, partner)
+        return False
+    return True
+
+
+cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef Arrival arrival
+    cdef bint done = False, moved = False
+    cdef int code
+    if not lane.received:
+        code = test(&lane.receive_request, &done, &arrival)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return True
+        if done:
+            lane.received = True
+            moved = True
+            e.counters.bytes_received += arrival.nbytes
+            merge_lane(e, partner, lane, arrival.nbytes)
+    if not lane.sent:
+        code = test(&lane.send_request, &done, NULL)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return True
+        if done:
+            lane.sent = True
+            moved = True
+    if lane.received and lane.sent:
+        lane.busy = False
+        x.done += 1
+    return moved
+
+
+cdef void merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
+    """correction += w (received - sent), unless one of the two snapshots was void."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int64_t stale = e.step + 1 - lane.step
+    cdef double began
+    if lane.void or nbytes == 0:
+        e.counters.void_chunks += 1
+        return
+    began = now()
+    x.square += memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.out)
+    x.elements += e.memory.chunks[lane.chunk].count
+    e.counters.chunks += 1
+    e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
+    record(e, 2, partner, began, now(), nbytes, lane.step)
+
+
+cdef bint advance(State* e, int partner) noexcept nogil:
+    """Whatever can be done now for the exchange with `partner`. True if something was."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef bint moved = False
+    cdef int i
+    if x.phase == RUNNING:
+        for i in range(LANES):
+            if x.lanes[i].busy and x.phase == RUNNING:
+                moved |= advance_lane(e, partner, &x.lanes[i])
+        while x.phase == RUNNING and start_lane(e, partner):
+            moved = True
+        if x.phase == RUNNING and x.done == x.nchunks:
+            finish(e, partner)
+            return True
+    if moved:
+        x.moved = now()
+        if e.partners[partner] == SUSPECT:
+            set_partner(e, partner, ALIVE)
+    elif not x.parked and now() - x.moved > e.deadline_s:
+        park(e, partner)
+    return moved
+
+
+cdef void park(State* e, int partner) noexcept nogil:
+    """A silent partner keeps its buffers and loses its side of ours."""
+    cdef Exchange* x = &e.exchanges[partner]
+    x.parked = True
+    vacate(e, partner)
+    e.counters.parked += 1
+    set_partner(e, partner, SUSPECT)
+    record(e, 3, partner, x.began, now(), x.nbytes, e.step)
+
+
+cdef void vacate(State* e, int partner) noexcept nogil:
+    if e.asking == partner:
+        e.asking = NOBODY
+    if e.serving == partner:
+        e.serving = NOBODY
+
+
+cdef void finish(State* e, int partner) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef double ended = now()
+    vacate(e, partner)
+    if x.active:
+        e.counters.exchanges_active += 1
+    else:
+        e.counters.exchanges_passive += 1
+    e.counters.bytes_sent += x.nbytes
+    e.counters.exchange_s += ended - x.began
+    if x.elements:
+        e.counters.square += x.square
+        e.counters.square_elements += x.elements
+        e.counters.last_square = x.square
+    e.met[partner] += 1
+    record(e, 0 if x.active else 1, partner, x.began, ended, x.nbytes, e.step)
+    return_buffers(e, x.buffers)
+    x.buffers = NULL
+    x.phase = IDLE
+    x.parked = False
+    store(&e.finished, e.finished + 1)
+
+
+cdef bint eligible(State* e, int partner) noexcept nogil:
+    return (partner >= 0 and partner != e.transport.rank and e.partners[partner] == ALIVE
+            and e.exchanges[partner].phase == IDLE)
+
+
+cdef int choose(State* e) noexcept nogil:
+    """The next partner of the plan that can be asked, or NOBODY."""
+    cdef int64_t tries = min(e.schedule_length, 64)
+    cdef int partner
+    while tries > 0:
+        partner = e.schedule[e.cursor % e.schedule_length]
+        e.cursor += 1
+        tries -= 1
+        if eligible(e, partner):
+            return partner
+    return NOBODY
+
+
+cdef bint due(State* e) noexcept nogil:
+    """Is it time to ask? An explicit wish needs no credit."""
+    if e.asking != NOBODY or not able(e) or now() < e.ask_after:
+        return False
+    if e.wanted != NOBODY:
+        return eligible(e, e.wanted)
+    return e.credit >= 1.0 - 1e-9 and e.schedule_length > 0
+
+
+cdef bint ask_if_due(State* e) noexcept nogil:
+    cdef Exchange* x
+    cdef int partner
+    if not due(e):
+        return False
+    partner = e.wanted if e.wanted != NOBODY else choose(e)
+    if partner == NOBODY:
+        e.ask_after = now() + RETRY_LAST_S
+        return False
+    x = &e.exchanges[partner]
+    e.number += 1
+    x.phase = ASKED
+    x.parked = False
+    x.active = True
+    x.number = e.number
+    x.began = now()
+    x.moved = x.began
+    e.asking = partner
+    say(e, partner, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
+    return True
+
+
+# ---- failures ------------------------------------------------------------------------------
+
+cdef void handle_failure(State* e, int code, int partner) noexcept nogil:
+    """Sort an MPI error: a partner that is gone costs its exchange, anything else is latched."""
+    cdef Failure failure = classify(code)
+    if failure == FAILURE_PARTNER or failure == FAILURE_PENDING:
+        if partner != NOBODY and failure == FAILURE_PARTNER:
+            lose(e, partner)
+        lose_acknowledged(e)
+    elif failure == FAILURE_FATAL:
+        latch(e, FAULT_MPI, code, partner)
+
+
+cdef void lose_acknowledged(State* e) noexcept nogil:
+    cdef int partner
+    cdef char* lost = <char*>calloc(e.transport.size, 1)
+    if lost == NULL:
+        latch(e, FAULT_MEMORY, 0, NOBODY)
+        return
+    acknowledge_failures(&e.transport, lost)
+    for partner in range(e.transport.size):
+        if lost[partner]:
+            lose(e, partner)
+    free(lost)
+
+
+cdef void lose(State* e, int partner) noexcept nogil:
+    """The partner's process is gone. Its buffers stay: MPI may still hold their addresses."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    if e.partners[partner] == LOST:
+        return
+    set_partner(e, partner, LOST)
+    e.farewells[partner] = 0
+    vacate(e, partner)
+    if x.phase == RUNNING:
+        for i in range(LANES):
+            if x.lanes[i].busy and not x.lanes[i].received:
+                give_up(&x.lanes[i].receive_request)
+    x.phase = BROKEN if x.phase == RUNNING else IDLE
+
+
+# ---- the loop ------------------------------------------------------------------------------
+
+cdef bint turn(State* e) noexcept nogil:
+    """One look at everything. True if anything moved."""
+    cdef bint moved = read_inbox(e)
+    cdef int64_t oldest = NO_STEP
+    cdef Exchange* x
+    cdef int partner, i
+    if e.outgoing != NULL:
+        moved |= reap_outgoing(e)
+    for partner in range(e.transport.size):
+        x = &e.exchanges[partner]
+        if x.phase == ASKED or x.phase == RUNNING:
+            moved |= advance(e, partner)
+            if x.phase == RUNNING and not x.parked:
+                for i in range(LANES):
+                    if x.lanes[i].busy and not x.lanes[i].received:
+                        oldest = min(oldest, x.lanes[i].step)
+    moved |= ask_if_due(e)
+    store(&e.in_flight_step, oldest)
+    e.counters.turns += 1
+    return moved
+
+
+cdef bint say_goodbye(State* e) noexcept nogil:
+    """Leave: finish what runs, tell everybody, wait until they know. True when done."""
+    cdef int partner
+    cdef bint waiting = False
+    cdef double t = now()
+    if e.leave_by == 0:
+        e.leave_by = t + e.leave_deadline_s
+    if t > e.leave_by:
+        return True
+    if e.asking != NOBODY or e.serving != NOBODY:
+        return False
+    if not e.said_goodbye:
+        e.said_goodbye = True
+        for partner in range(e.transport.size):
+            if partner != e.transport.rank and e.partners[partner] in (ALIVE, SUSPECT):
+                e.farewells[partner] = 1
+                say(e, partner, BYE, 0, 0)
+    for partner in range(e.transport.size):
+        waiting |= e.farewells[partner] != 0 and e.partners[partner] == ALIVE
+    return not waiting and e.outgoing == NULL
+
+
+cdef void sleep_until_woken(State* e) noexcept nogil:
+    cdef timespec until
+    clock_gettime(CLOCK_MONOTONIC, &until)
+    until.tv_nsec += <long>(IDLE_S * 1e9)
+    if until.tv_nsec >= 1000000000:
+        until.tv_nsec -= 1000000000
+        until.tv_sec += 1
+    pthread_mutex_lock(&e.gate)
+    if not due(e):
+        pthread_cond_timedwait(&e.wake, &e.gate, &until)
+    pthread_mutex_unlock(&e.gate)
+
+
+cdef void* live(void* argument) noexcept nogil:
+    """The thread: look, act, and sleep a little longer each time there was nothing to do."""
+    cdef State* e = <State*>argument
+    cdef double poll_s = 0
+    prctl(PR_SET_TIMERSLACK, 1000)
+    prctl_name(PR_SET_NAME, b"adpsgd-engine")
+    listen(e)
+    while e.fault != FAULT_MPI:
+        if turn(e):
+            poll_s = 0
+            continue
+        if e.leaving and say_goodbye(e):
+            break
+        if e.asking == NOBODY and e.serving == NOBODY and not e.leaving:
+            sleep_until_woken(e)
+        elif poll_s == 0:
+            sched_yield()
+            poll_s = POLL_FIRST_S
+        else:
+            rest(poll_s)
+            poll_s = min(2 * poll_s, POLL_LAST_S)
+    if e.inbox_request != mpi.MPI_REQUEST_NULL:
+        give_up(&e.inbox_request)
+    store(&e.in_flight_step, NO_STEP)
+    return NULL
+
+
+# ---- the Python face ------------------------------------------------------------------------
+
+cdef class Loop:
+    """The engine's thread and what the trainer may say to it. See hvd_adpsgd.engine.Engine."""
+
+    cdef State state
+    cdef object keep            # arena and communicator stay alive as long as the thread may
+
+    def __cinit__(self, *args, **kwargs):
+        memset(&self.state, 0, sizeof(State))
+
+    def __init__(self, comm, uintptr_t comm_address, Arena arena, const int[::1] schedule,
+                 double weight, double rate, int wire, bint offered_only, double deadline_s,
+                 double leave_deadline_s, int64_t lane_nbytes, bint timeline):
+        cdef State* e = &self.state
+        cdef pthread_condattr_t attributes
+        cdef int code = transport_open(&e.transport, (<mpi.MPI_Comm*>comm_address)[0])
+        if code != mpi.MPI_SUCCESS:
+            raise RuntimeError(f"MPI code {code} on opening the engine's communicator")
+        self.keep = (comm, arena)
+        e.memory = &arena.memory
+        e.weight = weight
+        e.rate = rate
+        e.wire = wire
+        e.offered_only = offered_only
+        e.deadline_s = deadline_s
+        e.leave_deadline_s = leave_deadline_s
+        e.lane_nbytes = lane_nbytes
+        e.step = -1
+        e.fit = True
+        e.wanted = NOBODY
+        e.asking = NOBODY
+        e.serving = NOBODY
+        e.retry_s = RETRY_FIRST_S
+        e.in_flight_step = NO_STEP
+        e.inbox_request = mpi.MPI_REQUEST_NULL
+        e.schedule_length = schedule.shape[0]
+        e.schedule = <int*>calloc(max(1, e.schedule_length), sizeof(int))
+        e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
+        e.partners = <char*>calloc(e.transport.size, 1)
+        e.farewells = <char*>calloc(e.transport.size, 1)
+        e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
+        e.generations = <Generation*>calloc(1024, sizeof(Generation))
+        if timeline:
+            e.events = <Event*>calloc(EVENTS, sizeof(Event))
+        if not (e.schedule and e.exchanges and e.partners and e.farewells and e.met
+                and e.generations):
+            raise MemoryError("engine")
+        if e.schedule_length:
+            memcpy(e.schedule, &schedule[0], e.schedule_length * sizeof(int))
+        pthread_mutex_init(&e.gate, NULL)
+        pthread_condattr_init(&attributes)
+        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC)
+        pthread_cond_init(&e.wake, &attributes)
+
+    def __dealloc__(self):
+        cdef State* e = &self.state
+        if e.running or e.exchanges == NULL:
+            return                      # a thread that was never joined still owns its memory
+        free(e.schedule)
+        free(e.partners)
+        free(e.farewells)
+        free(e.met)
+        free(e.generations)
+        free(e.events)
+        self.free_exchanges()
+
+    cdef void free_exchanges(self) noexcept:
+        """Free what MPI can no longer touch: exchanges that are not under way."""
+        cdef int i
+        for i in range(SPARES):
+            free(self.state.spares[i])
+        for i in range(self.state.transport.size):
+            if self.state.exchanges[i].phase != IDLE:
+                return
+        free(self.state.exchanges)
+
+    def extend(self, int nchunks, uint64_t fingerprint):
+        """The layout now has `nchunks` chunks in all."""
+        cdef State* e = &self.state
+        if e.ngenerations == 1024:
+            raise RuntimeError("more than 1023 add_param_group calls on one averaged optimizer")
+        e.generations[e.ngenerations].nchunks = nchunks
+        e.generations[e.ngenerations].fingerprint = fingerprint
+        e.ngenerations += 1
+
+    def start(self):
+        cdef State* e = &self.state
+        if pthread_create(&e.thread, NULL, live, e) != 0:
+            raise RuntimeError("the operating system refused a thread for the averaging engine")
+        e.running = True
+
+    def offer(self, int64_t step, bint fit):
+        """The mirror holds the model of `step`; `fit` says whether all of it is finite."""
+        cdef State* e = &self.state
+        with nogil:
+            pthread_mutex_lock(&e.gate)
+            e.step = step
+            e.fit = fit
+            e.credit = min(e.credit + e.rate, max(e.rate, 1.0))
+            pthread_cond_signal(&e.wake)
+            pthread_mutex_unlock(&e.gate)
+
+    def ask(self, int partner):
+        """Ask `partner` whatever the credit says; NOBODY (-1) withdraws the wish."""
+        cdef State* e = &self.state
+        pthread_mutex_lock(&e.gate)
+        e.wanted = partner
+        pthread_cond_signal(&e.wake)
+        pthread_mutex_unlock(&e.gate)
+
+    def pause(self, bint paused):
+        """Begin no exchange and answer NO, until told otherwise."""
+        cdef State* e = &self.state
+        pthread_mutex_lock(&e.gate)
+        e.paused = paused
+        pthread_cond_signal(&e.wake)
+        pthread_mutex_unlock(&e.gate)
+
+    def wait_quiet(self, double seconds):
+        """Wait until no exchange occupies a side. Returns False after `seconds`."""
+        cdef State* e = &self.state
+        cdef double until = now() + seconds
+        with nogil:
+            while (e.asking != NOBODY or e.serving != NOBODY) and now() < until:
+                rest(100e-6)
+        return e.asking == NOBODY and e.serving == NOBODY
+
+    def wait_fresh(self, int64_t step, double seconds):
+        """Wait until every snapshot on its way is of `step` or later. False after `seconds`."""
+        cdef State* e = &self.state
+        cdef double until = now() + seconds
+        with nogil:
+            while load(&e.in_flight_step) < step and now() < until:
+                rest(100e-6)
+        return load(&e.in_flight_step) >= step
+
+    def wait_finished(self, int64_t count, double seconds):
+        """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
+        cdef State* e = &self.state
+        cdef double until = now() + seconds
+        with nogil:
+            while load(&e.finished) < count and now() < until:
+                rest(50e-6)
+        return load(&e.finished) >= count
+
+    def stop(self):
+        """Say goodbye (bounded by leave_deadline_s) and end the thread."""
+        cdef State* e = &self.state
+        if not e.running:
+            return
+        with nogil:
+            pthread_mutex_lock(&e.gate)
+            e.leaving = True
+            pthread_cond_signal(&e.wake)
+            pthread_mutex_unlock(&e.gate)
+            pthread_join(e.thread, NULL)
+        e.running = False
+
+    def clean(self):
+        """True if no exchange was left unfinished."""
+        cdef int i
+        for i in range(self.state.transport.size):
+            if self.state.exchanges[i].phase != IDLE:
+                return False
+        return True
+
+    def fault(self):
+        """(kind, MPI code, partner) of the latched failure; kind 0 is none."""
+        return self.state.fault, self.state.fault_code, self.state.fault_partner
+
+    def partner_events(self):
+        return load(&self.state.partner_events)
+
+    def partners(self):
+        """State of each partner: 0 alive, 1 suspect, 2 left, 3 lost."""
+        return [self.state.partners[i] for i in range(self.state.transport.size)]
+
+    def finished(self):
+        return load(&self.state.finished)
+
+    def cpu_s(self):
+        """CPU seconds the thread has used."""
+        cdef clockid_t clock
+        cdef timespec t
+        if not self.state.running or pthread_getcpuclockid(self.state.thread, &clock) != 0:
+            return 0.0
+        clock_gettime(clock, &t)
+        return t.tv_sec + 1e-9 * t.tv_nsec
+
+    def counters(self):
+        cdef Counters* c = &self.state.counters
+        return {
+            "exchanges_active": c.exchanges_active, "exchanges_passive": c.exchanges_passive,
+            "refused": c.refused, "declined": c.declined, "parked": c.parked,
+            "void_chunks": c.void_chunks, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
+            "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
+            "square_elements": c.square_elements, "last_square": c.last_square,
+            "exchange_s": c.exchange_s,
+            "staleness": [c.staleness[i] for i in range(HISTOGRAM)],
+            "met": [self.state.met[i] for i in range(self.state.transport.size)],
+        }
+
+    def take_events(self):
+        """Timeline records since the last call: (kind, partner, began, ended, nbytes, step)."""
+        cdef State* e = &self.state
+        cdef int64_t i, last = load(&e.events_written)
+        cdef Event* v
+        out = []
+        if e.events != NULL:
+            for i in range(e.events_read, last):
+                v = &e.events[i % EVENTS]
+                out.append((v.kind, v.partner, v.began, v.ended, v.nbytes, v.step))
+            store(&e.events_read, last)
+        return out

@@ -1,0 +1,368 @@
+"""The averaging engine of one super learner, as its learners see it.
+
+Life of a step on a leader (L) and on the other learners of its node (O):
+
+    L: publish()                 the corrections gathered so far become the published slot
+    L, O: gradient all-reduce    now everybody may read that slot
+    L, O: the user's optimizer
+    L, O: absorb()               parameter += correction; on the leader also mirror = parameter
+    L: offer()                   the engine may average the new model; returns at once
+
+The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
+the mirror, and what it returns is a correction, so local updates made meanwhile are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd._arena import Arena
+from hvd_adpsgd._engine import Loop
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    ModelMismatchError,
+    PeerLostError,
+    StrategyMismatchError,
+    TransportError,
+)
+from hvd_adpsgd.faults import PartnerTable
+from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.mailbox import Mailbox, private_memory
+from hvd_adpsgd.mixing import consensus_from_exchanges
+from hvd_adpsgd.strategies.plan import Plan
+
+__all__ = ["Engine", "EngineOptions"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY = 1, 2, 3, 4
+_ALIVE, _SUSPECT, _LEFT, _LOST = range(4)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a plan does not know.
+
+    Attributes:
+        exchanges_per_step: exchanges a super learner takes part in per step, on average.
+        max_staleness: steps; None never waits.
+        wire_dtype: "float16", "bfloat16" or None for the model's own.
+        chunk_nbytes: largest chunk.
+        deadline_s: silence after which a partner is parked.
+        leave_deadline_s: longest goodbye.
+        offered_only: snapshots leave out corrections that the trainer has not absorbed. Rounds in
+            lock step then follow the mixing matrix of simultaneous exchanges.
+        autonomous: ask by the plan; False asks only what `ask` says.
+        timeline: keep records of exchanges and merges for the timeline.
+    """
+
+    exchanges_per_step: float = 1.0
+    max_staleness: int | None = None
+    wire_dtype: str | None = None
+    chunk_nbytes: int = 2**18
+    deadline_s: float = 1.0
+    leave_deadline_s: float = 5.0
+    offered_only: bool = False
+    autonomous: bool = True
+    timeline: bool = False
+
+    @classmethod
+    def from_config(cls, config: Config) -> EngineOptions:
+        return cls(
+            exchanges_per_step=config.exchanges_per_step,
+            max_staleness=config.max_staleness,
+            wire_dtype=config.wire_dtype,
+            chunk_nbytes=config.chunk_kib * 1024,
+            deadline_s=config.deadline_s,
+            leave_deadline_s=config.leave_deadline_s,
+            timeline=config.timeline is not None,
+        )
+
+
+class Engine:
+    """Averages the model of one super learner with those of the others.
+
+    Made by every learner of the super learner together, and by all super learners together. A
+    constructor stores; `extend` then `start` act.
+
+    Args:
+        inner: communicator of the super learner (mpi4py), None for a learner alone.
+        outer: communicator of the leaders; None on learners that are not leaders. The engine uses
+            it exclusively, with errors returned.
+        plan: whom to ask and with which weight.
+        options: see EngineOptions.
+        names: what to call each partner in messages, by outer rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        inner: Any,
+        outer: Any,
+        plan: Plan,
+        options: EngineOptions,
+        names: Sequence[str] = (),
+    ):
+        self.options = options
+        self.layout = Layout(options.chunk_nbytes)
+        self._inner = inner
+        self._outer = outer
+        self._plan = plan
+        self._arena = Arena()
+        self._memory: list[Any] = []  # whatever the arena points to
+        self._spans = self.layout.spans
+        self._published = 0  # publications so far: the last one is in slot (n - 1) % 2
+        self._announced = 0  # generations the thread knows
+        self._loop: Loop | None = None
+        self._names = list(names) or [str(i) for i in range(outer.Get_size() if outer else 0)]
+        self._partners = PartnerTable(len(self._names)) if outer else None
+        self._seen_events = 0
+        self._seen_counters = {"square": 0.0, "exchanges": 0}
+        self._distance = float("nan")
+
+    # ---- set-up and tear-down ------------------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        return self._outer is not None
+
+    def extend(self, tensors: Sequence[TensorSpec]) -> None:
+        """Average these tensors too, from the next offer on. All learners of the node call it."""
+        generation = self.layout.extend(tensors)
+        mailbox = Mailbox(generation.nbytes, len(generation.chunks), self._inner)
+        mirror = private_memory(generation.nbytes) if self.is_leader else None
+        self._memory.append((mailbox, mirror))
+        for i, chunk in enumerate(generation.chunks):
+            self._arena.add_chunk(
+                mirror.ctypes.data + chunk.offset if mirror is not None else 0,
+                mailbox.slots[0].ctypes.data + chunk.offset,
+                mailbox.slots[1].ctypes.data + chunk.offset,
+                mailbox.flags[0].ctypes.data + i,
+                mailbox.flags[1].ctypes.data + i,
+                chunk.count,
+                DTYPE_CODES[chunk.dtype],
+            )
+        self._spans = self.layout.spans
+
+    def start(self) -> None:
+        """Start the thread (leader only); it answers, and asks after the first offer."""
+        if not self.is_leader:
+            return
+        from mpi4py import MPI
+
+        options = self.options
+        schedule = np.ascontiguousarray(self._plan.schedule, dtype=np.intc).ravel()
+        wire = -1 if options.wire_dtype is None else DTYPE_CODES[options.wire_dtype]
+        self._loop = Loop(
+            self._outer,
+            MPI._addressof(self._outer),
+            self._arena,
+            schedule if options.autonomous else schedule[:0],
+            self._plan.weight,
+            options.exchanges_per_step,
+            wire,
+            options.offered_only,
+            options.deadline_s,
+            options.leave_deadline_s,
+            options.chunk_nbytes,
+            options.timeline,
+        )
+        self._announce()
+        self._loop.start()
+
+    def _announce(self) -> None:
+        """Tell the thread about generations whose mirror is filled (or that nobody offered yet)."""
+        if self._loop is None:
+            return
+        for generation in self.layout.generations[self._announced :]:
+            self._loop.extend(generation.last_chunk, generation.fingerprint)
+        self._announced = len(self.layout.generations)
+
+    def stop(self) -> None:
+        """Leave: finish what runs, tell the others, end the thread. Bounded; idempotent."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._log_partners()
+
+    # ---- the step --------------------------------------------------------------------------
+
+    def publish(self, step: int) -> None:
+        """Make the corrections gathered so far readable (leader, before the inner all-reduce).
+
+        Raises:
+            AdpsgdError: the first failure after which averaging cannot go on.
+        """
+        self.check()
+        assert self._loop is not None
+        if self.options.max_staleness is not None:
+            self._loop.wait_fresh(step - self.options.max_staleness, self.options.deadline_s)
+        self._arena.publish()
+
+    def published(self) -> int:
+        """Count one publication, on every learner. Returns the slot it went to."""
+        slot = self._published % 2
+        self._published += 1
+        return slot
+
+    def corrections(self, slot: int) -> int:
+        """How many chunks of a published slot hold a correction."""
+        return self._arena.pending(slot)
+
+    def absorb(self, addresses: NDArray[np.uintp], slot: int, step: int) -> bool:
+        """parameter += correction of `slot` (-1: none); on the leader also mirror = parameter.
+
+        Args:
+            addresses: first element of each tensor in the order of `extend`; contiguous memory.
+            slot: what `published` returned.
+            step: the trainer's step of these parameters.
+
+        Returns:
+            True if every parameter is finite.
+        """
+        return not self._arena.absorb(self._spans, addresses, slot, step)
+
+    def offer(self, step: int, fit: bool = True) -> None:
+        """The mirror may be averaged now; returns at once (leader only)."""
+        if self._loop is None:
+            return
+        self._announce()
+        self._loop.offer(step, fit)
+        if self._loop.partner_events() != self._seen_events:
+            self._log_partners()
+
+    # ---- driven by hand ----------------------------------------------------------------------
+
+    def ask(self, partner: int) -> None:
+        """One exchange with `partner`, asked until it says yes."""
+        assert self._loop is not None
+        self._loop.ask(partner)
+
+    def wait_finished(self, count: int, seconds: float) -> bool:
+        """Wait until `count` exchanges, asked or answered, are finished in all."""
+        assert self._loop is not None
+        return bool(self._loop.wait_finished(count, seconds))
+
+    def pause(self, seconds: float) -> bool:
+        """Begin no exchange, and wait until none runs. Returns False after `seconds`."""
+        if self._loop is None:
+            return True
+        self._loop.pause(True)
+        return bool(self._loop.wait_quiet(seconds))
+
+    def resume(self) -> None:
+        if self._loop is not None:
+            self._loop.pause(False)
+
+    # ---- failures ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the latched failure, if there is one."""
+        if self._loop is None:
+            return
+        kind, code, partner = self._loop.fault()
+        if kind:
+            raise self._failure(kind, code, partner)
+
+    def _failure(self, kind: int, code: int, partner: int) -> AdpsgdError:
+        who = self._names[partner] if partner >= 0 else "another super learner"
+        if kind == _FAULT_LAYOUT:
+            return ModelMismatchError(
+                f"super learner {who} averages other tensors than this one (a parameter group was "
+                "added here or there with other names, shapes or dtypes). Add the same groups in "
+                "the same order everywhere."
+            )
+        if kind == _FAULT_WEIGHT:
+            return StrategyMismatchError(
+                f"super learner {who} averages with another weight than {self._plan.weight:g}. Use "
+                "the same strategy everywhere."
+            )
+        if kind == _FAULT_MEMORY:
+            return TransportError(
+                f"no memory for the buffers of an exchange with {who}: free memory on this host or "
+                "lower HVD_ADPSGD_CHUNK_KIB."
+            )
+        cls = PeerLostError if partner >= 0 else TransportError
+        return cls(
+            f"MPI failed with code {code} in the averaging engine (partner: {who}). The job must be "
+            "restarted; run with `--with-ft ulfm` to outlive lost processes.",
+            code=code,
+            partner=partner if partner >= 0 else None,
+        )
+
+    def _log_partners(self) -> None:
+        """One line for each partner that fell silent, came back, left or was lost."""
+        assert self._loop is not None and self._partners is not None
+        self._seen_events = self._loop.partner_events()
+        events: dict[int, Callable[[int], Any]] = {
+            _ALIVE: self._partners.answered,
+            _SUSPECT: self._partners.missed_deadline,
+            _LEFT: self._partners.said_goodbye,
+            _LOST: self._partners.failed,
+        }
+        for partner, state in enumerate(self._loop.partners()):
+            message = _message(events[state], partner)
+            if message:
+                level = logging.WARNING if state in (_SUSPECT, _LOST) else logging.INFO
+                log.log(level, "%s", message)
+
+    # ---- numbers -----------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters of the thread; {} on learners that are not leaders."""
+        if self._loop is None:
+            return {}
+        counters = self._loop.counters()
+        exchanges = counters["exchanges_active"] + counters["exchanges_passive"]
+        histogram = np.array(counters["staleness"])
+        return {
+            "exchanges": exchanges,
+            "exchanges_active": counters["exchanges_active"],
+            "exchanges_passive": counters["exchanges_passive"],
+            "exchange_s": counters["exchange_s"],
+            "refused": counters["refused"],
+            "declined": counters["declined"],
+            "parked": counters["parked"],
+            "void_chunks": counters["void_chunks"],
+            "chunks": counters["chunks"],
+            "bytes_sent": counters["bytes_sent"],
+            "bytes_received": counters["bytes_received"],
+            "staleness": histogram.tolist(),
+            "staleness_mean": _histogram_mean(histogram),
+            "consensus_distance": self._consensus_distance(counters["square"], exchanges),
+            "partners": counters["met"],
+            "engine_cpu_s": self._loop.cpu_s(),
+        }
+
+    def _consensus_distance(self, square: float, exchanges: int) -> float:
+        """From the exchanges since the last look; the last value if there were none."""
+        new = exchanges - self._seen_counters["exchanges"]
+        if new > 0:
+            mean_square = (square - self._seen_counters["square"]) / new
+            self._distance = consensus_from_exchanges(max(mean_square, 0.0), len(self._names))
+            self._seen_counters = {"square": square, "exchanges": exchanges}
+        return self._distance
+
+    def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
+        """Timeline records since the last call; see _engine.Loop.take_events."""
+        return self._loop.take_events() if self._loop is not None else []
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the thread so far."""
+        return float(self._loop.cpu_s()) if self._loop is not None else 0.0
+
+
+def _message(event: Callable[[int], Any], partner: int) -> str | None:
+    change = event(partner)
+    return getattr(change, "message", None) if change is not None else None
+
+
+def _histogram_mean(histogram: NDArray[np.int64]) -> float:
+    total = int(histogram.sum())
+    return float(np.arange(histogram.size) @ histogram) / total if total else float("nan")

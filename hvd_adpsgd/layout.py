@@ -1,0 +1,175 @@
+"""Tensors of several element types as chunks of one arena.
+
+A layout grows by generations: the first is laid out when an optimizer is wrapped, one more follows
+each added parameter group. A generation never changes the chunks of those before it, so two super
+learners of different generations still share the chunks of the older one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.errors import ModelMismatchError
+
+__all__ = ["DTYPE_CODES", "Chunk", "Generation", "Layout", "TensorSpec"]
+
+# Codes of ext/c/kernels.h.
+DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+_ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What must be equal on all learners about one averaged tensor.
+
+    Attributes:
+        name: unique in the optimizer.
+        shape: as torch prints it, () for a scalar.
+        dtype: one of DTYPE_CODES.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_CODES:
+            raise ModelMismatchError(
+                f"tensor {self.name!r}: dtype {self.dtype} cannot be averaged; it must be one of "
+                f"{', '.join(DTYPE_CODES)}. Convert it, or keep it out of the optimizer."
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the arena: `count` elements of one dtype from byte `offset` of its generation."""
+
+    offset: int
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One group of tensors laid out together.
+
+    Attributes:
+        chunks: pieces, each of one dtype, none longer than the chunk size.
+        nbytes: size of the generation in an arena.
+        spans: shape (n, 5), int64; row: tensor, first element in it, chunk, first element there,
+            count. Tensors and chunks count through all generations; sorted by chunk.
+        last_chunk: number of chunks up to and with this generation.
+        fingerprint: 63 bits over the names, shapes and dtypes of all generations up to this one.
+    """
+
+    chunks: tuple[Chunk, ...]
+    nbytes: int
+    spans: NDArray[np.int64]
+    last_chunk: int
+    fingerprint: int
+
+
+class Layout:
+    """Where each element of each tensor lies.
+
+    Args:
+        chunk_nbytes: largest size of a chunk.
+    """
+
+    def __init__(self, chunk_nbytes: int):
+        self.chunk_nbytes = chunk_nbytes
+        self.generations: list[Generation] = []
+        self.tensors: list[TensorSpec] = []
+        self._digest = hashlib.sha256()
+
+    @property
+    def nchunks(self) -> int:
+        return self.generations[-1].last_chunk if self.generations else 0
+
+    @property
+    def spans(self) -> NDArray[np.int64]:
+        """The spans of all generations, shape (n, 5)."""
+        parts = [g.spans for g in self.generations]
+        return np.ascontiguousarray(np.concatenate(parts)) if parts else _no_spans()
+
+    def extend(self, tensors: Sequence[TensorSpec]) -> Generation:
+        """Lay out one more group of tensors, dtype by dtype.
+
+        Raises:
+            ModelMismatchError: if a name is used twice.
+        """
+        self._check_names(tensors)
+        chunks: list[Chunk] = []
+        spans: list[tuple[int, int, int, int, int]] = []
+        offset = 0
+        for dtype in DTYPE_CODES:
+            members = [
+                (len(self.tensors) + i, t.count)
+                for i, t in enumerate(tensors)
+                if t.dtype == dtype and t.count
+            ]
+            offset = self._pack(members, dtype, offset, chunks, spans)
+        self.tensors += tensors
+        self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
+        generation = Generation(
+            chunks=tuple(chunks),
+            nbytes=offset,
+            spans=np.array(spans, dtype=np.int64).reshape(-1, 5),
+            last_chunk=self.nchunks + len(chunks),
+            fingerprint=int.from_bytes(self._digest.digest()[:8], "little") >> 1,
+        )
+        self.generations.append(generation)
+        return generation
+
+    def _check_names(self, tensors: Sequence[TensorSpec]) -> None:
+        names = {t.name for t in self.tensors}
+        for tensor in tensors:
+            if tensor.name in names:
+                raise ModelMismatchError(
+                    f"two averaged tensors are called {tensor.name!r}; give each its own name in "
+                    "named_parameters."
+                )
+            names.add(tensor.name)
+
+    def _pack(
+        self,
+        members: list[tuple[int, int]],
+        dtype: str,
+        offset: int,
+        chunks: list[Chunk],
+        spans: list[tuple[int, int, int, int, int]],
+    ) -> int:
+        """Append the chunks and spans of one dtype. Returns the next free byte, 64-aligned."""
+        size = _ITEMSIZE[dtype]
+        room = self.chunk_nbytes // size
+        filled = room  # so that the first element opens a chunk
+        for tensor, count in members:
+            start = 0
+            while start < count:
+                if filled == room:
+                    chunks.append(Chunk(offset, 0, dtype))
+                    filled = 0
+                take = min(count - start, room - filled)
+                spans.append((tensor, start, self.nchunks + len(chunks) - 1, filled, take))
+                filled += take
+                start += take
+                offset += take * size
+                chunks[-1] = Chunk(chunks[-1].offset, filled, dtype)
+        return -(-offset // 64) * 64
+
+
+def _no_spans() -> NDArray[np.int64]:
+    return np.zeros((0, 5), dtype=np.int64)
