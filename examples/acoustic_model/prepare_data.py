@@ -1,0 +1,195 @@
+"""Synthesise the speech corpus: espeak-ng voices in a noisy room, as log-mel features with labels.
+
+    python prepare_data.py                  the easy task: 20 words, SNR 10 to 30 dB, 0.85 h
+    python prepare_data.py --task hard      58 words, SNR 0 to 20 dB, 1.4 h
+
+The same options and seed give the same bytes. Finished splits are kept and not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from speech import corpus, lexicon, recording, room
+from speech import voices as who
+from speech.problem import Problem, require, run, within
+from speech.tasks import SPLITS, TASKS, Task
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=sorted(TASKS), default="easy")
+    parser.add_argument("--out", type=Path, help="folder (default: out/speech/TASK)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes (default: cores)")
+    parser.add_argument("--scale", type=float, default=1.0, help="times as many hours (default: 1)")
+    parser.add_argument("--snr", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in dB")
+    return parser.parse_args(argv)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    """The task with the options applied.
+
+    Raises:
+        Problem: if an option is out of range.
+    """
+    within("--jobs", options.jobs, 1, 1024)
+    within("--scale", options.scale, 0.001, 1000)
+    within("--seed", options.seed, 0, 2**31 - 1)
+    task = TASKS[options.task]
+    low, high = options.snr or (task.snr_low, task.snr_high)
+    within("--snr LOW", low, -20, high)
+    within("--snr HIGH", high, low, 100)
+    hours = {f"{s}_hours": task.hours(s) * options.scale for s in SPLITS}
+    return dataclasses.replace(task, snr_low=low, snr_high=high, seed=options.seed, **hours)
+
+
+def prepare(task: Task, folder: Path, jobs: int, quiet: bool = False) -> bool:
+    """Make whatever is not there yet.
+
+    Args:
+        task: what to synthesise.
+        folder: where to.
+        jobs: processes.
+        quiet: without progress bars.
+
+    Returns:
+        Whether anything had to be made.
+
+    Raises:
+        Problem: if a package is missing or the folder cannot be written.
+    """
+    if _is_done(folder, task):
+        return False
+    _make_writable(folder)
+    cast = who.split_voices(who.installed(), task.seed)
+    for split in SPLITS:
+        if not _is_done(folder / split, task):
+            _make_split(task, folder, split, cast[split], jobs, quiet)
+    _label(task, folder)
+    _finish(folder, task)
+    return True
+
+
+def _is_done(folder: Path, task: Task) -> bool:
+    try:
+        return json.loads((folder / "settings.json").read_text())["digest"] == task.digest()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # nothing there, or cut short: make it
+
+
+def _finish(folder: Path, task: Task) -> None:
+    """Written last: the folder counts as done from now on."""
+    settings = {"digest": task.digest(), "task": dataclasses.asdict(task)}
+    part = folder / "settings.json.part"
+    part.write_text(json.dumps(settings, indent=1))
+    part.replace(folder / "settings.json")
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except FileExistsError:
+        raise Problem(f"--out {folder} is a file; name a folder") from None
+    except OSError as error:
+        raise Problem(f"cannot write to {folder} ({error.strerror}); name another with --out") from None
+
+
+def _make_split(
+    task: Task, folder: Path, split: str, voices: list[who.Voice], jobs: int, quiet: bool
+) -> None:
+    tqdm = require("tqdm", "tqdm").tqdm
+    part = folder / f"{split}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    cast = who.speakers(task, split, voices)
+    bank = _babble_bank(task, cast, jobs)
+    seconds = task.hours(split) * 3600 / len(cast)
+    work = [recording.Job(task, speaker, seconds, bank) for speaker in cast]
+    recorded = recording.in_fresh_processes(recording.record, work, jobs)
+    bar = tqdm(recorded, total=len(work), desc=f"{split} speakers", disable=quiet, mininterval=1)
+    _write(part, bar, cast)
+    _finish(part, task)
+    shutil.rmtree(folder / split, ignore_errors=True)
+    part.rename(folder / split)
+
+
+def _babble_bank(task: Task, cast: list[who.Speaker], jobs: int) -> np.ndarray:
+    """Voices of the split's own speakers, so that no voice is heard in two splits."""
+    few = cast[:: max(1, len(cast) // recording.BANK_SPEAKERS)][: recording.BANK_SPEAKERS]
+    work = [recording.Job(task, speaker, recording.BANK_S) for speaker in few]
+    voices = list(recording.in_fresh_processes(recording.bank_voice, work, jobs))
+    return room.mix_babble(voices, recording.BANK_S * 8000)
+
+
+def _write(folder: Path, recorded, cast: list[who.Speaker]) -> None:  # noqa: ANN001 - iterator
+    frames, utterances, speakers = [], [], []
+    for speaker, takes in zip(cast, recorded, strict=True):
+        frames += [take.features for take in takes]
+        utterances += [take.words for take in takes]
+        speakers += [f"{speaker.accent}+{speaker.voice.name}"] * len(takes)
+    lengths = [len(f) for f in frames]
+    np.save(folder / "features.npy", np.concatenate(frames))
+    np.save(folder / "offsets.npy", np.cumsum([0, *lengths]))
+    np.save(folder / "means.npy", np.stack([f.astype(np.float32).mean(0) for f in frames]))
+    spoken = [[(w.word, w.phones, w.bounds) for w in words] for words in utterances]
+    text = json.dumps({"speakers": speakers, "utterances": spoken}, separators=(",", ":"))
+    (folder / "words.json").write_text(text)
+
+
+def _label(task: Task, folder: Path) -> None:
+    """States and lexicon from the training split; labels for all splits; statistics."""
+    said = _said(folder / "train")
+    states = lexicon.States.learn(said, task.state_frames)
+    found = lexicon.pronunciations(said)
+    chains = {word: [states.chain(p) for p in prons] for word, prons in found.items()}
+    (folder / "states.json").write_text(json.dumps(states.names))
+    (folder / "lexicon.json").write_text(json.dumps({"phones": found, "states": chains}))
+    for split in SPLITS:
+        lengths = np.diff(np.load(folder / split / "offsets.npy"))
+        said = _said(folder / split)
+        labels = [states.label(words, n) for words, n in zip(said, lengths, strict=True)]
+        np.save(folder / split / "labels.npy", np.concatenate(labels))
+    stats = corpus.statistics(folder / "train", len(states))
+    np.save(folder / "counts.npy", stats["counts"])
+    np.save(folder / "std.npy", stats["std"])
+
+
+def _said(folder: Path) -> list[list[lexicon.SpokenWord]]:
+    spoken = corpus.read_json(folder / "words.json")["utterances"]
+    return [[lexicon.SpokenWord(w, tuple(p), tuple(b)) for w, p, b in words] for words in spoken]
+
+
+def main() -> None:
+    """Prepare, and say what there is."""
+    options = arguments()
+    task = task_of(options)
+    folder = options.out or Path("out/speech") / task.name
+    made = prepare(task, folder, options.jobs)
+    states = len(corpus.read_json(folder / "states.json"))
+    hours = sum(task.hours(split) for split in SPLITS)
+    print(
+        f"{folder}: {'made' if made else 'already there'}: {hours:.2f} h, {len(task.words)} words, "
+        f"{states} states, SNR {task.snr_low:g} to {task.snr_high:g} dB"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

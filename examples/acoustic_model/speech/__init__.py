@@ -1,0 +1,1 @@
+"""Parts of the acoustic-model example: synthesis, features, labels, model and decoder."""

@@ -1,0 +1,68 @@
+"""How the example says that it cannot go on: one line, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+
+class Problem(Exception):
+    """A mistake or a lack that the user can mend: what, where, value against bound, cure."""
+
+
+def require(module: str, package: str) -> ModuleType:
+    """Import `module`, or say which package brings it.
+
+    Raises:
+        Problem: if it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Problem(
+            f"package {package} is needed here and did not import ({error}). "
+            "Install it: pip install -r requirements-examples.txt"
+        ) from error
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Hold an option to its range, ends included.
+
+    Raises:
+        Problem: if it lies outside.
+    """
+    if not low <= value <= high:
+        raise Problem(f"{name} is {value:g}, allowed are {low:g} to {high:g}")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call a script's main; report a Problem, a full disk or Ctrl-C in one line and exit 2 or 130."""
+    try:
+        main()
+    except Problem as problem:
+        _leave(f"error: {problem}", 2)
+    except OSError as error:
+        if error.errno not in _ADVICE:
+            raise
+        _leave(f"error: {error.filename or 'writing'}: {_ADVICE[error.errno]}", 2)
+    except KeyboardInterrupt:
+        _leave("stopped by Ctrl-C", 130)
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space or choose another folder with --out",
+    errno.EDQUOT: "the quota is used up; free some space or choose another folder with --out",
+    errno.EACCES: "no permission to write; choose another folder with --out",
+    errno.EROFS: "the file system is read-only; choose another folder with --out",
+}
+
+
+def _leave(message: str, status: int) -> None:
+    """All learners of a job meet the same problem: the first one tells it."""
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,0 +1,328 @@
+"""Train the acoustic model with Horovod: asynchronously, synchronously or alone.
+
+    horovodrun -np 4 python train.py                       H-ADPSGD, random pairs
+    horovodrun -np 4 python train.py --strategy ssgd       plain Horovod
+    python train.py --strategy single                      one learner, no launcher
+
+HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one machine.
+All strategies see the same number of samples. Batch and rate are a learner's own; the rate is
+multiplied by the number of learners after a linear warm-up, so that `single` is the baseline with the
+batch and rate of one learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+
+import torch
+from speech import corpus, journal
+from speech.model import AcousticModel, Shape, preset
+from speech.problem import Problem, require, run, within
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+STRATEGIES = ("random-pairs", "fixed-ring", "random-ring", "ssgd", "single")
+SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script.
+
+    Raises:
+        Problem: if one is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="random-pairs")
+    add("--data", type=Path, default=Path("out/speech/easy"), help="folder of prepare_data.py")
+    add("--out", type=Path, help="folder (default: out/runs/STRATEGY)")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add("--seed", type=int, default=0)
+    add("--epochs", type=int, default=8)
+    add("--batch", type=int, default=32, help="segments of 21 frames per learner (default: 32)")
+    add("--lr", type=float, default=0.1, help="of one learner; times their number (default: 0.1)")
+    add("--momentum", type=float, default=0.9)
+    add("--warmup", type=float, default=1.0, help="epochs from LR to LR x learners (default: 1)")
+    add("--anneal", type=int, help="rate x 1/sqrt(2) per epoch from this one (default: 5/8 of all)")
+    add("--preset", choices=("small", "paper"), default="small")
+    add("--layers", type=int, help="bidirectional LSTM layers, instead of the preset's")
+    add("--hidden", type=int, help="cells per direction")
+    add("--projection", type=int, help="width of the linear layer before the outputs, 0 for none")
+    options = parser.parse_args(argv)
+    for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
+        within(f"--{name}", getattr(options, name), low, high)
+    for name, low, high in (("lr", 1e-9, 1e3), ("momentum", 0, 0.9999), ("warmup", 0, 1e4)):
+        within(f"--{name}", getattr(options, name), low, high)
+    options.out = options.out or Path("out/runs") / options.strategy
+    options.anneal = max(1, options.epochs * 5 // 8) if options.anneal is None else options.anneal
+    return options
+
+
+def horovod_for(strategy: str) -> ModuleType:
+    """The module that the rest of this script calls `hvd`: the only line that differs."""
+    name = {"ssgd": "horovod.torch", "single": "speech.alone"}.get(strategy, "hvd_adpsgd.torch")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Problem(f"--strategy {strategy} needs {name}, which did not import: {error}") from error
+
+
+def averaging(hvd: ModuleType, strategy: str, seed: int) -> dict:
+    """Arguments of DistributedOptimizer that Horovod itself does not know."""
+    if not is_asynchronous(strategy):
+        return {}
+    make = {
+        "random-pairs": lambda: hvd.RandomPairs(seed),
+        "fixed-ring": lambda: hvd.FixedRing(),
+        "random-ring": lambda: hvd.RandomRing(seed),
+    }
+    return {"averaging": make[strategy]()}
+
+
+def is_asynchronous(strategy: str) -> bool:
+    """Whether super learners have models of their own."""
+    return strategy not in ("ssgd", "single")
+
+
+def shape_of(options: argparse.Namespace, data: Path) -> Shape:
+    """Preset with the options applied; outputs and inputs are the data's.
+
+    Raises:
+        Problem: if the model is larger than the data allow.
+    """
+    states = len(corpus.read_json(data / "states.json"))
+    shape = asdict(preset(options.preset, states))
+    # The paper's 260 inputs and 32,000 outputs need its features and its speech; ours are fewer.
+    shape |= {"inputs": Shape.inputs, "outputs": states}
+    for name in ("layers", "hidden", "projection"):
+        given = getattr(options, name)
+        if given is not None:
+            within(f"--{name}", given, 0 if name == "projection" else 1, 8192)
+            shape[name] = given
+    return Shape(**shape)
+
+
+def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
+    """Learning rate at a (fractional) epoch: warm-up to LR x learners, then 1/sqrt(2) per epoch."""
+    warmed = min(1.0, epoch / options.warmup) if options.warmup else 1.0
+    annealed = max(0, int(epoch) - options.anneal + 1)
+    return options.lr * (1 + (learners - 1) * warmed) * 0.5 ** (annealed / 2)
+
+
+class Trainer:
+    """One learner: model, optimizer, its share of the data."""
+
+    def __init__(self, hvd: ModuleType, options: argparse.Namespace) -> None:
+        self.hvd, self.options = hvd, options
+        self.train = corpus.Split(options.data, "train")
+        self.dev = corpus.Split(options.data, "dev")
+        if len(self.train) < options.batch * hvd.size():
+            raise Problem(
+                f"--batch {options.batch} x {hvd.size()} learners is more than the "
+                f"{len(self.train)} segments in {options.data}"
+            )
+        self.sampler = DistributedSampler(
+            self.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed
+        )
+        batches = BatchSampler(self.sampler, options.batch, drop_last=True)
+        self.loader = DataLoader(self.train, sampler=batches, batch_size=None)
+        torch.manual_seed(options.seed)
+        self.model = AcousticModel(shape_of(options, options.data))
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=options.lr, momentum=options.momentum
+        )
+        self.progress = {"epoch": 0, "samples": 0, "seconds": 0.0}
+        self._restore()
+
+    def _restore(self) -> None:
+        """Everybody starts from what rank 0 has, be it new or from a checkpoint."""
+        hvd, options = self.hvd, self.options
+        if options.resume and hvd.rank() == 0:
+            saved = journal.load(options.out / "checkpoint.pt")
+            _compare(saved["settings"], self.settings(), options.out)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.progress = saved["progress"]
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.progress = hvd.broadcast_object(self.progress, root_rank=0)
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer,
+            named_parameters=self.model.named_parameters(),
+            **averaging(hvd, options.strategy, options.seed),
+        )
+
+    def settings(self) -> dict:
+        """What a checkpoint must agree in to be continued."""
+        kept = ("strategy", "seed", "epochs", "batch", "lr", "momentum", "warmup", "anneal")
+        chosen = {name: getattr(self.options, name) for name in kept}
+        return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
+
+    def epoch(self, epoch: int) -> float:
+        """Train one epoch; mean loss per frame of this learner."""
+        self.sampler.set_epoch(epoch)
+        self.model.train()
+        steps, total = len(self.loader), 0.0
+        with _bar(self.hvd, steps, epoch) as bar:
+            for step, (frames, labels) in enumerate(self.loader):
+                self._set_rate(epoch + step / steps)
+                total += self._step(frames, labels)
+                bar.update()
+        return total / steps
+
+    def _step(self, frames: torch.Tensor, labels: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = _loss(self.model(frames), labels) / max(1, int((labels >= 0).sum()))
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def _set_rate(self, epoch: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(self.options, self.hvd.size(), epoch)
+
+    def consensus(self) -> AcousticModel:
+        """The mean of all super learners' models, as a copy: training is not disturbed."""
+        mean = copy.deepcopy(self.model)
+        if is_asynchronous(self.options.strategy):
+            self.hvd.average_model(mean)
+        return mean
+
+    def heldout(self, model: AcousticModel) -> tuple[float, float]:
+        """Cross-entropy and error rate per held-out frame; every learner counts its share."""
+        model.eval()
+        total = torch.zeros(3, dtype=torch.float64)
+        mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
+        with torch.no_grad():
+            for chosen in BatchSampler(mine, 256, drop_last=False):
+                frames, labels = (torch.from_numpy(part) for part in self.dev[chosen])
+                scores = model(frames)
+                known = labels >= 0
+                wrong = (scores.argmax(-1) != labels) & known
+                total += torch.tensor([float(_loss(scores, labels)), wrong.sum(), known.sum()])
+        total = self.hvd.allreduce(total, name="heldout", op=self.hvd.Sum)
+        return float(total[0] / total[2]), float(total[1] / total[2])
+
+    def checkpoint(self, mean: AcousticModel) -> None:
+        """Rank 0: the mean model, and what is needed to go on from it."""
+        content = {
+            "model": mean.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": self.progress,
+            "settings": self.settings(),
+        }
+        journal.save(self.options.out / "checkpoint.pt", content)
+
+
+def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over frames; frames without a known state do not count."""
+    return torch.nn.functional.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum"
+    )
+
+
+def _bar(hvd: ModuleType, steps: int, epoch: int):  # noqa: ANN202 - tqdm
+    """Progress within an epoch: rank 0 on a terminal; elsewhere a line per epoch is enough."""
+    tqdm = require("tqdm", "tqdm").tqdm
+    hidden = hvd.rank() != 0 or not sys.stderr.isatty()
+    return tqdm(total=steps, desc=f"epoch {epoch + 1}", disable=hidden, leave=False)
+
+
+def _compare(saved: dict, wanted: dict, folder: Path) -> None:
+    for name, value in wanted.items():
+        if saved.get(name) != value:
+            raise Problem(
+                f"--resume: {folder}/checkpoint.pt has {name} {saved.get(name)}, this run has "
+                f"{value}; give the same options, or start anew without --resume"
+            )
+
+
+def library_metrics(hvd: ModuleType) -> dict:
+    """Numbers of hvd_adpsgd on its exchanges; empty with plain Horovod."""
+    return hvd.metrics() if hasattr(hvd, "metrics") else {}
+
+
+def describe(entry: dict, epochs: int) -> str:
+    """One line for one epoch."""
+    line = (
+        f"epoch {entry['epoch']}/{epochs}  held-out {entry['heldout_loss']:.3f}  "
+        f"frame errors {100 * entry['heldout_fer']:.1f} %  lr {entry['lr']:.3g}  "
+        f"{entry['seconds']:.1f} s"
+    )
+    numbers = {path.rsplit("/", 1)[-1]: v for path, v in journal.scalars(entry["metrics"])}
+    return line + "".join(f"  {name} {numbers[name]:.3g}" for name in SHOWN if name in numbers)
+
+
+def train(hvd: ModuleType, options: argparse.Namespace) -> None:
+    """Train, evaluate and record every epoch, leave model.pt."""
+    began = time.perf_counter()
+    trainer = Trainer(hvd, options)
+    lead = hvd.rank() == 0
+    done = trainer.progress["epoch"]
+    log = journal.Journal(options.out, done if options.resume else -1) if lead else None
+    if lead:
+        count = sum(p.numel() for p in trainer.model.parameters())
+        print(f"{options.strategy}: {hvd.size()} learners, {count:,} parameters", flush=True)
+    for epoch in range(done if options.resume else -1, options.epochs):
+        loss = _timed_epoch(trainer, epoch) if epoch >= 0 else None
+        mean = trainer.consensus()
+        heldout, errors = trainer.heldout(mean)
+        if not lead:
+            continue
+        trainer.checkpoint(mean)
+        entry = {
+            **trainer.progress,
+            "wall_seconds": time.perf_counter() - began,
+            "heldout_loss": heldout,
+            "heldout_fer": errors,
+            "train_loss": loss,
+            "lr": rate(options, hvd.size(), max(epoch, 0)),
+            "metrics": library_metrics(hvd),
+        }
+        log.add(entry)
+        print(describe(entry, options.epochs), flush=True)
+    if is_asynchronous(options.strategy):
+        hvd.average_model(trainer.model)
+    if lead:
+        final = {"model": trainer.model.state_dict(), "shape": asdict(trainer.model.shape)}
+        journal.save(options.out / "model.pt", final)
+
+
+def _timed_epoch(trainer: Trainer, epoch: int) -> float:
+    """Train an epoch and keep the books; evaluation is not part of the seconds."""
+    start = time.perf_counter()
+    loss = trainer.epoch(epoch)
+    done, learners = trainer.progress, trainer.hvd.size()
+    trainer.progress = {
+        "epoch": epoch + 1,
+        "samples": done["samples"] + len(trainer.loader) * trainer.options.batch * learners,
+        "seconds": done["seconds"] + time.perf_counter() - start,
+    }
+    return loss
+
+
+def main() -> None:
+    """Choose Horovod, start it, train."""
+    options = arguments()
+    corpus.read_json(options.data / "states.json")  # before the learners meet: a clear error
+    hvd = horovod_for(options.strategy)
+    torch.set_num_threads(1)
+    hvd.init()
+    options.out.mkdir(parents=True, exist_ok=True)
+    train(hvd, options)
+
+
+if __name__ == "__main__":
+    run(main)
