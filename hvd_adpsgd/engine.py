@@ -14,8 +14,9 @@ the mirror, and what it returns is a correction, so local updates made meanwhile
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ __all__ = ["Engine", "EngineOptions"]
 log = logging.getLogger("hvd_adpsgd")
 
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY = 1, 2, 3, 4
-_ALIVE, _SUSPECT, _LEFT, _LOST = range(4)
+_ALIVE, _LOST = 0, 3  # of the thread's partner states alive, suspect, left, lost
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class Engine:
         self._announced = 0  # generations the thread knows
         self._loop: Loop | None = None
         self._names = list(names) or [str(i) for i in range(outer.Get_size() if outer else 0)]
-        self._partners = PartnerTable(len(self._names)) if outer else None
+        self._partners = PartnerTable(len(self._names), self._names) if outer else None
+        self._states = [_ALIVE] * len(self._names)
         self._seen_events = 0
         self._seen_counters = {"square": 0.0, "exchanges": 0}
         self._distance = float("nan")
@@ -176,6 +178,7 @@ class Engine:
         )
         self._announce()
         self._loop.start()
+        atexit.register(self.stop)  # before MPI is finalised, however the program ends
 
     def _announce(self) -> None:
         """Tell the thread about generations whose mirror is filled (or that nobody offered yet)."""
@@ -190,6 +193,7 @@ class Engine:
         if self._loop is not None:
             self._loop.stop()
             self._log_partners()
+            atexit.unregister(self.stop)
 
     # ---- the step --------------------------------------------------------------------------
 
@@ -300,17 +304,19 @@ class Engine:
         """One line for each partner that fell silent, came back, left or was lost."""
         assert self._loop is not None and self._partners is not None
         self._seen_events = self._loop.partner_events()
-        events: dict[int, Callable[[int], Any]] = {
-            _ALIVE: self._partners.answered,
-            _SUSPECT: self._partners.missed_deadline,
-            _LEFT: self._partners.said_goodbye,
-            _LOST: self._partners.failed,
-        }
+        tell = (
+            self._partners.answered,
+            self._partners.missed_deadline,
+            self._partners.said_goodbye,
+            self._partners.failed,
+        )
         for partner, state in enumerate(self._loop.partners()):
-            message = _message(events[state], partner)
+            if state == self._states[partner]:
+                continue
+            self._states[partner] = state
+            message = tell[state](partner).message
             if message:
-                level = logging.WARNING if state in (_SUSPECT, _LOST) else logging.INFO
-                log.log(level, "%s", message)
+                log.log(logging.WARNING if state == _LOST else logging.INFO, "%s", message)
 
     # ---- numbers -----------------------------------------------------------------------------
 
@@ -356,11 +362,6 @@ class Engine:
     def cpu_s(self) -> float:
         """CPU seconds of the thread so far."""
         return float(self._loop.cpu_s()) if self._loop is not None else 0.0
-
-
-def _message(event: Callable[[int], Any], partner: int) -> str | None:
-    change = event(partner)
-    return getattr(change, "message", None) if change is not None else None
 
 
 def _histogram_mean(histogram: NDArray[np.int64]) -> float:

@@ -213,6 +213,7 @@ cdef struct State:
     bint fit
     bint paused
     bint leaving
+    bint halted             # end the thread at once, without goodbye
     int wanted              # partner of an explicit question
     double credit
     int64_t step
@@ -284,7 +285,9 @@ cdef void record(State* e, int kind, int partner, double began, double ended, in
 
 
 cdef void set_partner(State* e, int partner, Partner state) noexcept nogil:
-    if e.partners[partner] != state:
+    """Who left or is lost stays so; only who left can still be lost."""
+    cdef Partner before = <Partner>e.partners[partner]
+    if before != state and (before < LEFT or (before == LEFT and state == LOST)):
         e.partners[partner] = state
         store(&e.partner_events, e.partner_events + 1)
 
@@ -769,7 +772,7 @@ cdef void* live(void* argument) noexcept nogil:
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     listen(e)
-    while e.fault != FAULT_MPI:
+    while e.fault != FAULT_MPI and not e.halted:
         if turn(e):
             poll_s = 0
             continue
@@ -846,8 +849,12 @@ cdef class Loop:
 
     def __dealloc__(self):
         cdef State* e = &self.state
-        if e.running or e.exchanges == NULL:
-            return                      # a thread that was never joined still owns its memory
+        if e.exchanges == NULL:
+            return
+        if e.running:                   # nobody said stop: the thread must not outlive its memory
+            with nogil:
+                e.halted = True
+                pthread_join(e.thread, NULL)
         free(e.schedule)
         free(e.partners)
         free(e.farewells)

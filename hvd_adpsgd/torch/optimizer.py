@@ -1,0 +1,329 @@
+"""`DistributedOptimizer`: Horovod's inside a super learner, the averaging engine between them.
+
+The wrapped object is of a class made on the spot, as Horovod's is: its parent is the user's class,
+its methods are Horovod's, and over them the few of `_METHODS` below. One step is
+
+    gradient all-reduce in the node, the user's optimizer, then Averaging.finish_step:
+    correction of the last exchanges in, model out to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_adpsgd import strategies
+from hvd_adpsgd import world as worlds
+from hvd_adpsgd.errors import (
+    CopyError,
+    InnerOnlyError,
+    StrategyMismatchError,
+    UnsupportedOptimizerError,
+)
+from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.collectives import global_process_set
+
+__all__ = ["DistributedOptimizer"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedTensors | None = None,
+    compression: Any = horovod.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    *,
+    averaging: Strategy | str | None = None,
+    exchanges_per_step: float | None = None,
+    max_staleness: int | None = None,
+    wire_dtype: str | None = None,
+    buffers: torch.nn.Module | NamedTensors | None = None,
+) -> torch.optim.Optimizer:
+    """Wrap `optimizer`: gradients are averaged in the node, models between nodes.
+
+    Inside the super learner every argument up to `process_set` means what it means in Horovod. All
+    learners of the job must call this together, with the same arguments.
+
+    Args:
+        optimizer: any torch optimizer but LBFGS.
+        named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
+            num_groups, groups, sparse_as_dense: as in Horovod, inside the super learner.
+        process_set: all learners (default) or `hvd.super_learner`; others only with one super
+            learner.
+        averaging: a strategy or its name; default HVD_ADPSGD_AVERAGING, else RandomPairs().
+        exchanges_per_step: in how many exchanges a super learner takes part per step on average,
+            active and passive together; default 1.
+        max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
+            an older snapshot. Default: never waits.
+        wire_dtype: "float16" or "bfloat16": models travel in 16 bits; the mean is kept exactly.
+        buffers: also average the floating-point buffers of this module (BatchNorm statistics), or
+            these (name, tensor) pairs.
+
+    Returns:
+        An instance of the optimizer's own class: LR schedulers and GradScaler accept it, and
+        state_dict() is the optimizer's own.
+
+    Raises:
+        NotInitializedError: before hvd.init().
+        UnsupportedOptimizerError: for LBFGS, or an optimizer that is wrapped already.
+        ModelMismatchError, StrategyMismatchError: on every learner, if learners differ.
+        ConfigError: for a value out of its range.
+
+    Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
+    """
+    world = worlds.current()
+    _require_supported(optimizer)
+    strategy = _strategy(averaging, world.config.averaging)
+    given = {
+        "exchanges_per_step": exchanges_per_step,
+        "max_staleness": max_staleness,
+        "wire_dtype": wire_dtype,
+    }
+    config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
+    named = None if named_parameters is None else list(named_parameters)
+    world = _join_if_synchronous(world, strategy)
+    wrapped = horovod.DistributedOptimizer(
+        optimizer,
+        named_parameters=named,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=_inner_process_set(process_set, world),
+    )
+    if world.super_size == 1:
+        _say_nothing_to_average(world, strategy)
+        return wrapped
+    wrapped.defaults = dict(optimizer.defaults)
+    _become_averaging(wrapped, type(optimizer))
+    wrapped._averaging = Averaging(world, strategy, config, _averaged(wrapped, buffers))
+    return wrapped
+
+
+def _require_supported(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS cannot be distributed: one step() evaluates the closure many times along a line "
+            "search, which the learners would leave at different points. Use SGD, Adam or another "
+            "first-order optimizer."
+        )
+    if hasattr(optimizer, "_allreduce_delay"):
+        raise UnsupportedOptimizerError(
+            f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
+            "to hvd.DistributedOptimizer, once."
+        )
+
+
+def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
+    if isinstance(averaging, Strategy):
+        return averaging
+    return strategies.parse(default if averaging is None else averaging)
+
+
+def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
+    """The synchronous strategy makes all learners one super learner: plain Horovod."""
+    specs = world.comm.allgather(strategy.spec())
+    if any(spec != specs[0] for spec in specs):
+        other = next(rank for rank, spec in enumerate(specs) if spec != specs[0])
+        raise StrategyMismatchError(
+            f"averaging differs: learner 0 has {specs[0]}, learner {other} has {specs[other]}. Pass "
+            "the same strategy on all learners (HVD_ADPSGD_AVERAGING or averaging=)."
+        )
+    if not strategy.averages_gradients_globally or world.super_size == 1:
+        return world
+    if live():
+        raise StrategyMismatchError(
+            "averaging=synchronous joins all learners into one super learner, but an optimizer is "
+            "already averaged between super learners. Use one strategy for all optimizers."
+        )
+    return worlds.merge_super_learners(world)
+
+
+def _inner_process_set(process_set: Any, world: Any) -> Any:
+    if process_set is None or process_set is global_process_set:
+        return horovod.global_process_set
+    if world.super_size > 1 and process_set is not horovod.global_process_set:
+        raise InnerOnlyError(
+            f"process_set={process_set} with {world.super_size} super learners: gradients are "
+            "averaged in a whole super learner. Leave process_set out, pass hvd.super_learner, or "
+            "run one super learner."
+        )
+    return process_set
+
+
+def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
+    if world.rank == 0 and not strategy.averages_gradients_globally:
+        log.warning(
+            "one super learner of %d learner%s: nothing to average between super learners, this is "
+            "plain Horovod. HVD_ADPSGD_SUPER_LEARNER_SIZE=k cuts a host into super learners of k.",
+            world.size,
+            "" if world.size == 1 else "s",
+        )
+
+
+def _averaged(
+    wrapped: Any, buffers: torch.nn.Module | NamedTensors | None
+) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of everything averaged: trained parameters, then the buffers asked for."""
+    named = list(_trained(wrapped, wrapped.param_groups))
+    if buffers is not None:
+        pairs = buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers
+        named += [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
+    return named
+
+
+def _trained(wrapped: Any, groups: Iterable[dict[str, Any]]) -> NamedTensors:
+    names = wrapped._parameter_names
+    return [(names[p], p) for group in groups for p in group["params"] if p.requires_grad]
+
+
+# ---- the class made on the spot ------------------------------------------------------------
+
+
+def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
+    """Give Horovod's instance a class with Horovod's methods and, over them, ours.
+
+    Horovod's methods call super(self.__class__, self), so the class must derive from the user's
+    directly: a subclass of Horovod's class would call itself for ever.
+    """
+    horovods = type(wrapped)
+    namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
+    namespace.update(_METHODS)
+    namespace["_horovod"] = horovods
+    cls = type(parent.__name__, (parent,), namespace)
+    cls.step = torch.optim.Optimizer.profile_hook_step(cls.step)  # type: ignore[attr-defined]
+    cls.step.hooked = True  # type: ignore[attr-defined]
+    wrapped.__class__ = cls
+
+
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Average gradients in the node, step the optimizer, take corrections in, offer the model.
+
+    With a closure, gradients are averaged after each of its evaluations.
+    """
+    averaging = self._averaging
+    averaging.begin_step()
+    if closure is None:
+        _synchronize_for_step(self)
+    began = time.monotonic()
+    loss = super(self.__class__, self).step(_synchronized(self, closure))
+    averaging.count_optimizer(began)
+    averaging.finish_step()
+    return loss
+
+
+def _synchronize_for_step(self: Any) -> None:
+    if self._should_synchronize:
+        if self._synchronized:
+            log.warning(
+                "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
+                "it in `with optimizer.skip_synchronize():`."
+            )
+        self.synchronize()
+    self._synchronized = False
+
+
+def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    if closure is None:
+        return None
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        if self._should_synchronize:
+            self.synchronize()
+            self._synchronized = False
+        return loss
+
+    return evaluate
+
+
+def _synchronize(self: Any) -> None:
+    """Wait for the node's gradient all-reduces."""
+    began = time.monotonic()
+    self._horovod.synchronize(self)
+    self._averaging.synchronized(began, len(self._requires_update))
+
+
+def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+    self._averaging.before_gradient(1, len(self._requires_update))
+    return self._horovod._allreduce_grad_async(self, parameter)
+
+
+def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+    self._averaging.before_gradient(len(parameters), len(self._requires_update))
+    return self._horovod._grouped_allreduce_grad_async(self, parameters)
+
+
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    if self._handles:
+        raise AssertionError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+        )
+    super(self.__class__, self).zero_grad(set_to_none)
+
+
+def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    """Train and average one more group, from the next step on; on all learners, in one order."""
+    super(self.__class__, self).add_param_group(param_group)
+    group = self.param_groups[-1]
+    for j, parameter in enumerate(group["params"]):
+        name = f"allreduce.added.{len(self.param_groups) - 1}.{j}"
+        self._parameter_names[parameter] = name
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+        if self._groups is not None:
+            self._p_to_group[parameter] = (parameter,)
+            self._group_counts[(parameter,)] = 0
+    if self._averaging.inner_size > 1:
+        _register_hooks(self, group["params"])
+    self._averaging.add(_trained(self, [group]))
+
+
+def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Average these gradients in the node as soon as backward has computed them."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            self._requires_update.add(parameter)
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore
+            node.register_hook(self._make_hook(parameter))
+            self._grad_accs.append(node)
+
+
+def _refuse_copy(self: Any, *args: Any) -> Any:
+    raise CopyError(
+        "a wrapped optimizer cannot be copied or pickled: it owns an averaging engine and gradient "
+        "hooks. Save optimizer.state_dict() and load it into a newly wrapped optimizer."
+    )
+
+
+_METHODS = {
+    "step": _step,
+    "synchronize": _synchronize,
+    "zero_grad": _zero_grad,
+    "add_param_group": _add_param_group,
+    "_allreduce_grad_async": _allreduce_grad_async,
+    "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
+    "__deepcopy__": _refuse_copy,
+    "__copy__": _refuse_copy,
+    "__reduce_ex__": _refuse_copy,
+    "__getstate__": _refuse_copy,
+}

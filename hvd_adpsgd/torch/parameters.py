@@ -1,0 +1,106 @@
+"""Torch tensors as the plain memory that the engine's loops can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
+from hvd_adpsgd.layout import TensorSpec
+
+__all__ = ["Parameters", "averaged_dtype"]
+
+
+def averaged_dtype(tensor: torch.Tensor) -> str:
+    """The layout's name of a tensor's dtype, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class Parameters:
+    """The averaged tensors of one optimizer, each once, in a fixed order.
+
+    A contiguous CPU tensor is reached in place. Any other (CUDA, strided) goes through a contiguous
+    host copy, page-locked for CUDA, which is filled before a step's corrections are applied and
+    copied back after.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self._devices: list[torch.device] = []
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
+        self._staged: dict[int, torch.Tensor] = {}
+        self._addresses = np.zeros(0, dtype=np.uintp)
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+        """Take in tensors not yet known. Returns what the layout needs to know of them."""
+        known = {id(t) for t in self.tensors}
+        specs = []
+        for name, tensor in named:
+            if id(tensor) in known:
+                continue
+            known.add(id(tensor))
+            specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
+            self.names.append(name)
+            self.tensors.append(tensor)
+            self._devices.append(tensor.device)
+            self._shapes.append(tensor.shape)
+            self._dtypes.append(tensor.dtype)
+        self._addresses = np.zeros(len(self.tensors), dtype=np.uintp)
+        return specs
+
+    def __contains__(self, tensor: object) -> bool:
+        return any(t is tensor for t in self.tensors)
+
+    def addresses(self) -> NDArray[np.uintp]:
+        """Address of each tensor's memory, host copies filled.
+
+        Raises:
+            DeviceMovedError: if a tensor lies on another device than when it was wrapped.
+            ModelMismatchError: if its shape or dtype changed.
+        """
+        self._check()
+        for i, tensor in enumerate(self.tensors):
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                self._staged.pop(i, None)
+                self._addresses[i] = tensor.data_ptr()
+            else:
+                self._addresses[i] = self._stage(i, tensor).data_ptr()
+        if self._staged and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self._addresses
+
+    def write_back(self) -> None:
+        """Copy corrected host copies to where they came from."""
+        with torch.no_grad():
+            for i, host in self._staged.items():
+                self.tensors[i].data.copy_(host.view(self._shapes[i]), non_blocking=True)
+
+    def _stage(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._staged.get(i)
+        if host is None:
+            host = torch.empty(
+                tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
+            )
+            self._staged[i] = host
+        host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        return host
+
+    def _check(self) -> None:
+        for i, tensor in enumerate(self.tensors):
+            if tensor.device != self._devices[i]:
+                raise DeviceMovedError(
+                    f"parameter {self.names[i]!r} is on {tensor.device}, it was on "
+                    f"{self._devices[i]} when the optimizer was wrapped. Move the model before "
+                    "hvd.DistributedOptimizer, or wrap a new optimizer."
+                )
+            if tensor.shape != self._shapes[i] or tensor.dtype != self._dtypes[i]:
+                raise ModelMismatchError(
+                    f"parameter {self.names[i]!r} is {tensor.dtype}{list(tensor.shape)}, it was "
+                    f"{self._dtypes[i]}{list(self._shapes[i])} when the optimizer was wrapped. "
+                    "Wrap a new optimizer after changing a parameter."
+                )

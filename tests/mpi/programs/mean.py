@@ -1,0 +1,99 @@
+"""Promise 1: engines exchange as fast as they can while every trainer updates its own model.
+
+Each super learner is one process without Horovod. Local updates and pauses are drawn from a seed;
+the order of exchanges is whatever the machine makes of it. Every `--check` steps all stop, take in
+what is pending, and compare the mean of the models with the sum of all local updates.
+
+Prints one JSON object: worst relative error per dtype, exchanges, seed.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import parse
+
+SHAPES = {"a": (1,), "b": (3, 7), "c": (100_003,), "d": (0,), "e": (50, 1000)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--check", type=int, default=50)
+    parser.add_argument("--strategy", default="random_pairs")
+    parser.add_argument("--wire", default=None)
+    parser.add_argument("--break-merge", type=float, default=0.0)
+    args = parser.parse_args()
+
+    comm = MPI.COMM_WORLD
+    outer = comm.Dup()
+    outer.Set_errhandler(MPI.ERRORS_RETURN)
+    rng = np.random.default_rng([args.seed, comm.rank])
+    options = EngineOptions(
+        exchanges_per_step=64.0, chunk_nbytes=64 * 1024, wire_dtype=args.wire, deadline_s=30.0
+    )
+    plan = parse(args.strategy).plan(comm.rank, comm.size)
+    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+    model = {
+        (name, dtype): rng.standard_normal(shape).astype(dtype)
+        for dtype in ("float32", "float64")
+        for name, shape in SHAPES.items()
+    }
+    specs = [TensorSpec(f"{n}.{d}", x.shape, d) for (n, d), x in model.items()]
+    engine.extend(specs)
+    engine.start()
+    addresses = np.array([x.ctypes.data for x in model.values()], dtype=np.uintp)
+    expected = {key: x.astype(np.float64) for key, x in model.items()}
+    worst = {"float32": 0.0, "float64": 0.0}
+    for step in range(args.steps):
+        update(model, expected, rng)
+        pause = rng.exponential(1e-3) * (rng.random() < 0.5)
+        time.sleep(pause)  # jitter of the interleaving, not a synchronisation
+        engine.publish(step)
+        engine.absorb(addresses, engine.published(), step)
+        engine.offer(step)
+        if (step + 1) % args.check == 0:
+            assert engine.pause(30.0), "the engine did not come to rest in 30 s"
+            comm.Barrier()
+            engine.publish(step)
+            engine.absorb(addresses, engine.published(), step)
+            if args.break_merge and comm.rank == 0:
+                model["c", "float64"][0] += args.break_merge
+            compare(comm, model, expected, worst)
+            engine.absorb(addresses, -1, step)
+            engine.resume()
+    exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
+    engine.stop()
+    if comm.rank == 0:
+        result = {"worst": worst, "exchanges": exchanges, "seed": args.seed}
+        os.write(1, (json.dumps(result) + "\n").encode())
+
+
+def update(model: dict, expected: dict, rng: np.random.Generator) -> None:
+    """A local step on every tensor; `expected` collects what it really changed."""
+    for key, x in model.items():
+        before = x.astype(np.float64)
+        x += (0.1 * rng.standard_normal(x.shape)).astype(x.dtype)
+        expected[key] += x.astype(np.float64) - before
+
+
+def compare(comm: MPI.Comm, model: dict, expected: dict, worst: dict) -> None:
+    """Distance of the mean model from the sum of all local updates, relative, over all tensors."""
+    for dtype in worst:
+        keys = [key for key in model if key[1] == dtype]
+        mine = np.concatenate([model[key].astype(np.float64).ravel() for key in keys])
+        ideal = np.concatenate([expected[key].ravel() for key in keys])
+        mine, ideal = comm.allreduce(mine), comm.allreduce(ideal)
+        error = np.linalg.norm(mine - ideal) / np.linalg.norm(ideal)
+        worst[dtype] = max(worst[dtype], float(error))
+
+
+if __name__ == "__main__":
+    main()

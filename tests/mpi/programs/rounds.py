@@ -1,0 +1,132 @@
+"""Pure averaging, no gradients, through the real engine.
+
+--lockstep K: K rounds driven by hand. Every super learner offers, then the exchanges of the round
+run, all from the offered models. Prints the models before and after, to be compared with the mixing
+matrices.
+
+--events K: engines run freely until about K exchanges; repeated --repeats times from fresh models.
+Prints, per repeat, exchanges and the factor by which the squared disagreement shrank.
+"""
+
+import argparse
+import json
+import os
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd import topology
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import Strategy, parse
+
+DEADLINE_S = 30.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", required=True)
+    parser.add_argument("--lockstep", type=int, default=0)
+    parser.add_argument("--events", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--size", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    run = Run(MPI.COMM_WORLD, parse(args.strategy), args.size, lockstep=args.lockstep > 0)
+    rng = np.random.default_rng([args.seed, run.comm.rank])
+    if args.lockstep:
+        result = run.lockstep(rng, args.lockstep)
+    else:
+        result = [run.free(rng, args.events) for _ in range(args.repeats)]
+    run.engine.stop()
+    if run.comm.rank == 0:
+        os.write(1, (json.dumps(result) + "\n").encode())
+
+
+class Run:
+    """One engine on a model of `size` float64 numbers."""
+
+    def __init__(self, comm: MPI.Comm, strategy: Strategy, size: int, *, lockstep: bool):
+        self.comm = comm
+        self.strategy = strategy
+        outer = comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        options = EngineOptions(
+            exchanges_per_step=1.0,
+            deadline_s=DEADLINE_S,
+            offered_only=lockstep,
+            autonomous=not lockstep,
+        )
+        plan = strategy.plan(comm.rank, comm.size)
+        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+        self.engine.extend([TensorSpec("model", (size,), "float64")])
+        self.engine.start()
+        self.model = np.zeros(size)
+        self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
+        self.step = 0
+        self.finished = 0
+
+    def turn(self) -> None:
+        """A trainer's step without a gradient."""
+        self.engine.publish(self.step)
+        self.engine.absorb(self.addresses, self.engine.published(), self.step)
+        self.engine.offer(self.step)
+        self.step += 1
+
+    def lockstep(self, rng: np.random.Generator, rounds: int) -> dict:
+        self.model[:] = rng.standard_normal(self.model.size)
+        before = self.comm.gather(self.model.copy())
+        self.turn()
+        for k in range(rounds):
+            asked, exchanges = self.partners(k)
+            self.comm.Barrier()
+            if asked is not None:
+                self.engine.ask(asked)
+            self.finished += exchanges
+            assert self.engine.wait_finished(self.finished, DEADLINE_S), f"round {k} hangs"
+            self.comm.Barrier()
+            self.turn()
+        after = self.comm.gather(self.model.copy())
+        if self.comm.rank:
+            return {}
+        return {"before": np.array(before).tolist(), "after": np.array(after).tolist()}
+
+    def partners(self, k: int) -> tuple[int | None, int]:
+        """Whom this super learner asks in round k, and in how many exchanges it takes part."""
+        n, me = self.comm.size, self.comm.rank
+        if self.strategy.name == "random_pairs":
+            partner = topology.perfect_matching(n, self.strategy.seed, k)[me]
+            return (None, 0) if partner is None else (partner if me < partner else None, 1)
+        row = self.engine_row(k)
+        if n == 2:
+            return (1 - me if me == 0 else None), 1
+        return int(row[1]), 2  # the right neighbour; the left one asks us
+
+    def engine_row(self, k: int) -> np.ndarray:
+        schedule = self.strategy.plan(self.comm.rank, self.comm.size).schedule
+        return schedule[k % len(schedule)]
+
+    def free(self, rng: np.random.Generator, events: int) -> dict:
+        self.model[:] = rng.standard_normal(self.model.size)
+        self.engine.absorb(self.addresses, -1, self.step)
+        before, start = self.disagreement(), self.exchanges()
+        self.engine.resume()
+        while self.exchanges() < start + events:  # all leave the loop in the same turn
+            self.turn()
+        assert self.engine.pause(DEADLINE_S), "the engine did not come to rest"
+        self.comm.Barrier()
+        self.turn()
+        exchanges = self.exchanges() - start
+        return {"exchanges": exchanges, "factor": self.disagreement() / before}
+
+    def exchanges(self) -> int:
+        """Exchanges of all super learners so far."""
+        return self.comm.allreduce(self.engine.metrics()["exchanges_active"])
+
+    def disagreement(self) -> float:
+        models = np.array(self.comm.allgather(self.model))
+        return float(((models - models.mean(axis=0)) ** 2).sum())
+
+
+if __name__ == "__main__":
+    main()

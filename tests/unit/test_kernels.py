@@ -1,0 +1,157 @@
+"""The C loops against NumPy, for every element type and wire type."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adpsgd import _kernels as kernels
+
+SIZES = [0, 1, 7, 1024, 1025, 100_003]
+DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+PAIRS = [(d, d) for d in DTYPES] + [
+    (d, w) for d in ("float32", "float64") for w in ("bfloat16", "float16")
+]
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even, by way of 64-bit integers; stored as uint16."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def encode(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Real numbers as stored elements of `dtype`."""
+    if dtype == "bfloat16":
+        return to_bf16(x)
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(np.float32 if dtype == "float16" else dtype).astype(dtype)
+
+
+def decode(stored: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float64 if dtype == "float64" else np.float32)
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint8).reshape(-1)
+
+
+def draw(rng: np.random.Generator, n: int, dtype: str) -> np.ndarray:
+    return encode(rng.standard_normal(n) * 3, dtype)
+
+
+def arithmetic(*terms: np.ndarray, dtype: str) -> np.ndarray:
+    """Sum in the arithmetic type, left to right."""
+    total = decode(terms[0], dtype)
+    for term in terms[1:]:
+        total = total + decode(term, dtype)
+    return total
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS)
+@pytest.mark.parametrize("pending", [0, 1, 2])
+def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending):
+    rng = np.random.default_rng(n + pending)
+    mirror, *corrections = (draw(rng, n, dtype) for _ in range(1 + pending))
+    out = encode(np.zeros(n), wire)
+    infinite = kernels.snapshot(
+        DTYPES[dtype], DTYPES[wire], raw(out), raw(mirror), *map(raw, corrections)
+    )
+    expected = encode(arithmetic(mirror, *corrections, dtype=dtype), wire)
+    assert not infinite
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_merge_adds_the_weighted_difference(n, dtype, wire, fresh):
+    rng = np.random.default_rng(n)
+    correction, before = draw(rng, n, dtype), None
+    before = correction.copy()
+    received, sent = draw(rng, n, wire), draw(rng, n, wire)
+    square = kernels.merge(
+        DTYPES[dtype], DTYPES[wire], raw(correction), raw(received), raw(sent), 1 / 3, fresh
+    )
+    wide = np.float64 if dtype == "float64" else np.float32
+    difference = decode(received, wire).astype(wide) - decode(sent, wire).astype(wide)
+    added = wide(1 / 3) * difference
+    total = added if fresh else decode(before, dtype) + added
+    np.testing.assert_array_equal(correction, encode(total, dtype))
+    assert square == pytest.approx(float((difference.astype(np.float64) ** 2).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "wire"), PAIRS)
+def test_partners_get_exactly_opposite_corrections(dtype, wire):
+    rng = np.random.default_rng(5)
+    a, b = draw(rng, 10_001, wire), draw(rng, 10_001, wire)
+    mine, theirs = encode(np.zeros(10_001), dtype), encode(np.zeros(10_001), dtype)
+    kernels.merge(DTYPES[dtype], DTYPES[wire], raw(mine), raw(b), raw(a), 1 / 3, True)
+    kernels.merge(DTYPES[dtype], DTYPES[wire], raw(theirs), raw(a), raw(b), 1 / 3, True)
+    np.testing.assert_array_equal(decode(mine, dtype), -decode(theirs, dtype))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_correction", [True, False])
+@pytest.mark.parametrize("with_mirror", [True, False])
+def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror):
+    rng = np.random.default_rng(n)
+    parameter, correction = draw(rng, n, dtype), draw(rng, n, dtype)
+    mirror = encode(np.zeros(n), dtype)
+    expected = parameter.copy()
+    if with_correction:
+        expected = encode(arithmetic(parameter, correction, dtype=dtype), dtype)
+    infinite = kernels.apply(
+        DTYPES[dtype],
+        raw(parameter),
+        raw(correction) if with_correction else None,
+        raw(mirror) if with_mirror else None,
+    )
+    assert not infinite
+    np.testing.assert_array_equal(parameter, expected)
+    if with_mirror:
+        np.testing.assert_array_equal(mirror, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 513, 1999])
+def test_one_element_that_is_not_finite_is_found(dtype, poison, place):
+    values = np.ones(2000)
+    values[place] = poison
+    stored = encode(values, dtype)
+    assert kernels.apply(DTYPES[dtype], raw(stored.copy()))
+    out = stored.copy()
+    assert kernels.snapshot(DTYPES[dtype], DTYPES[dtype], raw(out), raw(stored))
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=50))
+def test_float16_on_the_wire_rounds_like_numpy(values):
+    x = np.array(values, dtype=np.float32)
+    out = np.zeros(x.size, dtype=np.float16)
+    kernels.snapshot(0, 3, raw(out), raw(x))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(out, x.astype(np.float16))
+
+
+def test_every_float16_and_bfloat16_survives_a_round_trip():
+    for dtype in ("float16", "bfloat16"):
+        bits = np.arange(2**16, dtype=np.uint16)
+        stored = bits.view(np.float16) if dtype == "float16" else bits
+        finite = np.isfinite(decode(stored, dtype))
+        stored = np.ascontiguousarray(stored[finite])
+        out = np.zeros_like(stored)
+        assert not kernels.snapshot(DTYPES[dtype], DTYPES[dtype], raw(out), raw(stored))
+        np.testing.assert_array_equal(raw(out), raw(stored))
+
+
+def test_wrong_lengths_are_refused():
+    with pytest.raises(ValueError, match="differ in length"):
+        kernels.snapshot(0, 0, np.zeros(8, np.uint8), np.zeros(4, np.uint8))
+    with pytest.raises(ValueError, match="does not hold elements"):
+        kernels.apply(0, np.zeros(7, np.uint8))

@@ -1,0 +1,82 @@
+"""Chunks and spans of mixed tensors."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adpsgd.errors import ModelMismatchError
+from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
+
+ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+tensors = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(list(DTYPE_CODES))
+    ),
+    max_size=8,
+)
+
+
+@given(st.lists(tensors, min_size=1, max_size=3), st.sampled_from([64, 128, 4096]))
+def test_every_element_has_exactly_one_place(generations, chunk_nbytes):
+    layout = Layout(chunk_nbytes)
+    chunks = []
+    for g, members in enumerate(generations):
+        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        chunks += layout.extend(specs).chunks
+    assert layout.nchunks == len(chunks)
+    taken = [np.zeros(c.count, dtype=int) for c in chunks]
+    seen = [np.zeros(t.count, dtype=int) for t in layout.tensors]
+    for tensor, start, chunk, place, count in layout.spans:
+        assert layout.tensors[tensor].dtype == chunks[chunk].dtype
+        taken[chunk][place : place + count] += 1
+        seen[tensor][start : start + count] += 1
+    assert all((t == 1).all() for t in taken + seen)
+    assert all(c.count * ITEMSIZE[c.dtype] <= chunk_nbytes for c in chunks)
+    assert (np.diff(layout.spans[:, 2]) >= 0).all()
+
+
+@given(st.lists(tensors, min_size=1, max_size=3))
+def test_chunks_of_a_generation_do_not_overlap(generations):
+    layout = Layout(128)
+    for g, members in enumerate(generations):
+        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        generation = layout.extend(specs)
+        end = 0
+        for chunk in generation.chunks:
+            assert chunk.offset >= end
+            end = chunk.offset + chunk.count * ITEMSIZE[chunk.dtype]
+        assert end <= generation.nbytes
+
+
+def test_a_later_generation_leaves_earlier_chunks_alone():
+    a = [TensorSpec("a", (100,), "float32")]
+    one, two = Layout(128), Layout(128)
+    one.extend(a)
+    two.extend(a)
+    two.extend([TensorSpec("b", (5,), "float32")])
+    assert one.generations[0] .fingerprint == two.generations[0].fingerprint
+    assert two.generations[1].last_chunk > two.generations[0].last_chunk
+
+
+@pytest.mark.parametrize(
+    "other", [("a", (4, 1), "float32"), ("b", (4,), "float32"), ("a", (4,), "float64")]
+)
+def test_fingerprints_tell_models_apart(other):
+    one, two = Layout(64), Layout(64)
+    one.extend([TensorSpec("a", (4,), "float32")])
+    two.extend([TensorSpec(*other)])
+    assert one.generations[0].fingerprint != two.generations[0].fingerprint
+
+
+def test_a_name_is_used_once():
+    layout = Layout(64)
+    layout.extend([TensorSpec("a", (), "float32")])
+    with pytest.raises(ModelMismatchError, match="'a'"):
+        layout.extend([TensorSpec("a", (2,), "float32")])
+
+
+def test_an_integer_tensor_cannot_be_averaged():
+    with pytest.raises(ModelMismatchError, match="int64 cannot be averaged"):
+        TensorSpec("steps", (), "int64")
