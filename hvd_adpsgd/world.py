@@ -1,0 +1,680 @@
+"""The worlds of the learners: set up together, torn down in bounded time.
+
+All learners share one MPI communicator. Each super learner has a communicator of its own, which
+Horovod runs in (one Horovod world per super learner, so that no Horovod operation waits for another
+super learner), and the leaders of the super learners have one among themselves.
+
+Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd import strategies
+from hvd_adpsgd.config import Config, environment_name
+from hvd_adpsgd.errors import (
+    AlreadyInitializedError,
+    ConfigError,
+    InnerOnlyError,
+    LaunchError,
+    NotInitializedError,
+    PeerLostError,
+    TopologyError,
+    TransportError,
+    WorldError,
+)
+
+__all__ = [
+    "Seat",
+    "World",
+    "allgather_object",
+    "current",
+    "form_super_learners",
+    "init",
+    "is_initialized",
+    "merge_super_learners",
+    "mpi_failures",
+    "shutdown",
+    "wait",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
+_PER_LEARNER = ("log_level",)  # knobs in which learners may differ
+# Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
+# too.
+_LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one learner sits.
+
+    Attributes:
+        host: smallest rank among the learners of its host; names the host.
+        hostname: for messages only; hosts may share it.
+        local_rank, local_size: its place among the learners of its host.
+    """
+
+    host: int
+    hostname: str
+    local_rank: int
+    local_size: int
+
+
+@dataclass(eq=False)
+class World:
+    """One learner's place, and the communicators (mpi4py, errors returned) that it belongs to.
+
+    Attributes:
+        config: the knobs, the same on all learners.
+        comm: all learners.
+        host: the learners of this host.
+        inner: the learners of this super learner.
+        outer: the leaders; None on learners that lead nothing.
+        rank, size: among all learners.
+        local_rank, local_size: among the learners of the host.
+        cross_rank, cross_size: among the learners with this local_rank, one per host at most.
+        super_rank, super_size: which super learner, of how many; numbered by their smallest ranks.
+        inner_rank, inner_size: among the learners of the super learner.
+        leaders: ranks of the leaders, by super_rank.
+        hostname: of this host.
+        seats: of all learners, by rank.
+    """
+
+    config: Config
+    comm: Any
+    host: Any
+    inner: Any
+    outer: Any
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    super_rank: int
+    super_size: int
+    inner_rank: int
+    inner_size: int
+    leaders: tuple[int, ...]
+    hostname: str
+    seats: tuple[Seat, ...]
+    _arguments: tuple[Any, ...] = ()
+    _stops: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this learner speaks for its super learner."""
+        return self.inner_rank == 0
+
+    def at_shutdown(self, stop: Callable[[], object]) -> None:
+        """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
+        self._stops.append(stop)
+
+
+_current: World | None = None
+_finalizes = False  # MPI_Finalize is ours, not mpi4py's
+_registered = False  # _leave is registered
+_left_clean = True  # the last shutdown met all others
+_stuck = False  # a Horovod shutdown did not return
+
+
+# ---- set up -------------------------------------------------------------------------------------
+
+
+def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = None) -> World:
+    """Make the worlds; all learners call this together.
+
+    A second call with the same arguments returns the world there is, as Horovod's init does.
+
+    Args:
+        config: the knobs; default from the environment. Equal on all learners.
+        comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
+            of MPI.COMM_WORLD (only the named processes may call then).
+        process_sets: as in Horovod's init; only with one super learner.
+
+    Returns:
+        The world, which `current` returns from now on.
+
+    Raises:
+        AlreadyInitializedError: after an init with other arguments.
+        LaunchError: if the processes were started in a way in which the worlds cannot be made.
+        ConfigError: on all learners, if a knob is bad on one or differs between two.
+        TopologyError: on all learners, if super_learner_size does not divide a host's learners.
+        InnerOnlyError: on all learners, for process_sets with several super learners.
+    """
+    global _current
+    arguments = (config, comm, process_sets)
+    if _current is not None:
+        return _same_world(_current, arguments)
+    _require_whole()
+    _require_mpi_launcher(os.environ)
+    everyone = _communicator(_load_mpi(), comm)
+    try:
+        world = _make_world(everyone, config, bool(process_sets), arguments)
+    except Exception:
+        everyone.Free()
+        raise
+    _start_horovod(world.inner, process_sets)
+    _current = world
+    return world
+
+
+def current() -> World:
+    """The world made by init().
+
+    Raises:
+        NotInitializedError: before init() or after shutdown().
+    """
+    if _current is None:
+        raise NotInitializedError("hvd_adpsgd has not been initialized; use hvd.init().")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Whether init() was called, and shutdown() not since."""
+    return _current is not None
+
+
+def _same_world(world: World, arguments: tuple[Any, ...]) -> World:
+    if world._arguments == arguments:
+        return world
+    raise AlreadyInitializedError(
+        f"init() on learner {world.rank}: called again with other arguments ({arguments} after "
+        f"{world._arguments}). Call hvd.shutdown() first, or drop the second call."
+    )
+
+
+def _require_whole() -> None:
+    if _stuck:
+        raise WorldError(
+            "init() after a shutdown() that had to leave Horovod behind: a learner of this super "
+            "learner had stopped or died, and Horovod still waits for it. Start the process again."
+        )
+
+
+def _require_mpi_launcher(environ: Mapping[str, str]) -> None:
+    controller = environ.get("HOROVOD_CONTROLLER", "").lower()
+    rendezvous = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ
+    if controller == "gloo" or rendezvous:
+        found = (
+            "HOROVOD_CONTROLLER=gloo" if controller == "gloo" else "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+        )
+        raise LaunchError(
+            f"init(): the job was launched with the Gloo controller ({found} is set), under which "
+            "MPI sees a world of one. Launch with `horovodrun --mpi -np N python ...`, or with "
+            "mpirun."
+        )
+
+
+def _load_mpi() -> Any:
+    """The module mpi4py.MPI, once it is known to serve us.
+
+    Raises:
+        LaunchError: if it does not.
+    """
+    global _finalizes, _registered
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
+        mpi4py.rc.finalize = False
+        _finalizes = True
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise LaunchError(
+            "init(): MPI is finalized in this process, and cannot be started twice. Call "
+            "hvd.init() before MPI.Finalize()."
+        )
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if not _registered:
+        atexit.register(_leave, os.getpid())
+        _registered = True
+    _require_threads(MPI)
+    return MPI
+
+
+def _require_threads(mpi: Any) -> None:
+    names = {
+        mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+        mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+        mpi.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    }
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_MULTIPLE:
+        raise LaunchError(
+            f"init(): MPI runs at {names.get(level, level)}, needed is MPI_THREAD_MULTIPLE, because "
+            "Horovod, the averaging engine and the script call MPI from their own threads. Unset "
+            "MPI4PY_RC_THREAD_LEVEL, MPI4PY_RC_THREADS and HOROVOD_MPI_THREADS_DISABLE, drop "
+            "mpi4py.rc.thread_level from the script, or use an MPI built with thread support."
+        )
+
+
+def _communicator(mpi: Any, comm: Any) -> Any:
+    """A private communicator of all learners, errors returned."""
+    everyone = _named_communicator(mpi, comm)
+    everyone.Set_errhandler(mpi.ERRORS_RETURN)
+    return everyone
+
+
+def _named_communicator(mpi: Any, comm: Any) -> Any:
+    if isinstance(comm, mpi.Comm):
+        return comm.Dup()
+    ranks = [] if comm is None else _checked_ranks(comm, mpi.COMM_WORLD)
+    if not ranks:
+        _require_company(mpi.COMM_WORLD.Get_size(), os.environ)
+        return mpi.COMM_WORLD.Dup()
+    return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(ranks))
+
+
+def _checked_ranks(comm: Any, parent: Any) -> list[int]:
+    try:
+        ranks = [int(rank) for rank in comm]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"init(): comm is a {type(comm).__name__}, allowed are an mpi4py communicator and a "
+            "sequence of ranks of MPI.COMM_WORLD. Pass one of these, or leave it out."
+        ) from None
+    size, rank = parent.Get_size(), parent.Get_rank()
+    if ranks and (len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size))):
+        raise ConfigError(
+            f"init(): comm={ranks}, allowed are different ranks in [0, {size}). Correct the list."
+        )
+    if ranks and rank not in ranks:
+        raise ConfigError(
+            f"init(): this process is rank {rank}, which is not in comm={ranks}. Call init() only "
+            "in the processes named."
+        )
+    return ranks
+
+
+def _require_company(size: int, environ: Mapping[str, str]) -> None:
+    """A launcher that started several processes must have started them under this MPI."""
+    for name in _LAUNCHED_SIZES:
+        launched = environ.get(name, "")
+        if size == 1 and launched.isdigit() and int(launched) > 1:
+            raise LaunchError(
+                f"init(): {name}={launched}, but MPI sees a world of one: the launcher belongs to "
+                "another MPI than the one mpi4py was built with. Use the mpirun of this Python's "
+                f"environment ({os.path.join(sys.prefix, 'bin', 'mpirun')}), or rebuild mpi4py and "
+                "Horovod with the launcher's MPI."
+            )
+
+
+def _make_world(
+    everyone: Any, config: Config | None, asks_sets: bool, arguments: tuple[Any, ...]
+) -> World:
+    """Agree with all learners, then cut the communicator; the same outcome on all of them."""
+    hosts = _host_communicator(everyone)
+    answers = allgather_object(everyone, _answer(everyone, hosts, config, asks_sets))
+    checked = _agreed_config(answers)
+    seats = tuple(answer["seat"] for answer in answers)
+    joined = strategies.parse(checked.averaging).averages_gradients_globally
+    groups = form_super_learners(seats, None if joined else checked.super_learner_size, joined)
+    asking = [rank for rank, answer in enumerate(answers) if answer["sets"]]
+    if asking and len(groups) > 1:
+        raise InnerOnlyError(
+            f"init(process_sets=...) on learner {asking[0]}: process sets work with one super "
+            f"learner, this job has {len(groups)}. Leave process_sets out, or start the job as one "
+            "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
+        )
+    return _cut(everyone, hosts, checked, seats, groups, arguments)
+
+
+def _host_communicator(everyone: Any) -> Any:
+    """The learners of this host, by MPI's shared-memory split."""
+    from mpi4py import MPI
+
+    return everyone.Split_type(MPI.COMM_TYPE_SHARED, key=everyone.Get_rank())
+
+
+def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
+    """What this learner tells the others: its seat, and its knobs or what is wrong with them."""
+    head = host.bcast(everyone.Get_rank())
+    seat = Seat(head, socket.gethostname(), host.Get_rank(), host.Get_size())
+    knobs, problem = None, None
+    try:
+        knobs = config if config is not None else Config.from_environment()
+        strategies.parse(knobs.averaging)
+    except ConfigError as error:
+        problem = str(error)
+    return {"seat": seat, "config": knobs, "problem": problem, "sets": asks_sets}
+
+
+def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
+    for rank, answer in enumerate(answers):
+        if answer["problem"] is not None:
+            raise ConfigError(f"{answer['problem']} (on learner {rank})")
+    first = answers[0]["config"]
+    for rank, answer in enumerate(answers):
+        for name, value in dataclasses.asdict(answer["config"]).items():
+            if name not in _PER_LEARNER and value != getattr(first, name):
+                raise ConfigError(
+                    f"{name} differs between learners: {environment_name(name)} or Config.{name} "
+                    f"is {getattr(first, name)!r} on learner 0 and {value!r} on learner {rank}. "
+                    "Set the same value on all learners (horovodrun passes the environment on; "
+                    "mpirun needs -x)."
+                )
+    config: Config = answers[0]["config"]
+    return config
+
+
+def form_super_learners(
+    seats: Sequence[Seat], size: int | None, joined: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """Which learners form which super learner.
+
+    Args:
+        seats: of all learners, by rank.
+        size: learners per super learner; None: all of a host.
+        joined: all learners form one super learner.
+
+    Returns:
+        Ranks of each super learner, ascending; super learners by their smallest rank.
+
+    Raises:
+        TopologyError: if `size` does not divide the learners of some host.
+    """
+    if joined:
+        return (tuple(range(len(seats))),)
+    members: dict[tuple[int, int], list[int]] = {}
+    for rank, seat in enumerate(seats):
+        k = seat.local_size if size is None else size
+        if seat.local_size % k:
+            raise TopologyError(
+                f"super learners of {k} on host {seat.hostname}: HVD_ADPSGD_SUPER_LEARNER_SIZE={k} "
+                f"does not divide its {seat.local_size} learners. Set it to a divisor of "
+                f"{seat.local_size}, or start a multiple of {k} learners on that host."
+            )
+        members.setdefault((seat.host, seat.local_rank // k), []).append(rank)
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in members.values()))
+
+
+def _cut(
+    everyone: Any,
+    host: Any,
+    config: Config,
+    seats: tuple[Seat, ...],
+    groups: Sequence[Sequence[int]],
+    arguments: tuple[Any, ...],
+) -> World:
+    rank = everyone.Get_rank()
+    seat = seats[rank]
+    super_rank = next(i for i, group in enumerate(groups) if rank in group)
+    inner, outer = _split(everyone, super_rank, rank == groups[super_rank][0])
+    crossing = [r for r, other in enumerate(seats) if other.local_rank == seat.local_rank]
+    return World(
+        config=config,
+        comm=everyone,
+        host=host,
+        inner=inner,
+        outer=outer,
+        rank=rank,
+        size=everyone.Get_size(),
+        local_rank=seat.local_rank,
+        local_size=seat.local_size,
+        cross_rank=crossing.index(rank),
+        cross_size=len(crossing),
+        super_rank=super_rank,
+        super_size=len(groups),
+        inner_rank=inner.Get_rank(),
+        inner_size=inner.Get_size(),
+        leaders=tuple(group[0] for group in groups),
+        hostname=seat.hostname,
+        seats=seats,
+        _arguments=arguments,
+    )
+
+
+def _split(everyone: Any, super_rank: int, leads: bool) -> tuple[Any, Any]:
+    """(inner, outer or None): both ordered by rank."""
+    from mpi4py import MPI
+
+    rank = everyone.Get_rank()
+    inner = everyone.Split(super_rank, rank)
+    outer = everyone.Split(0 if leads else MPI.UNDEFINED, rank)
+    return inner, None if outer == MPI.COMM_NULL else outer
+
+
+def _start_horovod(inner: Any, process_sets: Any) -> None:
+    """Horovod's world over the super learner."""
+    import horovod.torch as horovod
+    from horovod.torch import mpi_ops
+
+    horovod.init(comm=inner, process_sets=process_sets)
+    # Horovod's exit handler waits without bound for the others of its world; _leave does not.
+    atexit.unregister(mpi_ops._basics.shutdown)
+
+
+def merge_super_learners(world: World) -> World:
+    """Make one super learner of all learners; all call this together.
+
+    Returns:
+        The world with super_size 1, which `current` returns from now on.
+
+    Raises:
+        WorldError: if Horovod cannot be stopped within leave_deadline_s.
+    """
+    global _current
+    if world.super_size == 1:
+        return world
+    if not _stop_horovod(world.config.leave_deadline_s):
+        raise WorldError(
+            "merge_super_learners(): Horovod did not stop within "
+            f"leave_deadline_s={world.config.leave_deadline_s:g} s, so a learner of super learner "
+            f"{world.super_rank} has stopped or died. Start the job again."
+        )
+    old = (world.inner, world.outer)
+    everyone = tuple(range(world.size))
+    merged = _cut(world.comm, world.host, world.config, world.seats, [everyone], world._arguments)
+    merged._stops = world._stops
+    _start_horovod(merged.inner, None)
+    _free(*old)
+    _current = merged
+    return merged
+
+
+# ---- tear down ----------------------------------------------------------------------------------
+
+
+def shutdown() -> None:
+    """Leave: stop what was registered, then Horovod, then free the communicators.
+
+    Waits for the other learners at most leave_deadline_s; idempotent. init() may follow.
+
+    Raises:
+        Exception: the first that a registered callback raised, once all else is done.
+    """
+    global _current, _left_clean
+    world, _current = _current, None
+    if world is None:
+        return
+    failures = list(_run_stops(world))
+    ends = time.monotonic() + world.config.leave_deadline_s
+    stopped = _stop_horovod(world.config.leave_deadline_s)
+    met = _meet(world.comm, ends)
+    _left_clean = stopped and met
+    if _left_clean:  # others may still use theirs otherwise, and freeing is collective
+        _free(world.outer, world.inner, world.host, world.comm)
+    if failures:
+        raise failures[0]
+
+
+def _run_stops(world: World) -> Iterator[Exception]:
+    """Run all callbacks, the last registered first; what they raise is logged and yielded."""
+    while world._stops:
+        stop = world._stops.pop()
+        try:
+            stop()
+        except Exception as error:  # the others must be stopped too
+            log.error("learner %d, at shutdown: %s", world.rank, error, exc_info=error)
+            yield error
+
+
+def _stop_horovod(seconds: float) -> bool:
+    """Stop Horovod's world; False if it still waits for some learner after `seconds`.
+
+    A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
+    """
+    global _stuck
+    import horovod.torch as horovod
+
+    _stuck = not _returns(horovod.shutdown, seconds)
+    if _stuck:
+        log.warning(
+            "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
+            "It is left behind.",
+            seconds,
+        )
+    return not _stuck
+
+
+def _returns(call: Callable[[], object], seconds: float) -> bool:
+    """Whether a call, made on a thread of its own, returns in time."""
+    thread = threading.Thread(target=call, daemon=True, name=f"hvd_adpsgd.{call.__name__}")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _meet(comm: Any, ends: float) -> bool:
+    """Whether all learners come here before `ends` (of time.monotonic)."""
+    from mpi4py import MPI
+
+    try:
+        request = comm.Ibarrier()
+        return _poll(request, max(ends, time.monotonic() + _LONGEST_PAUSE_S))
+    except MPI.Exception as error:
+        log.info("leaving without the others: %s", error)
+        return False
+
+
+def _free(*communicators: Any) -> None:
+    from mpi4py import MPI
+
+    for comm in communicators:
+        if comm is not None:
+            with contextlib.suppress(MPI.Exception):  # of a lost learner; nothing is left to do
+                comm.Free()
+
+
+def _leave(pid: int) -> None:
+    """At exit: shut down, then end MPI, in bounded time and with the script's own exit status."""
+    if os.getpid() != pid:  # a forked child that is no learner
+        return
+    from mpi4py import MPI
+
+    seconds = current().config.leave_deadline_s if _current else Config().leave_deadline_s
+    with contextlib.suppress(Exception):  # logged in shutdown(); an exit handler cannot raise
+        shutdown()
+    if MPI.Is_finalized() or not _finalizes:
+        return
+    if _left_clean:
+        ended = _returns(MPI.Finalize, seconds)
+    elif _survives_losses():
+        ended = False
+    else:
+        ended = not _stuck
+        if ended:
+            MPI.Finalize()  # without fault tolerance, whoever does not wait here ends the job
+    if not ended:
+        _skip_exit_handlers()
+
+
+def _survives_losses() -> bool:
+    """Whether Open MPI runs with ULFM: a process may then go without MPI_Finalize."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")
+
+
+def _skip_exit_handlers() -> None:
+    """Let exit() end the process at once when Python is done.
+
+    MPI_Finalize and the destructors of Horovod wait without bound for learners that are gone.
+    on_exit calls _exit with the status of exit(), which Python code has no way to know, before any
+    handler registered earlier.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+# ---- talking ------------------------------------------------------------------------------------
+
+
+def wait(request: Any) -> None:
+    """Complete an mpi4py request; sleeps between looks, so that waiting does not use up a core."""
+    _poll(request, None)
+
+
+def _poll(request: Any, ends: float | None) -> bool:
+    """Whether a request completes before `ends` (of time.monotonic; None: no bound)."""
+    pause = _SHORTEST_PAUSE_S
+    while not request.Test():
+        if ends is not None and time.monotonic() > ends:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
+
+
+def allgather_object(comm: Any, value: Any) -> list[Any]:
+    """The values of all learners of `comm`, by rank, through pickle."""
+    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    counts = np.empty(comm.Get_size(), dtype=np.int64)
+    wait(comm.Iallgather(np.array([data.size], dtype=np.int64), counts))
+    everything = np.empty(int(counts.sum()), dtype=np.uint8)
+    wait(comm.Iallgatherv(data, [everything, counts]))
+    ends = np.cumsum(counts)
+    return [
+        pickle.loads(everything[end - count : end].tobytes())
+        for end, count in zip(ends, counts, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def mpi_failures(doing: str) -> Iterator[None]:
+    """Turn MPI's exceptions into ours.
+
+    Args:
+        doing: what is done, for the message.
+
+    Raises:
+        PeerLostError: if a learner was lost.
+        TransportError: if MPI failed otherwise.
+    """
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        kind = error.Get_error_class()
+        if kind in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
+            raise PeerLostError(
+                f"{doing}: a learner was lost meanwhile ({error.Get_error_string()}). Operations "
+                "over all learners need all of them; save the model and start the job again.",
+                code=kind,
+            ) from error
+        raise TransportError(
+            f"{doing}: MPI failed ({error.Get_error_string()}). Start the job again.", code=kind
+        ) from error
