@@ -103,11 +103,9 @@ class Recogniser:
 def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
     """Penalty and prior scale with the fewest dev errors.
 
-    The penalties of each scale double until the errors rise twice, so that the best is not the last
-    one tried.
-
-    Raises:
-        Problem: if no penalty up to LAST_PENALTY was too large.
+    The penalties of each scale double until the errors have passed their lowest point, so that the best
+    penalty is not the last one tried; `interior` is False where that did not happen, as with a model
+    that has learned next to nothing.
     """
     tried: dict[tuple[float, float], float] = {}
     for scale in PRIOR_SCALES:
@@ -115,14 +113,23 @@ def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
             tried[scale, penalty] = recogniser.errors(dev, penalty, scale)
             if _is_past_best([rate for (s, _), rate in tried.items() if s == scale]):
                 break
-        else:
-            raise Problem(f"dev errors still fall at a word penalty of {LAST_PENALTY:g}")
     scale, penalty = min(tried, key=lambda key: (tried[key], key))
-    return {"prior_scale": scale, "penalty": penalty, "dev_wer": tried[scale, penalty]}
+    interior = FIRST_PENALTY < penalty < LAST_PENALTY and scale not in (
+        PRIOR_SCALES[0],
+        PRIOR_SCALES[-1],
+    )
+    return {
+        "prior_scale": scale,
+        "penalty": penalty,
+        "interior": interior,
+        "dev_wer": tried[scale, penalty],
+    }
 
 
 def _penalties() -> list[float]:
-    doubling = itertools.accumulate(itertools.repeat(2.0), lambda value, by: value * by, initial=2.5)
+    doubling = itertools.accumulate(
+        itertools.repeat(2.0), lambda value, by: value * by, initial=2.5
+    )
     return [
         FIRST_PENALTY,
         *itertools.takewhile(lambda penalty: penalty <= LAST_PENALTY, doubling),
@@ -162,9 +169,10 @@ def decode(model_path: Path, data: Path) -> dict:
 def describe(result: dict) -> str:
     """One line on a result."""
     low, high = result["wer_interval"]
+    doubt = "" if result["tuning"]["interior"] else ", tuned to the edge of the grid"
     return (
         f"{result['model']}: WER {100 * result['wer']:.1f} % "
-        f"({100 * low:.1f} to {100 * high:.1f}), {result['words']} words, {result['seconds']:.1f} s"
+        f"({100 * low:.1f} to {100 * high:.1f}), {result['words']} words, {result['seconds']:.1f} s{doubt}"
     )
 
 
@@ -189,8 +197,11 @@ def main() -> None:
             *(np.array(r["utterance_errors"]) for r in (result, other)),
             np.array(result["utterance_words"]),
         )
-        print("first minus second: {difference:+.3f} ({low:+.3f} to {high:+.3f})".format(
-            **result["against"]))
+        print(
+            "first minus second: {difference:+.3f} ({low:+.3f} to {high:+.3f})".format(
+                **result["against"]
+            )
+        )
     path = options.out or options.model.parent / "wer.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))

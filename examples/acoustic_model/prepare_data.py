@@ -31,7 +31,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", choices=sorted(TASKS), default="easy")
     parser.add_argument("--out", type=Path, help="folder (default: out/speech/TASK)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    parser.add_argument("--jobs", type=int, default=usable_cores(), help="processes (default: cores)")
+    parser.add_argument(
+        "--jobs", type=int, default=usable_cores(), help="processes (default: cores)"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="times as many hours (default: 1)")
     parser.add_argument("--snr", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in dB")
     return parser.parse_args(argv)
@@ -109,7 +111,9 @@ def _make_writable(folder: Path) -> None:
     except FileExistsError:
         raise Problem(f"--out {folder} is a file; name a folder") from None
     except OSError as error:
-        raise Problem(f"cannot write to {folder} ({error.strerror}); name another with --out") from None
+        raise Problem(
+            f"cannot write to {folder} ({error.strerror}); name another with --out"
+        ) from None
 
 
 def _make_split(
@@ -139,7 +143,7 @@ def _babble_bank(task: Task, cast: list[who.Speaker], jobs: int) -> np.ndarray:
     return room.mix_babble(voices, recording.BANK_S * 8000)
 
 
-def _write(folder: Path, recorded, cast: list[who.Speaker]) -> None:  # noqa: ANN001 - iterator
+def _write(folder: Path, recorded, cast: list[who.Speaker]) -> None:
     frames, utterances, speakers = [], [], []
     for speaker, takes in zip(cast, recorded, strict=True):
         frames += [take.features for take in takes]

@@ -76,7 +76,9 @@ def horovod_for(strategy: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise Problem(f"--strategy {strategy} needs {name}, which did not import: {error}") from error
+        raise Problem(
+            f"--strategy {strategy} needs {name}, which did not import: {error}"
+        ) from error
 
 
 def averaging(hvd: ModuleType, strategy: str, seed: int) -> dict:
@@ -233,7 +235,7 @@ def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _bar(hvd: ModuleType, steps: int, epoch: int):  # noqa: ANN202 - tqdm
+def _bar(hvd: ModuleType, steps: int, epoch: int):
     """Progress within an epoch: rank 0 on a terminal; elsewhere a line per epoch is enough."""
     tqdm = require("tqdm", "tqdm").tqdm
     hidden = hvd.rank() != 0 or not sys.stderr.isatty()

@@ -19,24 +19,24 @@ def size() -> int:
     return 1
 
 
-def DistributedOptimizer(optimizer, named_parameters=None):  # noqa: N802, ANN001, ANN201 - Horovod's
+def DistributedOptimizer(optimizer, named_parameters=None):  # noqa: N802 - Horovod's
     """The optimizer as it is."""
     return optimizer
 
 
-def broadcast_parameters(params, root_rank):  # noqa: ANN001, ANN201
+def broadcast_parameters(params, root_rank):
     """Nobody to send to."""
 
 
-def broadcast_optimizer_state(optimizer, root_rank):  # noqa: ANN001, ANN201
+def broadcast_optimizer_state(optimizer, root_rank):
     """Nobody to send to."""
 
 
-def broadcast_object(obj, root_rank, name=None):  # noqa: ANN001, ANN201
+def broadcast_object(obj, root_rank, name=None):
     """The object itself."""
     return obj
 
 
-def allreduce(tensor, name=None, op=None):  # noqa: ANN001, ANN201
+def allreduce(tensor, name=None, op=None):
     """The sum over one learner."""
     return tensor

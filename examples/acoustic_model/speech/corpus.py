@@ -1,12 +1,12 @@
 """Prepared speech on disk: memory-mapped features, labels, text; and batches cut from it.
 
-    FOLDER/settings.json           the task and its digest
-    FOLDER/states.json lexicon.json std.npy counts.npy
-    FOLDER/{train,dev,test}/       features.npy  float16 (frames, 40)
-                                   labels.npy    int16   (frames,)
-                                   offsets.npy   int64   (utterances + 1,)
-                                   means.npy     float32 (utterances, 40)
-                                   words.json    what was said where
+FOLDER/settings.json           the task and its digest
+FOLDER/states.json lexicon.json std.npy counts.npy
+FOLDER/{train,dev,test}/       features.npy  float16 (frames, 40)
+                               labels.npy    int16   (frames,)
+                               offsets.npy   int64   (utterances + 1,)
+                               means.npy     float32 (utterances, 40)
+                               words.json    what was said where
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def read_json(path: Path) -> object:
     except FileNotFoundError:
         raise Problem(f"no {path}; make it first: python prepare_data.py") from None
     except ValueError as error:
-        raise Problem(f"{path} is damaged ({error}); delete {path.parent} and prepare it again") from None
+        raise Problem(
+            f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
+        ) from None
 
 
 class Split:

@@ -95,7 +95,7 @@ class Espeak:
             raise Problem(f"espeak-ng failed with status {status} on {text!r}")
         return Utterance(np.concatenate(self._chunks), self._phones, self.rate)
 
-    def _receive(self, wave, length, events) -> int:  # noqa: ANN001 - ctypes pointers
+    def _receive(self, wave, length, events) -> int:
         if wave and length > 0:
             self._chunks.append(np.ctypeslib.as_array(wave, (length,)).copy())
         at = 0

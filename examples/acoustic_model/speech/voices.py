@@ -19,6 +19,7 @@ from .tasks import SPLITS, Task
 _EFFECTS = re.compile(r"robo|whisper|demonic|croak|storm|tweaky|fast|announcer|serious", re.I)
 _HELD_OUT = 8  # families in dev, and in test; three of them women's
 _WOMEN = 3
+_LEAST_S = 10.0
 _LARGE = 3  # larger families go to train: they would be half of dev or test
 
 
@@ -95,7 +96,10 @@ def _deal(
 
 
 def speakers(task: Task, split: str, voices: list[Voice]) -> list[Speaker]:
-    """Two speakers per voice, with different accents where the task has two."""
+    """Two speakers per voice, with different accents where the task has two.
+
+    Fewer, evenly chosen, if there is less than 10 s for each.
+    """
     rng = np.random.default_rng([task.seed, 2, SPLITS.index(split)])
     chosen = []
     for voice in voices:
@@ -111,4 +115,5 @@ def speakers(task: Task, split: str, voices: list[Voice]) -> list[Speaker]:
                     seed=int(rng.integers(1, 2**31)),
                 )
             )
-    return chosen
+    room_for = max(1, int(task.hours(split) * 3600 / _LEAST_S))
+    return chosen[:: -(-len(chosen) // room_for)]

@@ -1,0 +1,172 @@
+"""The acoustic-model example end to end on seconds of speech: same bytes, same weights."""
+
+# The imports come after the check that the example's packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "acoustic_model"
+sys.path.insert(0, str(EXAMPLE))
+
+for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "scipy", "tqdm", "tensorboard"):
+    pytest.importorskip(needed)
+
+import prepare_data
+import torch
+import train as script
+from speech import alone, corpus, journal, voices
+from speech.problem import Problem
+from speech.tasks import SPLITS, TASKS
+
+TINY = dataclasses.replace(
+    TASKS["easy"], train_hours=0.01, dev_hours=0.002, test_hours=0.002, state_frames=30
+)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("speech") / "two"
+    assert prepare_data.prepare(TINY, folder, jobs=2, quiet=True)
+    return folder
+
+
+def test_the_same_bytes_whatever_the_number_of_jobs(speech, tmp_path):
+    prepare_data.prepare(TINY, tmp_path / "one", jobs=1, quiet=True)
+    assert _digests(tmp_path / "one") == _digests(speech)
+    assert len(_digests(speech)) > 15
+
+
+def test_finished_data_are_kept_and_other_settings_made_anew(speech, monkeypatch):
+    assert not prepare_data.prepare(TINY, speech, jobs=1, quiet=True)
+    made = []
+    monkeypatch.setattr(
+        prepare_data, "_make_split", lambda task, folder, split, *_: made.append(split)
+    )
+    monkeypatch.setattr(prepare_data, "_label", lambda *_: None)
+    monkeypatch.setattr(prepare_data, "_finish", lambda *_: None)
+    assert prepare_data.prepare(dataclasses.replace(TINY, seed=1), speech, jobs=1, quiet=True)
+    assert made == list(SPLITS)
+    made.clear()
+    (speech / "settings.json").rename(speech / "away")  # all splits done, cut short after them
+    try:
+        assert prepare_data.prepare(TINY, speech, jobs=1, quiet=True)
+    finally:
+        (speech / "away").rename(speech / "settings.json")
+    assert made == []
+
+
+def test_installed_voices_split_without_overlap():
+    split = voices.split_voices(voices.installed(), seed=0)
+    families = {name: {voice.family for voice in split[name]} for name in SPLITS}
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not families[one] & families[other]
+    for name in SPLITS:
+        assert sum(voice.female for voice in split[name]) >= 3
+        assert sum(not voice.female for voice in split[name]) >= 3
+
+
+def test_segments_are_windows_of_their_utterance(speech):
+    split = corpus.Split(speech, "train")
+    frames, labels = split[[0, 1, len(split) - 1]]
+    whole = split.utterance(0)
+    np.testing.assert_allclose(frames[0], whole[:21], atol=1e-5)
+    np.testing.assert_allclose(frames[1], whole[21:42], atol=1e-5)
+    assert labels.shape == (3, 21)
+    assert len(split) == (np.diff(split.offsets) // 21).sum()
+
+
+def test_features_are_normalised(speech):
+    split = corpus.Split(speech, "train")
+    everything = np.concatenate([split.utterance(i) for i in range(split.utterances)])
+    np.testing.assert_allclose(everything.mean(0), 0, atol=0.05)
+    np.testing.assert_allclose(everything.std(0), 1, atol=0.01)
+
+
+def _options(data: Path, out: Path, *more: str):
+    out.mkdir(exist_ok=True)
+    fixed = ["--strategy", "single", "--data", str(data), "--out", str(out), "--epochs", "3"]
+    return script.arguments([*fixed, "--hidden", "8", "--batch", "8", *more])
+
+
+def _final(folder: Path) -> dict[str, torch.Tensor]:
+    return journal.load(folder / "model.pt")["model"]
+
+
+def test_resuming_gives_the_weights_of_an_uninterrupted_run(speech, tmp_path, monkeypatch):
+    script.train(alone, _options(speech, tmp_path / "whole"))
+    cut = tmp_path / "cut"
+    one_epoch = script.Trainer.epoch
+
+    def interrupted(self, epoch):
+        if epoch == 2:
+            raise KeyboardInterrupt
+        return one_epoch(self, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Trainer, "epoch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            script.train(alone, _options(speech, cut))
+    assert not (cut / "model.pt").exists()
+    script.train(alone, _options(speech, cut, "--resume"))
+    whole = _final(tmp_path / "whole")
+    assert all(torch.equal(whole[name], weight) for name, weight in _final(cut).items())
+    lines = {name: journal.read(tmp_path / name / "heldout.jsonl") for name in ("whole", "cut")}
+    for key in ("epoch", "samples", "heldout_loss", "lr"):
+        assert [e[key] for e in lines["whole"]] == [e[key] for e in lines["cut"]]
+    assert lines["whole"][-1]["heldout_loss"] < lines["whole"][0]["heldout_loss"]
+
+
+def test_resuming_with_other_options_is_refused(speech, tmp_path):
+    script.train(alone, _options(speech, tmp_path / "run", "--epochs", "1"))
+    other = _options(speech, tmp_path / "run", "--epochs", "1", "--lr", "0.2", "--resume")
+    with pytest.raises(Problem, match=r"has lr 0\.1, this run has 0\.2"):
+        script.train(alone, other)
+
+
+def test_the_rate_warms_up_and_is_annealed():
+    options = script.arguments(["--epochs", "8", "--lr", "0.1", "--anneal", "5"])
+    assert script.rate(options, 4, 0) == pytest.approx(0.1)
+    assert script.rate(options, 4, 0.5) == pytest.approx(0.25)
+    assert script.rate(options, 4, 4.9) == pytest.approx(0.4)
+    assert script.rate(options, 4, 5) == pytest.approx(0.4 / 2**0.5)
+    assert script.rate(options, 4, 7.5) == pytest.approx(0.4 / 2**1.5)
+    assert script.rate(options, 1, 0.5) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["prepare_data.py", "--jobs", "0"], "error: --jobs is 0, allowed are 1 to 1024"),
+        (["prepare_data.py", "--out", "taken"], "error: --out taken is a file"),
+        (
+            ["train.py", "--strategy", "single", "--data", "nowhere"],
+            "error: no nowhere/states.json",
+        ),
+        (["decode.py", "nowhere.pt"], "error: no nowhere.pt"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, message, tmp_path):
+    (tmp_path / "taken").touch()
+    line = [sys.executable, str(EXAMPLE / command[0]), *command[1:]]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
