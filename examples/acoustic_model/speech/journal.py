@@ -1,4 +1,7 @@
-"""What a run leaves behind: a line of JSON per epoch, TensorBoard curves, checkpoints."""
+"""What a run leaves behind: a line of JSON per epoch, TensorBoard curves, checkpoints.
+
+torch is imported where it is needed: demo.py only reads lines, and should not wait a second for it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from .problem import Problem
 
@@ -52,6 +53,8 @@ def read(path: Path) -> list[dict]:
 
 def save(path: Path, content: dict) -> None:
     """Write a checkpoint: the whole of it or, if interrupted, the previous one."""
+    import torch
+
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         torch.save(content, file)
@@ -66,6 +69,8 @@ def load(path: Path) -> dict:
     Raises:
         Problem: if it is missing or unreadable.
     """
+    import torch
+
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
