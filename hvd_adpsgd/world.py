@@ -15,16 +15,13 @@ import ctypes
 import dataclasses
 import logging
 import os
-import pickle
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config, environment_name
@@ -34,29 +31,27 @@ from hvd_adpsgd.errors import (
     InnerOnlyError,
     LaunchError,
     NotInitializedError,
-    PeerLostError,
     TopologyError,
-    TransportError,
     WorldError,
 )
+from hvd_adpsgd.together import allgather_object, run_together, survives_losses, wait
 
 __all__ = [
     "Seat",
     "World",
-    "allgather_object",
     "current",
     "form_super_learners",
     "init",
     "is_initialized",
     "merge_super_learners",
-    "mpi_failures",
     "shutdown",
     "wait",
 ]
 
+T = TypeVar("T")
+
 log = logging.getLogger("hvd_adpsgd")
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 _PER_LEARNER = ("log_level",)  # knobs in which learners may differ
 # Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
 # too.
@@ -85,7 +80,9 @@ class World:
 
     Attributes:
         config: the knobs, the same on all learners.
-        comm: all learners.
+        comm: all learners that live; without the lost ones after `together` has noticed.
+        ranks: the learners of `comm`, by their rank there.
+        goodbye: all learners; used by shutdown only, whose barrier must not meet another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
         outer: the leaders; None on learners that lead nothing.
@@ -117,6 +114,8 @@ class World:
     leaders: tuple[int, ...]
     hostname: str
     seats: tuple[Seat, ...]
+    ranks: tuple[int, ...]
+    goodbye: Any
     _arguments: tuple[Any, ...] = ()
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
@@ -124,6 +123,42 @@ class World:
     def is_leader(self) -> bool:
         """Whether this learner speaks for its super learner."""
         return self.inner_rank == 0
+
+    def together(self, doing: str, operation: Callable[[Any], T]) -> T:
+        """Run a collective operation over all learners, again without those lost meanwhile.
+
+        `comm` and `ranks` change when learners were lost. See together.run_together.
+
+        Args:
+            doing: what is done, for messages.
+            operation: gets the communicator.
+
+        Returns:
+            What the operation returns.
+
+        Raises:
+            PeerLostError, TransportError: if MPI fails and ULFM is off.
+        """
+
+        def told(comm: Any) -> T:
+            if comm is not self.comm:
+                self._adopt(comm, doing)
+            return operation(comm)
+
+        return run_together(self.comm, doing, told)[0]
+
+    def _adopt(self, comm: Any, doing: str) -> None:
+        """Go on with the communicator of the living."""
+        ranks = tuple(allgather_object(comm, self.rank))
+        lost = sorted(set(self.ranks) - set(ranks))
+        self.comm, self.ranks = comm, ranks
+        if self.rank == ranks[0]:
+            log.warning(
+                "%s: lost learners %s; operations over all learners go on with the other %d.",
+                doing,
+                lost,
+                len(ranks),
+            )
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
@@ -441,6 +476,8 @@ def _cut(
         leaders=tuple(group[0] for group in groups),
         hostname=seat.hostname,
         seats=seats,
+        ranks=tuple(range(len(seats))),
+        goodbye=everyone.Dup(),
         _arguments=arguments,
     )
 
@@ -483,7 +520,7 @@ def merge_super_learners(world: World) -> World:
             f"leave_deadline_s={world.config.leave_deadline_s:g} s, so a learner of super learner "
             f"{world.super_rank} has stopped or died. Start the job again."
         )
-    old = (world.inner, world.outer)
+    old = (world.inner, world.outer, world.goodbye)
     everyone = tuple(range(world.size))
     merged = _cut(world.comm, world.host, world.config, world.seats, [everyone], world._arguments)
     merged._stops = world._stops
@@ -511,10 +548,10 @@ def shutdown() -> None:
     failures = list(_run_stops(world))
     ends = time.monotonic() + world.config.leave_deadline_s
     stopped = _stop_horovod(world.config.leave_deadline_s)
-    met = _meet(world.comm, ends)
+    met = _meet(world.goodbye, ends)
     _left_clean = stopped and met
     if _left_clean:  # others may still use theirs otherwise, and freeing is collective
-        _free(world.outer, world.inner, world.host, world.comm)
+        _free(world.outer, world.inner, world.host, world.goodbye, world.comm)
     if failures:
         raise failures[0]
 
@@ -562,7 +599,7 @@ def _meet(comm: Any, ends: float) -> bool:
 
     try:
         request = comm.Ibarrier()
-        return _poll(request, max(ends, time.monotonic() + _LONGEST_PAUSE_S))
+        return wait(request, max(ends, time.monotonic()))
     except MPI.Exception as error:
         log.info("leaving without the others: %s", error)
         return False
@@ -590,7 +627,7 @@ def _leave(pid: int) -> None:
         return
     if _left_clean:
         ended = _returns(MPI.Finalize, seconds)
-    elif _survives_losses():
+    elif survives_losses():
         ended = False
     else:
         ended = not _stuck
@@ -598,11 +635,6 @@ def _leave(pid: int) -> None:
             MPI.Finalize()  # without fault tolerance, whoever does not wait here ends the job
     if not ended:
         _skip_exit_handlers()
-
-
-def _survives_losses() -> bool:
-    """Whether Open MPI runs with ULFM: a process may then go without MPI_Finalize."""
-    return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")
 
 
 def _skip_exit_handlers() -> None:
@@ -617,64 +649,3 @@ def _skip_exit_handlers() -> None:
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-
-
-# ---- talking ------------------------------------------------------------------------------------
-
-
-def wait(request: Any) -> None:
-    """Complete an mpi4py request; sleeps between looks, so that waiting does not use up a core."""
-    _poll(request, None)
-
-
-def _poll(request: Any, ends: float | None) -> bool:
-    """Whether a request completes before `ends` (of time.monotonic; None: no bound)."""
-    pause = _SHORTEST_PAUSE_S
-    while not request.Test():
-        if ends is not None and time.monotonic() > ends:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return True
-
-
-def allgather_object(comm: Any, value: Any) -> list[Any]:
-    """The values of all learners of `comm`, by rank, through pickle."""
-    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-    counts = np.empty(comm.Get_size(), dtype=np.int64)
-    wait(comm.Iallgather(np.array([data.size], dtype=np.int64), counts))
-    everything = np.empty(int(counts.sum()), dtype=np.uint8)
-    wait(comm.Iallgatherv(data, [everything, counts]))
-    ends = np.cumsum(counts)
-    return [
-        pickle.loads(everything[end - count : end].tobytes())
-        for end, count in zip(ends, counts, strict=True)
-    ]
-
-
-@contextlib.contextmanager
-def mpi_failures(doing: str) -> Iterator[None]:
-    """Turn MPI's exceptions into ours.
-
-    Args:
-        doing: what is done, for the message.
-
-    Raises:
-        PeerLostError: if a learner was lost.
-        TransportError: if MPI failed otherwise.
-    """
-    from mpi4py import MPI
-
-    try:
-        yield
-    except MPI.Exception as error:
-        kind = error.Get_error_class()
-        if kind in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
-            raise PeerLostError(
-                f"{doing}: a learner was lost meanwhile ({error.Get_error_string()}). Operations "
-                "over all learners need all of them; save the model and start the job again.",
-                code=kind,
-            ) from error
-        raise TransportError(
-            f"{doing}: MPI failed ({error.Get_error_string()}). Start the job again.", code=kind
-        ) from error
