@@ -171,7 +171,7 @@ class Config:
         choices=("raise", "stay_out"),
     )
     chunk_kib: int = _knob(
-        1024,
+        256,
         int,
         "KiB",
         "size of the pieces in which a model travels",

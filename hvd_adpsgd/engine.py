@@ -35,7 +35,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.faults import PartnerTable
 from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
-from hvd_adpsgd.mailbox import Mailbox, private_memory
+from hvd_adpsgd.mailbox import Mailbox, Outboxes, private_memory
 from hvd_adpsgd.mixing import consensus_from_exchanges
 from hvd_adpsgd.strategies.plan import Plan
 
@@ -43,6 +43,7 @@ __all__ = ["Engine", "EngineOptions"]
 
 log = logging.getLogger("hvd_adpsgd")
 
+_CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY = 1, 2, 3, 4
 _ALIVE, _LOST = 0, 3  # of the thread's partner states alive, suspect, left, lost
 
@@ -61,6 +62,8 @@ class EngineOptions:
         offered_only: snapshots leave out corrections that the trainer has not absorbed. Rounds in
             lock step then follow the mixing matrix of simultaneous exchanges.
         autonomous: ask by the plan; False asks only what `ask` says.
+        share_host: partners on one host read each other's snapshots in shared memory; False sends
+            every chunk through MPI.
         timeline: keep records of exchanges and merges for the timeline.
     """
 
@@ -72,6 +75,7 @@ class EngineOptions:
     leave_deadline_s: float = 5.0
     offered_only: bool = False
     autonomous: bool = True
+    share_host: bool = True
     timeline: bool = False
 
     @classmethod
@@ -152,6 +156,7 @@ class Engine:
                 DTYPE_CODES[chunk.dtype],
             )
         self._spans = self.layout.spans
+        self._arena.stream(sum(g.nbytes for g in self.layout.generations) > _CACHES_NBYTES)
 
     def start(self) -> None:
         """Start the thread (leader only); it answers, and asks after the first offer."""
@@ -176,6 +181,10 @@ class Engine:
             options.chunk_nbytes,
             options.timeline,
         )
+        if options.share_host:
+            outboxes = Outboxes(Loop.shared_nbytes(options.chunk_nbytes), self._outer)
+            self._memory.append(outboxes)
+            self._loop.share(outboxes.own, outboxes.mapped)
         self._announce()
         self._loop.start()
         atexit.register(self.stop)  # before MPI is finalised, however the program ends

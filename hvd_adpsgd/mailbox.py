@@ -1,4 +1,6 @@
-"""The node's mailbox: two slots of corrections in memory that all its learners share.
+"""Memory that processes of one host share: the node's mailbox, and the engines' outboxes.
+
+A mailbox holds two slots of corrections in memory that all learners of a super learner share.
 
 The leader's engine fills one slot while the learners of the node read the other. No lock and no
 barrier of its own: the leader publishes before it hands in its last gradient of a step, and the
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["Mailbox", "private_memory"]
+__all__ = ["Mailbox", "Outboxes", "private_memory"]
 
 SHARED_FOLDER = "/dev/shm"
 
@@ -54,6 +56,65 @@ class Mailbox:
         self.slots = [self.memory[i * slot : i * slot + nbytes] for i in (0, 1)]
         flags = self.memory[2 * slot :]
         self.flags = [flags[i * row : i * row + nflags] for i in (0, 1)]
+
+
+class Outboxes:
+    """Memory in which each engine shows its snapshots to its partners on the same host.
+
+    All leaders make it together. Two that cannot map each other's memory (other hosts, other
+    containers, no room) simply do without: their chunks travel through MPI.
+
+    Attributes:
+        own: address of this leader's memory, 0 if it shares with nobody.
+        mapped: address of each leader's memory here, 0 if the two do not share.
+    """
+
+    def __init__(self, nbytes: int, outer: Any):
+        me = outer.Get_rank()
+        path = _try_file(nbytes)
+        paths = outer.allgather((_host(), path))
+        areas = [
+            _try_map(other, nbytes) if other and host == paths[me][0] and path else None
+            for host, other in paths
+        ]
+        reach = outer.allgather([area is not None for area in areas])
+        if path is not None:
+            os.unlink(path)
+        both = [reach[me][i] and reach[i][me] and i != me for i in range(len(areas))]
+        self._areas = [np.frombuffer(a, dtype=np.uint8) if a is not None else None for a in areas]
+        self.mapped = [
+            area.ctypes.data if area is not None and ok else 0
+            for area, ok in zip(self._areas, both, strict=True)
+        ]
+        mine = self._areas[me]
+        self.own = mine.ctypes.data if mine is not None and any(both) else 0
+
+
+def _host() -> str:
+    """A name that only processes of one running system share."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def _try_file(nbytes: int) -> str | None:
+    """A new file in shared memory, or None. Its pages are taken when they are first used."""
+    try:
+        free = os.statvfs(SHARED_FOLDER)
+        if free.f_bavail * free.f_frsize < 2 * nbytes:
+            return None
+        handle, path = tempfile.mkstemp(prefix="hvd_adpsgd.", dir=SHARED_FOLDER)
+        os.ftruncate(handle, nbytes)
+        os.close(handle)
+    except OSError:
+        return None
+    return path
+
+
+def _try_map(path: str, nbytes: int) -> mmap.mmap | None:
+    try:
+        return _map(path, nbytes)
+    except OSError:
+        return None
 
 
 def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:

@@ -26,13 +26,16 @@ int adpsgd_itemsize(int dtype);
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
                     const void *second, int64_t n);
 
+/* `stream` writes past the caches: right for models larger than they are. */
+
 /* correction (+)= weight * (received - sent); `fresh` overwrites instead of adding.
  * Returns sum((received - sent)^2). Both partners compute exactly opposite terms. */
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
-                    double weight, int64_t n, int fresh);
+                    double weight, int64_t n, int fresh, int stream);
 
 /* parameter += correction, then mirror = parameter; correction and mirror may be NULL.
  * Returns 1 if any parameter is infinite or not a number, else 0. */
-int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n);
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n,
+                 int stream);
 
 #endif

@@ -20,6 +20,7 @@ cdef struct Memory:
     int nchunks
     int capacity
     int open
+    int stream              # the model is larger than the caches
 
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil
 cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out,

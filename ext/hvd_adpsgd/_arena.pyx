@@ -77,7 +77,7 @@ cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const vo
     pthread_mutex_lock(&m.lock)
     c = &m.chunks[chunk]
     square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
-                          c.count, not c.full[m.open][0])
+                          c.count, not c.full[m.open][0], m.stream)
     c.full[m.open][0] = 1
     pthread_mutex_unlock(&m.lock)
     return square
@@ -107,7 +107,7 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
             if c.mirror != NULL:
                 mirror = c.mirror + spans[i].place * size
             bad |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * size,
-                                correction, mirror, spans[i].count)
+                                correction, mirror, spans[i].count, m.stream)
             i += 1
         if c.mirror != NULL:
             c.absorbed = True
@@ -125,6 +125,7 @@ cdef class Arena:
         self.memory.nchunks = 0
         self.memory.capacity = 0
         self.memory.open = 0
+        self.memory.stream = 0
 
     def __dealloc__(self):
         free(self.memory.chunks)
@@ -159,6 +160,10 @@ cdef class Arena:
         c.step = -1
         m.nchunks += 1
         pthread_mutex_unlock(&m.lock)
+
+    def stream(self, bint past_the_caches):
+        """Write mirror and corrections past the caches, for models larger than those are."""
+        self.memory.stream = past_the_caches
 
     def publish(self):
         """Let the slots change places. Returns the index of the published one (leader only)."""

@@ -12,6 +12,11 @@ Every engine answers while it waits, so no cycle of askers can block. A super le
 asking side of at most one exchange and on the asked side of at most one; two partners have at
 most one exchange between them. If both ask each other, the lower rank's question stands.
 
+On one host a chunk is not copied by MPI: the snapshot is written into memory that the partner has
+mapped, and the message only says where. A lane has two such buffers in turn, for a message about
+chunk c + LANES tells that the partner has merged chunk c; a last empty message tells that it has
+merged all.
+
 A partner that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
 finished when the partner answers, but the side it occupied is free again.
 """
@@ -82,6 +87,7 @@ cdef enum:
     HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
     EVENTS = 16384          # timeline records kept until the trainer takes them
     SPARES = 2              # sets of buffers kept for the next exchange
+    SETS = 16               # sets of buffers in the memory shared on a host
     NOBODY = -1
 
 cdef double IDLE_S = 0.9e-3         # longest sleep when nothing is on its way
@@ -130,6 +136,10 @@ cdef struct Outgoing:
     mpi.MPI_Request request
     Outgoing* next
 
+cdef struct Place:          # where a chunk lies in the sender's shared memory
+    int64_t offset
+    int64_t nbytes          # 0: the snapshot was not finite
+
 cdef struct Lane:
     bint busy
     bint sent
@@ -140,6 +150,8 @@ cdef struct Lane:
     double began
     char* out
     char* inp
+    Place here              # on a shared host: of our snapshot, and of the partner's
+    Place there
     mpi.MPI_Request send_request
     mpi.MPI_Request receive_request
 
@@ -157,7 +169,11 @@ cdef struct Exchange:
     double square           # sum of squared differences
     int64_t elements
     int64_t nbytes
-    char* buffers
+    char* buffers           # private memory, or NULL
+    int set                 # set of buffers in shared memory, or NOBODY
+    bint closing
+    mpi.MPI_Request last_send
+    mpi.MPI_Request last_receive
     Lane lanes[LANES]
 
 cdef struct Generation:
@@ -223,6 +239,9 @@ cdef struct State:
     Outgoing* outgoing
     Exchange* exchanges     # one per partner
     char* spares[SPARES]
+    char* shared            # our memory that partners on this host have mapped, or NULL
+    char** mapped           # theirs, by partner; NULL: reached through MPI
+    bint taken[SETS]
     int asking              # partner of our question or active exchange
     int serving             # partner of our passive exchange
     int number
@@ -390,6 +409,7 @@ cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
     cdef int mine = e.generations[e.ngenerations - 1].nchunks
     cdef bint crossed = x.phase == ASKED and e.transport.rank > partner
     if (not able(e) or e.serving != NOBODY or not (x.phase == IDLE or crossed)
+            or not has_room(e, partner)
             or not same_model(e, partner, m)):
         e.counters.declined += 1
         say(e, partner, NO, m.exchange, 0)
@@ -440,8 +460,13 @@ cdef char* take_buffers(State* e) noexcept nogil:
     return <char*>malloc(2 * LANES * e.lane_nbytes)
 
 
-cdef void return_buffers(State* e, char* buffers) noexcept nogil:
+cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
     cdef int i
+    cdef char* buffers = x.buffers
+    x.buffers = NULL
+    if x.set != NOBODY:
+        e.taken[x.set] = False
+        x.set = NOBODY
     for i in range(SPARES):
         if e.spares[i] == NULL:
             e.spares[i] = buffers
@@ -449,17 +474,44 @@ cdef void return_buffers(State* e, char* buffers) noexcept nogil:
     free(buffers)
 
 
+cdef bint has_room(State* e, int partner) noexcept nogil:
+    """Are there buffers for an exchange with `partner`, and for one more on our other side?"""
+    cdef int i, room = 0
+    if e.mapped[partner] == NULL:
+        return True
+    for i in range(SETS):
+        room += not e.taken[i]
+    return room >= 2
+
+
+cdef bint equip(State* e, int partner) noexcept nogil:
+    """Give an exchange its buffers."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    x.set = NOBODY
+    if e.mapped[partner] != NULL:
+        for i in range(SETS):
+            if not e.taken[i]:
+                e.taken[i] = True
+                x.set = i
+                return True
+        return False
+    x.buffers = take_buffers(e)
+    for i in range(LANES):
+        x.lanes[i].out = x.buffers + 2 * i * e.lane_nbytes
+        x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
+    return x.buffers != NULL
+
+
 cdef void begin(State* e, int partner, int number, int nchunks, bint active) noexcept nogil:
     cdef Exchange* x = &e.exchanges[partner]
     cdef int i
-    x.buffers = take_buffers(e)
-    if x.buffers == NULL:
+    if not equip(e, partner):
         latch(e, FAULT_MEMORY, 0, partner)
         return
     for i in range(LANES):
         x.lanes[i].busy = False
-        x.lanes[i].out = x.buffers + 2 * i * e.lane_nbytes
-        x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
+    x.closing = False
     x.phase = RUNNING
     x.active = active
     x.parked = active and e.asking != partner
@@ -494,17 +546,42 @@ cdef bint start_lane(State* e, int partner) noexcept nogil:
     lane.sent = False
     lane.received = False
     lane.began = now()
-    code = post_receive(&e.transport, lane.inp, <int>nbytes, partner, x.tag, &lane.receive_request)
-    if code == mpi.MPI_SUCCESS:
-        lane.void = memory_snapshot(e.memory, x.next, e.wire, e.offered_only, lane.out, &lane.step)
-        code = post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
-                         &lane.send_request)
-        x.nbytes += 0 if lane.void else nbytes
+    if x.set != NOBODY:
+        code = start_shared(e, x, lane, partner, nbytes)
+    else:
+        code = start_sent(e, x, lane, partner, nbytes)
+    x.nbytes += 0 if lane.void else nbytes
     x.next += 1
     if code != mpi.MPI_SUCCESS:
         handle_failure(e, code, partner)
         return False
     return True
+
+
+cdef int start_sent(State* e, Exchange* x, Lane* lane, int partner, int64_t nbytes) noexcept nogil:
+    """The chunk itself travels."""
+    cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, partner, x.tag,
+                                 &lane.receive_request)
+    if code != mpi.MPI_SUCCESS:
+        return code
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, lane.out, &lane.step)
+    return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
+                     &lane.send_request)
+
+
+cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
+                      int64_t nbytes) noexcept nogil:
+    """Only the place of the chunk travels."""
+    cdef int turn = (lane.chunk // LANES) % 2
+    cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), partner, x.tag,
+                                 &lane.receive_request)
+    if code != mpi.MPI_SUCCESS:
+        return code
+    lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * e.lane_nbytes
+    lane.out = e.shared + lane.here.offset
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, lane.out, &lane.step)
+    lane.here.nbytes = 0 if lane.void else nbytes
+    return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
 
 
 cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
@@ -520,6 +597,9 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
         if done:
             lane.received = True
             moved = True
+            if x.set != NOBODY:
+                lane.inp = e.mapped[partner] + lane.there.offset
+                arrival.nbytes = <int>lane.there.nbytes
             e.counters.bytes_received += arrival.nbytes
             merge_lane(e, partner, lane, arrival.nbytes)
     if not lane.sent:
@@ -563,7 +643,7 @@ cdef bint advance(State* e, int partner) noexcept nogil:
                 moved |= advance_lane(e, partner, &x.lanes[i])
         while x.phase == RUNNING and start_lane(e, partner):
             moved = True
-        if x.phase == RUNNING and x.done == x.nchunks:
+        if x.phase == RUNNING and x.done == x.nchunks and closed(e, partner):
             finish(e, partner)
             return True
     if moved:
@@ -573,6 +653,30 @@ cdef bint advance(State* e, int partner) noexcept nogil:
     elif not x.parked and now() - x.moved > e.deadline_s:
         park(e, partner)
     return moved
+
+
+cdef bint closed(State* e, int partner) noexcept nogil:
+    """On a shared host: has the partner read all of our snapshots?"""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef bint sent = False, received = False
+    cdef int code
+    if x.set == NOBODY:
+        return True
+    if not x.closing:
+        x.closing = True
+        code = post_receive(&e.transport, NULL, 0, partner, x.tag, &x.last_receive)
+        if code == mpi.MPI_SUCCESS:
+            code = post_send(&e.transport, NULL, 0, partner, x.tag, &x.last_send)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return False
+    code = test(&x.last_receive, &received, NULL)
+    if code == mpi.MPI_SUCCESS:
+        code = test(&x.last_send, &sent, NULL)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, partner)
+        return False
+    return received and sent
 
 
 cdef void park(State* e, int partner) noexcept nogil:
@@ -608,8 +712,7 @@ cdef void finish(State* e, int partner) noexcept nogil:
         e.counters.last_square = x.square
     e.met[partner] += 1
     record(e, 0 if x.active else 1, partner, x.began, ended, x.nbytes, e.step)
-    return_buffers(e, x.buffers)
-    x.buffers = NULL
+    return_buffers(e, x)
     x.phase = IDLE
     x.parked = False
     store(&e.finished, e.finished + 1)
@@ -617,7 +720,7 @@ cdef void finish(State* e, int partner) noexcept nogil:
 
 cdef bint eligible(State* e, int partner) noexcept nogil:
     return (partner >= 0 and partner != e.transport.rank and e.partners[partner] == ALIVE
-            and e.exchanges[partner].phase == IDLE)
+            and e.exchanges[partner].phase == IDLE and has_room(e, partner))
 
 
 cdef int choose(State* e) noexcept nogil:
@@ -831,13 +934,14 @@ cdef class Loop:
         e.schedule_length = schedule.shape[0]
         e.schedule = <int*>calloc(max(1, e.schedule_length), sizeof(int))
         e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
+        e.mapped = <char**>calloc(e.transport.size, sizeof(char*))
         e.partners = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
         e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.schedule and e.exchanges and e.partners and e.farewells and e.met
+        if not (e.schedule and e.exchanges and e.mapped and e.partners and e.farewells and e.met
                 and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
@@ -856,6 +960,7 @@ cdef class Loop:
                 e.halted = True
                 pthread_join(e.thread, NULL)
         free(e.schedule)
+        free(e.mapped)
         free(e.partners)
         free(e.farewells)
         free(e.met)
@@ -881,6 +986,18 @@ cdef class Loop:
         e.generations[e.ngenerations].nchunks = nchunks
         e.generations[e.ngenerations].fingerprint = fingerprint
         e.ngenerations += 1
+
+    def share(self, uintptr_t own, addresses):
+        """Use memory shared on this host: `own` of shared_nbytes, and each partner's (0: none)."""
+        cdef int i
+        self.state.shared = <char*>own
+        for i in range(self.state.transport.size):
+            self.state.mapped[i] = <char*><uintptr_t>addresses[i]
+
+    @staticmethod
+    def shared_nbytes(int64_t lane_nbytes):
+        """Size of the memory that an engine shares with its partners on the host."""
+        return 2 * SETS * LANES * lane_nbytes
 
     def start(self):
         cdef State* e = &self.state

@@ -38,18 +38,18 @@ def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::
 
 
 def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] received,
-          const unsigned char[::1] sent, double weight, bint fresh):
+          const unsigned char[::1] sent, double weight, bint fresh, bint stream=False):
     """correction (+)= weight (received - sent). Returns sum((received - sent)^2)."""
     cdef int64_t n = elements(correction, dtype)
     if elements(received, wire) != n or elements(sent, wire) != n:
         raise ValueError("correction, received and sent differ in length")
     return adpsgd_merge(dtype, wire, <void*>pointer(correction), pointer(received), pointer(sent),
-                        weight, n, fresh)
+                        weight, n, fresh, stream)
 
 
 def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] correction=None,
-          unsigned char[::1] mirror=None):
+          unsigned char[::1] mirror=None, bint stream=False):
     """parameter += correction; mirror = parameter. Returns True if a parameter is Inf or NaN."""
     cdef int64_t n = elements(parameter, dtype)
     return bool(adpsgd_apply(dtype, <void*>pointer(parameter), pointer(correction),
-                             <void*>pointer(mirror), n))
+                             <void*>pointer(mirror), n, stream))

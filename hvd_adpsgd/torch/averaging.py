@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable
@@ -290,21 +291,20 @@ def _timeline(world: Any) -> Timeline | None:
     world.comm.Barrier()
     if world.rank > 0:
         _shared_timeline = open_it(False)
-    world.at_shutdown(_close_timeline)
+    world.at_shutdown(functools.partial(_close_timeline, world.comm))
     return _shared_timeline
 
 
-def _close_timeline() -> None:
+def _close_timeline(comm: Any) -> None:
+    """Learner 0 closes last, when the others have written theirs or 5 s have passed."""
     global _shared_timeline
     timeline, _shared_timeline = _shared_timeline, None
     if timeline is None:
         return
     if timeline.rank > 0:
         timeline.close()
-    done = worlds.current().comm.Ibarrier()
-    worlds.wait(done, timeout_s=5.0)
-    if timeline.rank == 0:
-        timeline.close(final=True)
+    worlds._meet(comm, time.monotonic() + 5.0)
+    timeline.close(final=True)
 
 
 # ---- for the user --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ DEFAULTS = {
     "max_staleness": None,
     "wire_dtype": None,
     "nonfinite": "raise",
-    "chunk_kib": 1024,
+    "chunk_kib": 256,
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
     "timeline": None,

@@ -69,13 +69,14 @@ def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_merge_adds_the_weighted_difference(n, dtype, wire, fresh):
+@pytest.mark.parametrize("stream", [True, False])
+def test_merge_adds_the_weighted_difference(n, dtype, wire, fresh, stream):
     rng = np.random.default_rng(n)
-    correction, before = draw(rng, n, dtype), None
+    correction = draw(rng, n, dtype)
     before = correction.copy()
     received, sent = draw(rng, n, wire), draw(rng, n, wire)
     square = kernels.merge(
-        DTYPES[dtype], DTYPES[wire], raw(correction), raw(received), raw(sent), 1 / 3, fresh
+        DTYPES[dtype], DTYPES[wire], raw(correction), raw(received), raw(sent), 1 / 3, fresh, stream
     )
     wide = np.float64 if dtype == "float64" else np.float32
     difference = decode(received, wire).astype(wide) - decode(sent, wire).astype(wide)
@@ -99,7 +100,8 @@ def test_partners_get_exactly_opposite_corrections(dtype, wire):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_correction", [True, False])
 @pytest.mark.parametrize("with_mirror", [True, False])
-def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror):
+@pytest.mark.parametrize("stream", [True, False])
+def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror, stream):
     rng = np.random.default_rng(n)
     parameter, correction = draw(rng, n, dtype), draw(rng, n, dtype)
     mirror = encode(np.zeros(n), dtype)
@@ -111,6 +113,7 @@ def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror):
         raw(parameter),
         raw(correction) if with_correction else None,
         raw(mirror) if with_mirror else None,
+        stream,
     )
     assert not infinite
     np.testing.assert_array_equal(parameter, expected)

@@ -1,0 +1,27 @@
+"""python -m hvd_adpsgd: measure, and build Horovod."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hvd_adpsgd import __version__, bench
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench.add_arguments(commands.add_parser("bench", help="measure exchanges or training steps"))
+    commands.add_parser(
+        "build-horovod", help="build Horovod 0.28.1 for the installed torch and MPI", add_help=False
+    )
+    if sys.argv[1:2] == ["build-horovod"]:
+        from hvd_adpsgd import horovod_build
+
+        return horovod_build.main(sys.argv[2:])
+    return bench.run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

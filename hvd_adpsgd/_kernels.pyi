@@ -1,0 +1,15 @@
+from typing import Any
+
+FLOAT32: int
+FLOAT64: int
+BFLOAT16: int
+FLOAT16: int
+
+def itemsize(dtype: int) -> int: ...
+def snapshot(
+    dtype: int, wire: int, out: Any, mirror: Any, first: Any = None, second: Any = None
+) -> bool: ...
+def merge(
+    dtype: int, wire: int, correction: Any, received: Any, sent: Any, weight: float, fresh: bool, stream: bool = False
+) -> float: ...
+def apply(dtype: int, parameter: Any, correction: Any = None, mirror: Any = None, stream: bool = False) -> bool: ...

@@ -1,0 +1,1 @@
+HAS_ULFM: bool
