@@ -106,7 +106,7 @@ def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
 
     The penalties of each scale double until the errors have passed their lowest point, so that the best
     penalty is not the last one tried; `interior` is False where that did not happen, as with a model
-    that has learned next to nothing.
+    that has learned next to nothing. A prior scale of 0 is not an edge: there is nothing below it.
     """
     tried: dict[tuple[float, float], float] = {}
     for scale in PRIOR_SCALES:
@@ -115,10 +115,7 @@ def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
             if _is_past_best([rate for (s, _), rate in tried.items() if s == scale]):
                 break
     scale, penalty = min(tried, key=lambda key: (tried[key], abs(key[0] - _USUAL_SCALE), key[1]))
-    interior = FIRST_PENALTY < penalty < LAST_PENALTY and scale not in (
-        PRIOR_SCALES[0],
-        PRIOR_SCALES[-1],
-    )
+    interior = FIRST_PENALTY < penalty < LAST_PENALTY and scale < PRIOR_SCALES[-1]
     return {
         "prior_scale": scale,
         "penalty": penalty,

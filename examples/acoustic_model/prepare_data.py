@@ -155,9 +155,11 @@ def _write(folder: Path, recorded, cast: list[who.Speaker]) -> None:
         utterances += [take.words for take in takes]
         speakers += [f"{speaker.accent}+{speaker.voice.name}"] * len(takes)
     lengths = [len(f) for f in frames]
-    np.save(folder / "features.npy", np.concatenate(frames))
-    np.save(folder / "offsets.npy", np.cumsum([0, *lengths]))
-    np.save(folder / "means.npy", np.stack([f.astype(np.float32).mean(0) for f in frames]))
+    corpus.write_array(folder / "features.npy", np.concatenate(frames))
+    corpus.write_array(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+    corpus.write_array(
+        folder / "means.npy", np.stack([f.astype(np.float32).mean(0) for f in frames])
+    )
     spoken = [[(w.word, w.phones, w.bounds) for w in words] for words in utterances]
     text = json.dumps({"speakers": speakers, "utterances": spoken}, separators=(",", ":"))
     (folder / "words.json").write_text(text)
@@ -175,10 +177,10 @@ def _label(task: Task, folder: Path) -> None:
         lengths = np.diff(np.load(folder / split / "offsets.npy"))
         said = _said(folder / split)
         labels = [states.label(words, n) for words, n in zip(said, lengths, strict=True)]
-        np.save(folder / split / "labels.npy", np.concatenate(labels))
+        corpus.write_array(folder / split / "labels.npy", np.concatenate(labels))
     stats = corpus.statistics(folder / "train", len(states))
-    np.save(folder / "counts.npy", stats["counts"])
-    np.save(folder / "std.npy", stats["std"])
+    corpus.write_array(folder / "counts.npy", stats["counts"])
+    corpus.write_array(folder / "std.npy", stats["std"])
 
 
 def _said(folder: Path) -> list[list[lexicon.SpokenWord]]:

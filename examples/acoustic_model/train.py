@@ -142,14 +142,22 @@ class Trainer:
         self.loader = DataLoader(self.train, sampler=batches, batch_size=None)
         torch.manual_seed(options.seed)
         self.model = AcousticModel(shape_of(options, options.data))
-        self.optimizer = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             self.model.parameters(), lr=options.lr, momentum=options.momentum
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            **averaging(hvd, options.strategy, options.seed),
         )
         self.progress = {"epoch": 0, "samples": 0, "seconds": 0.0}
         self._restore()
 
     def _restore(self) -> None:
-        """Everybody starts from what rank 0 has, be it new or from a checkpoint."""
+        """Everybody starts from what rank 0 has, be it new or from a checkpoint.
+
+        Only after the optimizer is wrapped: Horovod's wrapper does not take over momentum.
+        """
         hvd, options = self.hvd, self.options
         if options.resume and hvd.rank() == 0:
             saved = journal.load(options.out / "checkpoint.pt")
@@ -160,11 +168,6 @@ class Trainer:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.progress = hvd.broadcast_object(self.progress, root_rank=0)
-        self.optimizer = hvd.DistributedOptimizer(
-            self.optimizer,
-            named_parameters=self.model.named_parameters(),
-            **averaging(hvd, options.strategy, options.seed),
-        )
 
     def settings(self) -> dict:
         """What a checkpoint must agree in to be continued."""

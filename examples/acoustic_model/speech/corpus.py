@@ -38,6 +38,14 @@ def read_json(path: Path) -> object:
         ) from None
 
 
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Like numpy.save, but a full disk is an OSError with its number, which numpy leaves out."""
+    array = np.ascontiguousarray(array)
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
+
+
 class Split:
     """One split, memory-mapped. Features are normalised and get their deltas when asked for."""
 

@@ -48,7 +48,8 @@ def run(main: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno not in _ADVICE:
             raise
-        _leave(f"error: {error.filename or 'writing'}: {_ADVICE[error.errno]}", 2)
+        where = f"{error.filename}: " if error.filename else ""
+        _leave(f"error: {where}{_ADVICE[error.errno]}", 2)
     except KeyboardInterrupt:
         _leave("stopped by Ctrl-C", 130)
 
