@@ -1,0 +1,52 @@
+"""Horovod's elastic training, for jobs of one super learner.
+
+Horovod runs elastic jobs with the Gloo controller only, under which hvd.init() refuses to work; the
+names are here so that a script which mentions them can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from horovod.common.elastic import run_fn
+from horovod.torch import elastic as horovod_elastic
+
+from hvd_adpsgd.torch import ranks
+from hvd_adpsgd.torch.inner import require_one_super_learner
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+class TorchState(horovod_elastic.TorchState):
+    """Horovod's TorchState; it synchronizes inside a super learner."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_one_super_learner("elastic.TorchState")
+        super().__init__(*args, **kwargs)
+
+
+class ElasticSampler(horovod_elastic.ElasticSampler):
+    """Horovod's ElasticSampler; it partitions the data over a super learner."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_one_super_learner("elastic.ElasticSampler")
+        super().__init__(*args, **kwargs)
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's decorator of elastic training functions."""
+    elastic = run_fn(func, _reset)
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        require_one_super_learner("elastic.run")
+        return elastic(*args, **kwargs)
+
+    return checked
+
+
+def _reset() -> None:
+    ranks.shutdown()
+    ranks.init()

@@ -1,0 +1,15 @@
+"""Under Horovod's name: operations on parameters, optimizers and objects."""
+
+from hvd_adpsgd.torch.collectives import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
