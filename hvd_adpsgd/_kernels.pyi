@@ -7,7 +7,13 @@ FLOAT16: int
 
 def itemsize(dtype: int) -> int: ...
 def snapshot(
-    dtype: int, wire: int, out: Any, mirror: Any, first: Any = None, second: Any = None
+    dtype: int,
+    wire: int,
+    out: Any,
+    mirror: Any,
+    first: Any = None,
+    second: Any = None,
+    stream: bool = False,
 ) -> bool: ...
 def merge(
     dtype: int, wire: int, correction: Any, received: Any, sent: Any, weight: float, fresh: bool, stream: bool = False

@@ -124,29 +124,54 @@ static void stream_fence(void) {
 
 /* ---- the loops ------------------------------------------------------------------------ */
 
+/* One block of a snapshot; `first` and `second` may be NULL. */
 #define SNAPSHOT(T, W)                                                                        \
-  VECTOR static int snapshot_##T##_##W(W *restrict out, const T *restrict mirror,             \
+  VECTOR static uint32_t add_##T##_##W(W *restrict out, const T *restrict mirror,             \
                                        const T *restrict first, const T *restrict second,     \
                                        int64_t n) {                                           \
     FLAG_##W bad = 0;                                                                         \
     if (!first && !second) {                                                                  \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(load_##T(mirror[i]));                                              \
+        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i])));                            \
         bad |= infinite_##W(out[i]);                                                          \
       }                                                                                       \
     } else if (!second) {                                                                     \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(load_##T(mirror[i]) + load_##T(first[i]));                         \
+        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + load_##T(first[i])));       \
         bad |= infinite_##W(out[i]);                                                          \
       }                                                                                       \
     } else {                                                                                  \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(load_##T(mirror[i]) + load_##T(first[i]) + load_##T(second[i]));   \
+        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + load_##T(first[i]) +        \
+                                            load_##T(second[i])));                            \
         bad |= infinite_##W(out[i]);                                                          \
       }                                                                                       \
     }                                                                                         \
     return bad != 0;                                                                          \
+  }                                                                                           \
+  static int snapshot_##T##_##W(W *out, const T *mirror, const T *first, const T *second,     \
+                                int64_t n, int stream) {                                      \
+    uint32_t bad = 0;                                                                         \
+    W block[BLOCK];                                                                           \
+    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
+      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
+      bad |= add_##T##_##W(stream ? block : out + start, mirror + start,                      \
+                           first ? first + start : NULL, second ? second + start : NULL,      \
+                           count);                                                            \
+      if (stream) stream_copy(out + start, block, (size_t)count * sizeof(W));                 \
+    }                                                                                         \
+    return bad != 0;                                                                          \
   }
+
+/* A float64 sum goes to a 16-bit wire through float32. */
+#define NARROW_f64_bf16 (float)
+#define NARROW_f64_f16 (float)
+#define NARROW_f32_f32
+#define NARROW_f32_bf16
+#define NARROW_f32_f16
+#define NARROW_f64_f64
+#define NARROW_bf16_bf16
+#define NARROW_f16_f16
 
 /* Partial sums in blocks keep float32 accumulation accurate and vectorised. */
 #define MERGE(T, W)                                                                           \
@@ -214,7 +239,7 @@ static void stream_fence(void) {
   }
 
 SNAPSHOT(f32, f32) SNAPSHOT(f32, bf16) SNAPSHOT(f32, f16)
-SNAPSHOT(f64, f64)
+SNAPSHOT(f64, f64) SNAPSHOT(f64, bf16) SNAPSHOT(f64, f16)
 SNAPSHOT(bf16, bf16)
 SNAPSHOT(f16, f16)
 MERGE(f32, f32) MERGE(f32, bf16) MERGE(f32, f16)
@@ -222,23 +247,6 @@ MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
 MERGE(bf16, bf16)
 MERGE(f16, f16)
 APPLY(f32) APPLY(f64) APPLY(bf16) APPLY(f16)
-
-/* float64 on a 16-bit wire rounds through float32. */
-INLINE float narrow_f64(f64 x) { return (float)x; }
-#define NARROW(W)                                                                             \
-  VECTOR static int snapshot_f64_##W(W *restrict out, const f64 *restrict mirror,             \
-                                     const f64 *restrict first, const f64 *restrict second,   \
-                                     int64_t n) {                                             \
-    uint32_t bad = 0;                                                                         \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      const f64 x = mirror[i] + (first ? first[i] : 0.0) + (second ? second[i] : 0.0);        \
-      out[i] = store_##W(narrow_f64(x));                                                      \
-      bad |= infinite_##W(out[i]);                                                            \
-    }                                                                                         \
-    return bad != 0;                                                                          \
-  }
-NARROW(bf16)
-NARROW(f16)
 
 /* ---- dispatch ------------------------------------------------------------------------- */
 
@@ -265,7 +273,8 @@ int adpsgd_itemsize(int dtype) {
   CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)
 
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, int64_t n) {
+                    const void *second, int64_t n, int stream) {
+  int bad = 1;
   if (!first) {
     first = second;
     second = NULL;
@@ -273,12 +282,14 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
   switch (PAIR(dtype, wire)) {
 #define CASE(D, V, T, W)                                                                      \
   case PAIR(D, V):                                                                            \
-    return snapshot_##T##_##W((W *)out, (const T *)mirror, (const T *)first,                  \
-                              (const T *)second, n);
+    bad = snapshot_##T##_##W((W *)out, (const T *)mirror, (const T *)first,                   \
+                             (const T *)second, n, stream);                                   \
+    break;
     EACH_PAIR(CASE)
 #undef CASE
   }
-  return 1;
+  if (stream) stream_fence();
+  return bad;
 }
 
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,

@@ -24,7 +24,7 @@ int adpsgd_itemsize(int dtype);
 /* out = round_wire(mirror + first + second); first and second may be NULL.
  * Returns 1 if any element of out is infinite or not a number, else 0. */
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, int64_t n);
+                    const void *second, int64_t n, int stream);
 
 /* `stream` writes past the caches: right for models larger than they are. */
 

@@ -49,7 +49,7 @@ cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil:
     return nbytes
 
 
-cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out,
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out,
                          int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks. Returns 1 if out is not finite."""
     cdef Chunk* c
@@ -64,7 +64,8 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void
         if c.full[m.open][0]:
             pending = c.slot[m.open]
     step[0] = c.step
-    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, c.count)
+    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, c.count,
+                          stream)
     pthread_mutex_unlock(&m.lock)
     return bad
 
@@ -217,7 +218,8 @@ cdef class Arena:
     def snapshot(self, int chunk, int wire, unsigned char[::1] out, bint offered_only=False):
         """Test door of the engine's snapshot. Returns (finite, step)."""
         cdef int64_t step = 0
-        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, &out[0], &step)
+        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0],
+                                  &step)
         return not bad, step
 
     def merge(self, int chunk, int wire, double weight, const unsigned char[::1] received,

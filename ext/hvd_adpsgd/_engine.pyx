@@ -90,7 +90,9 @@ cdef enum:
     SETS = 16               # sets of buffers in the memory shared on a host
     NOBODY = -1
 
-cdef double IDLE_S = 0.9e-3         # longest sleep when nothing is on its way
+cdef double IDLE_S = 0.9e-3         # sleep when nothing is on its way
+cdef double LONG_IDLE_S = 2e-3      # the same when nothing was for LULL_S
+cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6
 cdef double RETRY_FIRST_S = 50e-6   # pause after a NO, doubled up to the last
@@ -564,7 +566,8 @@ cdef int start_sent(State* e, Exchange* x, Lane* lane, int partner, int64_t nbyt
                                  &lane.receive_request)
     if code != mpi.MPI_SUCCESS:
         return code
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, lane.out, &lane.step)
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
+                                &lane.step)
     return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
                      &lane.send_request)
 
@@ -579,7 +582,8 @@ cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
         return code
     lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * e.lane_nbytes
     lane.out = e.shared + lane.here.offset
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, lane.out, &lane.step)
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
+                                &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
     return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
 
@@ -855,10 +859,10 @@ cdef bint say_goodbye(State* e) noexcept nogil:
     return not waiting and e.outgoing == NULL
 
 
-cdef void sleep_until_woken(State* e) noexcept nogil:
+cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
     cdef timespec until
     clock_gettime(CLOCK_MONOTONIC, &until)
-    until.tv_nsec += <long>(IDLE_S * 1e9)
+    until.tv_nsec += <long>(seconds * 1e9)
     if until.tv_nsec >= 1000000000:
         until.tv_nsec -= 1000000000
         until.tv_sec += 1
@@ -871,18 +875,19 @@ cdef void sleep_until_woken(State* e) noexcept nogil:
 cdef void* live(void* argument) noexcept nogil:
     """The thread: look, act, and sleep a little longer each time there was nothing to do."""
     cdef State* e = <State*>argument
-    cdef double poll_s = 0
+    cdef double poll_s = 0, moved = now()
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     listen(e)
     while e.fault != FAULT_MPI and not e.halted:
         if turn(e):
             poll_s = 0
+            moved = now()
             continue
         if e.leaving and say_goodbye(e):
             break
         if e.asking == NOBODY and e.serving == NOBODY and not e.leaving:
-            sleep_until_woken(e)
+            sleep_until_woken(e, IDLE_S if now() - moved < LULL_S else LONG_IDLE_S)
         elif poll_s == 0:
             sched_yield()
             poll_s = POLL_FIRST_S

@@ -19,7 +19,7 @@ MARK = "HVD_ADPSGD_BENCH "
 _MEANINGS = {
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
-    "straggler_speed_kept": "the same for the other learners while one sleeps in every step",
+    "straggler_speed_kept": "steps/s of the others while one sleeps / while nobody sleeps",
     "idle": "share of a core that an engine uses while nobody trains",
 }
 

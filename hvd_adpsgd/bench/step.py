@@ -5,8 +5,8 @@ Run by `python -m hvd_adpsgd bench step`. The work is an MLP of 9.5 M parameters
 blocks of steps in turn: one with averaging off (the plain optimizer, the engine at rest), one with
 averaging on, so that each ratio compares two things that saw the same machine.
 
-With --straggler S one learner sleeps S seconds in every step of a third and a fourth kind of block;
-what counts is the speed of the others, with averaging on against averaging off.
+With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
+counts is the speed of the others, averaging on, against their speed when nobody sleeps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Trial:
     def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
         row = {"off": self.block(False, steps, 0.0), "on": self.block(True, steps, 0.0)}
         if sleep_s:
-            row["straggler_off"] = self.block(False, steps, sleep_s)
             row["straggler_on"] = self.block(True, steps, sleep_s)
         return row
 
@@ -119,26 +118,28 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
     """Medians over blocks; ratios block by block."""
     rows = result.pop("rows")
     for kind in rows[0]:
-        others = [block[:-1] if kind.startswith("straggler") else block for block in _column(rows, kind)]
-        rates = [sum(r["steps_per_s"] for r in block) for block in others]
+        blocks = [row[kind][:-1] if kind.startswith("straggler") else row[kind] for row in rows]
         result[kind] = {
-            "steps_per_s": statistics.median(rates),
-            "cpu_ms_per_step": _median(others, "cpu_ms_per_step"),
-            "exchanges_per_step": _median(others, "exchanges_per_step"),
+            "steps_per_s": statistics.median(_rate(block) for block in blocks),
+            "cpu_ms_per_step": _median(blocks, "cpu_ms_per_step"),
+            "exchanges_per_step": _median(blocks, "exchanges_per_step"),
         }
-        result[kind]["_rates"] = rates
-    for prefix in ("", "straggler_"):
-        if prefix + "on" in result:
-            on, off = result[prefix + "on"].pop("_rates"), result[prefix + "off"].pop("_rates")
-            ratios = [a / b for a, b in zip(on, off, strict=True)]
-            result[prefix + "speed_kept"] = statistics.median(ratios)
-            result[prefix + "speed_kept_min"] = min(ratios)
-            result[prefix + "speed_kept_max"] = max(ratios)
+    _ratio(result, "speed_kept", [(_rate(row["on"]), _rate(row["off"])) for row in rows])
+    if "straggler_on" in rows[0]:
+        others = [(_rate(row["straggler_on"][:-1]), _rate(row["on"][:-1])) for row in rows]
+        _ratio(result, "straggler_speed_kept", others)
     return result
 
 
-def _column(rows: list[dict[str, Any]], kind: str) -> list[list[dict[str, float]]]:
-    return [row[kind] for row in rows]
+def _rate(block: list[dict[str, float]]) -> float:
+    """Steps per second of all learners together."""
+    return sum(learner["steps_per_s"] for learner in block)
+
+
+def _ratio(result: dict[str, Any], name: str, pairs: list[tuple[float, float]]) -> None:
+    ratios = [a / b for a, b in pairs]
+    result[name] = statistics.median(ratios)
+    result[name + "_min"], result[name + "_max"] = min(ratios), max(ratios)
 
 
 def _median(blocks: list[list[dict[str, float]]], key: str) -> float:

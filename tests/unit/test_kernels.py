@@ -54,12 +54,13 @@ def arithmetic(*terms: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 @pytest.mark.parametrize("pending", [0, 1, 2])
-def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending):
+@pytest.mark.parametrize("stream", [True, False])
+def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending, stream):
     rng = np.random.default_rng(n + pending)
     mirror, *corrections = (draw(rng, n, dtype) for _ in range(1 + pending))
     out = encode(np.zeros(n), wire)
     infinite = kernels.snapshot(
-        DTYPES[dtype], DTYPES[wire], raw(out), raw(mirror), *map(raw, corrections)
+        DTYPES[dtype], DTYPES[wire], raw(out), raw(mirror), *map(raw, corrections), stream=stream
     )
     expected = encode(arithmetic(mirror, *corrections, dtype=dtype), wire)
     assert not infinite
