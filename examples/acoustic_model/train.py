@@ -255,8 +255,11 @@ def _compare(saved: dict, wanted: dict, folder: Path) -> None:
 
 
 def library_metrics(hvd: ModuleType) -> dict:
-    """Numbers of hvd_adpsgd on its exchanges; empty with plain Horovod."""
-    return hvd.metrics() if hasattr(hvd, "metrics") else {}
+    """Numbers of hvd_adpsgd on its exchanges, by path; empty with plain Horovod.
+
+    What is not a finite number is left out: a mean over no exchanges yet is not a number, nor JSON.
+    """
+    return dict(journal.scalars(hvd.metrics())) if hasattr(hvd, "metrics") else {}
 
 
 def describe(entry: dict, epochs: int) -> str:

@@ -148,6 +148,11 @@ def test_resuming_with_other_options_is_refused(speech, tmp_path):
         script.train(alone, other)
 
 
+def test_metrics_are_flattened_to_finite_numbers():
+    tree = {"a": 1, "b": {"c": 0.5, "d": float("nan"), "e": {"f": 2}}, "g": "text"}
+    assert dict(journal.scalars(tree)) == {"a": 1.0, "b/c": 0.5, "b/e/f": 2.0}
+
+
 def test_the_rate_warms_up_and_is_annealed():
     options = script.arguments(["--epochs", "8", "--lr", "0.1", "--anneal", "5"])
     assert script.rate(options, 4, 0) == pytest.approx(0.1)

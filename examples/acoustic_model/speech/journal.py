@@ -6,6 +6,7 @@ torch is imported where it is needed: demo.py only reads lines, and should not w
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,11 @@ from .problem import Problem
 
 
 def scalars(tree: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of nested dictionaries, as (path, value)."""
+    """All finite numbers of nested dictionaries, as (path, value)."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif isinstance(value, int | float) and math.isfinite(value):
             yield f"{prefix}{key}", float(value)
 
 
