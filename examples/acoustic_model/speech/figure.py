@@ -40,7 +40,7 @@ def draw(runs: dict[str, list[list[dict]]], title: str, path: Path) -> None:
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out cross-entropy in nats per frame")
-    axes[0].legend(frameon=False, fontsize=9)
+    axes[1].legend(frameon=False, fontsize=9, loc="upper right")
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=130)
     plt.close(figure)
