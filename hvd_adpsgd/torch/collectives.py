@@ -541,7 +541,8 @@ def _broadcast_bytes(comm: Any, data: torch.Tensor, root: int) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as bytes."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # as_strided: with at most one element the stride may be anything, which view() refuses
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # ---- wait ---------------------------------------------------------------------------------------

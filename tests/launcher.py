@@ -1,0 +1,169 @@
+"""Runs programs as several learners, with a deadline, and collects what each of them says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "@learner "
+_OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
+
+# What every program starts with. One os.write per line: learners share the pipe.
+PRELUDE = f"""
+import json, os, sys, time
+def say(**facts):
+    os.write(1, ("\\n{MARK}" + json.dumps(facts) + "\\n").encode())
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a launch.
+
+    Attributes:
+        returncode: of the launcher.
+        stdout, stderr: of all learners together.
+        said: what the learners said, in order of arrival.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    said: list[dict[str, Any]]
+
+    def by_rank(self) -> list[dict[str, Any]]:
+        """All that each learner said (its lines must carry `rank`), merged, by rank."""
+        merged: dict[int, dict[str, Any]] = {}
+        for facts in self.said:
+            merged.setdefault(facts["rank"], {}).update(facts)
+        return [merged[rank] for rank in sorted(merged)]
+
+    def checked(self) -> Result:
+        """This, if the launcher ended well."""
+        assert self.returncode == 0, self.report()
+        return self
+
+    def report(self) -> str:
+        return f"returncode {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def run_learners(
+    np: int,
+    program: str | Path,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    launcher: str | None = "mpirun",
+) -> Result:
+    """Run a program on `np` learners and wait for all of them.
+
+    Args:
+        np: number of learners.
+        program: a file, or the code itself; code can call say(rank=..., ...).
+        args: of the program.
+        env: variables besides those of this process, which is rid of Horovod's and MPI's.
+        timeout: seconds; then the process group started here is killed, and the test fails.
+        launcher: "mpirun", "horovodrun", or None for one process without any.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(program, str):
+            file = Path(folder) / "program.py"
+            file.write_text(PRELUDE + textwrap.dedent(program))
+        else:
+            file = program
+        command = [*_launch(np, launcher), sys.executable, str(file), *args]
+        return _run(command, _environment(env or {}), timeout)
+
+
+def _launch(np: int, launcher: str | None) -> list[str]:
+    if launcher is None:
+        assert np == 1
+        return []
+    program = _find(launcher)
+    if launcher == "horovodrun":
+        binding = "--bind-to none --map-by slot:OVERSUBSCRIBE"
+        return [
+            program,
+            "-np",
+            str(np),
+            f"--binding-args={binding}",
+            "--mpi-args=--with-ft ulfm",
+        ]
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    flags = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    return [program, *as_root, *flags, "-np", str(np)]
+
+
+def _find(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if not found:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    env["OMP_NUM_THREADS"] = "1"
+    return {**env, **extra}
+
+
+def _run(command: list[str], env: dict[str, str], timeout: float) -> Result:
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        subprocess.Popen(
+            command, env=env, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
+        ) as process,
+    ):
+        late = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(process)
+        result = _result(process.returncode, out, err)
+    if late:
+        pytest.fail(f"not done after {timeout:g} s: {command}\n{result.report()}")
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the process group that was started here, and nothing else.
+
+    mpirun first gets a chance to take its learners along, which are in groups of their own.
+    """
+    for sign, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, sign)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _result(returncode: int, out: Any, err: Any) -> Result:
+    out.seek(0)
+    err.seek(0)
+    stdout, stderr = out.read(), err.read()
+    # horovodrun puts the rank before each line
+    said = [json.loads(line.split(MARK, 1)[1]) for line in stdout.splitlines() if MARK in line]
+    return Result(returncode, stdout, stderr, said)

@@ -1,0 +1,320 @@
+"""Operations over all learners of several super learners, against NumPy and against Horovod."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+TWO = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+
+
+def test_names_and_signatures_are_horovods() -> None:
+    horovod = pytest.importorskip("horovod.torch")
+    import hvd_adpsgd.torch as hvd
+
+    names = [name for name in dir(horovod) if not name.startswith("_")]
+    assert [name for name in names if name not in hvd.__all__] == []
+    for name in names:
+        theirs, ours = getattr(horovod, name), getattr(hvd, name)
+        assert inspect.ismodule(ours) == inspect.ismodule(theirs), name
+        assert inspect.isclass(ours) == inspect.isclass(theirs), name
+        assert callable(ours) == callable(theirs), name
+        if callable(theirs) and not inspect.isclass(theirs):
+            assert_same_call(name, inspect.signature(theirs), inspect.signature(ours))
+
+
+def assert_same_call(name: str, theirs: inspect.Signature, ours: inspect.Signature) -> None:
+    """Whatever Horovod's accepts, ours does, with the same meaning and default."""
+    if name in ("init", "shutdown"):  # Horovod's say (*args, **kwargs), handed on to these
+        handed_on = {"init": ["comm", "process_sets"], "shutdown": []}[name]
+        assert [p.name for p in ours.parameters.values() if p.kind != p.KEYWORD_ONLY] == handed_on
+        return
+    for parameter in theirs.parameters.values():
+        same = ours.parameters[parameter.name]
+        assert same.kind == parameter.kind, name
+        if parameter.name != "process_set":
+            assert same.default == parameter.default, name
+    extra = list(ours.parameters.values())[len(theirs.parameters) :]
+    assert all(p.kind == inspect.Parameter.KEYWORD_ONLY for p in extra), name
+
+
+def test_tensors_against_numpy() -> None:
+    """Every dtype, sizes 0, 1, 7 and 10**5 + 1, and shapes that are no plain vector."""
+    program = """
+        import numpy as np, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        wrong = []
+        def check(what, got, want):
+            if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(got, want):
+                wrong.append(f"{what}: {got.flatten()[:3]} {want.flatten()[:3]} {got.shape}")
+
+        REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8,
+                   torch.uint8, torch.int16, torch.int32, torch.int64]
+        MOVED = [*REDUCED, torch.bool, torch.complex64]
+        def values(n, seed):  # small integers: exact in every dtype, in any order of summation
+            return np.random.default_rng([n, seed]).integers(0, 5, n)
+        def tensor(n, r, dtype):
+            return torch.from_numpy(values(n, r)).to(dtype)
+
+        for n in (0, 1, 7, 10**5 + 1):
+            everything = np.stack([values(n, r) for r in range(size)])
+            for dtype in REDUCED if n < 8 else REDUCED[:4]:
+                mine = tensor(n, rank, dtype)
+                for op, how in [(hvd.Sum, everything.sum(0)), (hvd.Min, everything.min(0)),
+                                (hvd.Max, everything.max(0)), (hvd.Product, everything.prod(0))]:
+                    if n > 8 and op != hvd.Sum:
+                        continue
+                    if op == hvd.Product and dtype in (torch.int8, torch.uint8):
+                        continue  # overflows
+                    check(f"allreduce {op} {dtype} {n}", hvd.allreduce(mine, op=op),
+                          torch.from_numpy(how).to(dtype))
+            for dtype in MOVED if n < 8 else MOVED[:4]:
+                mine = tensor(n, rank, dtype)
+                check(f"broadcast {dtype} {n}", hvd.broadcast(mine, 2), tensor(n, 2, dtype))
+                part = torch.cat([mine] * (rank % 3)) if rank % 3 else mine[:0]
+                want = torch.cat([torch.cat([tensor(n, r, dtype)] * (r % 3) + [mine[:0]])
+                                  for r in range(size)])
+                check(f"allgather {dtype} {n}", hvd.allgather(part), want)
+
+        # the mean, with factors; integers are cut off as Horovod does
+        x = torch.arange(4.0) + rank
+        check("average", hvd.allreduce(x), torch.arange(4.0) + 1.5)
+        check("factors", hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+              (torch.arange(4.0) * 4 + 6) * 2)
+        check("cut off", hvd.allreduce(torch.tensor([-3 - rank])), torch.tensor([-4]))
+        check("half sums in float", hvd.allreduce(torch.tensor([40000.0 if rank < 2 else -40000.0],
+              dtype=torch.half)), torch.zeros(1).half())
+        check("fp16 compression", hvd.allreduce(x, compression=hvd.Compression.fp16),
+              torch.arange(4.0) + 1.5)
+
+        # in place keeps the tensor; a view that is not contiguous is written through
+        base = torch.zeros(5, 3) + rank
+        view = base.t()[1:]
+        same = hvd.allreduce_(view, op=hvd.Sum) is view
+        want = torch.zeros(5, 3) + rank
+        want[:, 1:] = 6
+        check("in place", base, want)
+        same &= hvd.broadcast_(view, 3) is view
+        check("broadcast in place", base, want)
+        base[0, 1] = 100 + rank
+        hvd.broadcast_(view, 3)
+        check("broadcast in place, root's", base[0, 1], torch.tensor(103.0))
+        check("0-dim", hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum), torch.tensor(6.0))
+        check("0-dim broadcast", hvd.broadcast(torch.tensor(rank), 1), torch.tensor(1))
+        check("inner", hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum,
+              process_set=hvd.super_learner), torch.tensor([1.0 if rank < 2 else 5.0]))
+        check("inner root", hvd.broadcast(torch.tensor([rank]), 1, process_set=hvd.super_learner),
+              torch.tensor([1 if rank < 2 else 3]))
+
+        # gradients, as Horovod defines them
+        w = torch.full((2,), float(rank), requires_grad=True)
+        (hvd.allreduce(w, op=hvd.Sum) * (rank + 1)).sum().backward()
+        check("grad allreduce", w.grad, torch.full((2,), 10.0))
+        w = torch.full((rank + 1, 2), float(rank), requires_grad=True)
+        gathered = hvd.allgather(w)
+        (gathered * torch.arange(10.0)[:, None] * (rank + 1)).sum().backward()
+        start = sum(range(rank + 1))
+        want = torch.arange(10.0)[start:start + rank + 1, None].expand(-1, 2) * 2.5
+        check("grad allgather", w.grad, want.contiguous())
+        w = torch.ones(3, requires_grad=True)
+        (hvd.broadcast(w, 1) * (rank + 1)).sum().backward()
+        check("grad broadcast", w.grad, torch.full((3,), 2.5 if rank == 1 else 0.0))
+        say(rank=rank, wrong=wrong, same=same)
+    """
+    said = run_learners(4, program, env=TWO, timeout=90).checked().by_rank()
+    assert [facts["wrong"] for facts in said] == [[]] * 4
+    assert all(facts["same"] for facts in said)
+
+
+STATES = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(rank)
+    root = size - 1
+
+    def trained(kind, steps, **options):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = kind(model.parameters(), lr=0.1 * (rank + 1), **options)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    def flat(value):
+        if isinstance(value, dict):
+            return [x for key in sorted(value, key=str) for x in flat(value[key])]
+        if isinstance(value, (list, tuple)):
+            return [x for one in value for x in flat(one)]
+        return value.double().flatten().tolist() if torch.is_tensor(value) else [str(value)]
+
+    facts = {}
+    for name, kind, options in [("sgd", torch.optim.SGD, {"momentum": 0.9}),
+                                ("adam", torch.optim.Adam, {"amsgrad": True})]:
+        # only the root has stepped: the others' states are empty
+        model, optimizer = trained(kind, 3 if rank == root else 0, **options)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+        facts[name] = flat(model.state_dict()) + flat(optimizer.state_dict())
+        facts[name + " steps on"] = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().sum().backward()
+            optimizer.step()
+        facts[name + " steps on"] = flat(model.state_dict())
+
+    # wrapped: a class made by Horovod's DistributedOptimizer
+    model, plain = trained(torch.optim.SGD, 2 if rank == root else 0, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(wrapped, root_rank=root)
+    facts["wrapped"] = flat(wrapped.state_dict())
+    named = list(model.named_parameters())
+    hvd.broadcast_parameters(named, root_rank=0)
+    hvd.broadcast_parameters([p.data for _, p in named], root_rank=1)
+    facts["lists"] = flat([p.data for _, p in named])
+    facts["object"] = flat(hvd.broadcast_object({"a": [rank], "b": "x" * 10000}, 1, name="o"))
+    facts["objects"] = flat(hvd.allgather_object(("x" * rank, rank)))
+    facts["in my node"] = hvd.broadcast_object(rank, 0, process_set=hvd.super_learner)
+    facts["group"] = optimizer.param_groups[0]["lr"]
+    say(rank=rank, facts=facts)
+"""
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (2, 2)])
+def test_states_and_objects(n: int, k: int) -> None:
+    """All learners end up with the root's; with one super learner through Horovod."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k)}
+    said = run_learners(n, STATES, env=env, timeout=90).checked().by_rank()
+    facts = [one["facts"] for one in said]
+    assert len(facts) == n
+    assert [one.pop("in my node") for one in facts] == [k * (rank // k) for rank in range(n)]
+    for one in facts[1:]:
+        assert one == facts[0]
+    assert facts[0]["object"] == ["1", "x" * 10000]
+    assert facts[0]["objects"] == [v for rank in range(n) for v in ("x" * rank, str(rank))]
+    assert facts[0]["group"] == pytest.approx(0.1 * n)
+    assert len(facts[0]["adam"]) > 100
+
+
+def test_misuse_is_an_error_on_all_learners() -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank = hvd.rank()
+        odd = rank == 3
+        def error(call):
+            try:
+                call()
+            except Exception as error:
+                base = isinstance(error, hvd.HorovodInternalError), isinstance(error, ValueError)
+                return [type(error).__name__, str(error), *base]
+        x = torch.ones(4)
+        facts = {
+            "shape": error(lambda: hvd.allreduce(torch.ones(5 if odd else 4), name="loss")),
+            "dtype": error(lambda: hvd.allreduce_(x.double() if odd else x)),
+            "op": error(lambda: hvd.allreduce(x, op=hvd.Max if odd else hvd.Min)),
+            "kind": error(lambda: hvd.barrier() if odd else hvd.broadcast(x, 0)),
+            "rows": error(lambda: hvd.allgather(torch.ones(2, 3 if odd else 4))),
+            "root": error(lambda: hvd.broadcast(x, 1 if odd else 0)),
+            "range": error(lambda: hvd.broadcast_(x, 4)),
+            "number": error(lambda: hvd.broadcast_parameters([x, x] if odd else [x], 0)),
+            "no rows": error(lambda: hvd.allgather(torch.tensor(1.0))),
+            "bool": error(lambda: hvd.allreduce(torch.tensor([True]))),
+            "adasum": error(lambda: hvd.allreduce(x, op=hvd.Adasum)),
+            "lbfgs": error(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS([x]), 0)),
+            "params": error(lambda: hvd.broadcast_parameters("x", 0)),
+            "set": error(lambda: hvd.allreduce(x, process_set=hvd.ProcessSet([0, 1]))),
+            "async": error(lambda: hvd.allreduce_async(x)),
+            "grouped": error(lambda: hvd.grouped_allreduce([x, x], op=hvd.Sum)),
+            "timeline": error(lambda: hvd.start_timeline("nowhere")),
+            "elastic": error(lambda: hvd.elastic.ElasticSampler(range(4))),
+        }
+        handle = hvd.allreduce_async(x * rank, op=hvd.Sum, process_set=hvd.super_learner)
+        facts["inner"] = hvd.synchronize(handle).tolist()
+        facts["split"] = [t.tolist() for t in hvd.alltoall(
+            torch.arange(4) + 10 * rank, torch.tensor([1, 3], dtype=torch.int32), process_set=hvd.super_learner)]
+        last = 2
+        if rank != last:
+            hvd.barrier(hvd.global_process_set)
+        else:
+            hvd.barrier()
+            time.sleep(0.3)  # joins last: what is measured
+        facts["join"] = hvd.join()
+        say(rank=rank, facts=facts)
+    """
+    said = run_learners(4, program, env=TWO, timeout=60).checked().by_rank()
+    facts = [one["facts"] for one in said]
+    mismatches = {
+        "shape": ("allreduce", "[4] on learner 0", "[5] on learner 3"),
+        "dtype": ("float32", "float64", "learner 3"),
+        "op": ("Min", "Max", "learner 3"),
+        "kind": ("broadcast", "barrier", "learner 3"),
+        "rows": ("[4]", "[3]", "learner 3"),
+        "root": ("root", "0 on learner 0", "1 on learner 3"),
+        "number": ("1 on learner 0", "2 on learner 3"),
+    }
+    for what, words in mismatches.items():
+        for one in facts:
+            kind, text, is_horovods, is_value_error = one[what]
+            assert kind == "CollectiveMismatchError" and is_horovods and is_value_error
+            assert all(word in text for word in words), text
+    refusals = {
+        "range": ("ConfigError", "< 4"),
+        "no rows": ("ConfigError", "unsqueeze"),
+        "bool": ("ConfigError", "torch.bool"),
+        "adasum": ("InnerOnlyError", "Adasum"),
+        "lbfgs": ("ConfigError", "LBFGS"),
+        "params": ("ConfigError", "str"),
+        "set": ("InnerOnlyError", "hvd.super_learner"),
+        "async": ("InnerOnlyError", "process_set=hvd.super_learner"),
+        "grouped": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
+        "timeline": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
+        "elastic": ("InnerOnlyError", "ElasticSampler"),
+    }
+    for what, (kind, word) in refusals.items():
+        for one in facts:
+            assert one[what][0] == kind and word in one[what][1], one[what]
+            assert one[what][3], "a ValueError, as in Horovod"
+    assert [one["inner"] for one in facts] == [[1.0] * 4] * 2 + [[5.0] * 4] * 2
+    assert facts[0]["split"][0] == [0, 10] and facts[3]["split"][0] == [21, 22, 23, 31, 32, 33]
+    assert [one["join"] for one in facts] == [2] * 4
+
+
+def test_one_super_learner_is_plain_horovod() -> None:
+    """The same calls through both modules give the same bits, also those that only Horovod has."""
+    program = """
+        import torch
+        import horovod.torch as horovod
+        import hvd_adpsgd.torch as hvd
+        hvd.init(process_sets=[horovod.ProcessSet([1])])
+        rank = hvd.rank()
+        torch.manual_seed(rank)
+        x = torch.randn(1000)
+        y = torch.randn(rank + 2, 3)
+        def run(m):
+            hvd.barrier()
+            s = m.global_process_set
+            return [m.allreduce(x, name="a"), m.allreduce_(x.clone(), op=m.Sum, process_set=s),
+                    m.allgather(y), m.broadcast(x, 1, process_set=s), m.grouped_allreduce([x, y[:2]])[1],
+                    m.reducescatter(x), m.synchronize(m.allreduce_async(x, op=m.Adasum, process_set=s)),
+                    m.alltoall(x)]
+        same = [torch.equal(a, b) for a, b in zip(run(horovod), run(hvd))]
+        say(rank=rank, same=same, ranks=hvd.global_process_set.ranks,
+            place=[hvd.rank(), hvd.size(), horovod.rank(), horovod.size()], join=hvd.join() in (0, 1),
+            isinstance=isinstance(hvd.global_process_set, hvd.ProcessSet))
+    """
+    for facts in run_learners(2, program).checked().by_rank():
+        assert facts["same"] == [True] * 8
+        assert facts["ranks"] == [0, 1]
+        assert facts["place"] == [facts["rank"], 2] * 2
+        assert facts["join"] and facts["isinstance"]

@@ -1,0 +1,352 @@
+"""The worlds: who is where, what is refused, and that leaving ends."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from launcher import Result, run_learners
+
+from hvd_adpsgd.errors import TopologyError
+from hvd_adpsgd.world import Seat, form_super_learners
+
+pytestmark = pytest.mark.mpi
+
+SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
+
+PLACES = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd import world as worlds
+    try:
+        hvd.init()
+    except Exception as error:
+        say(rank=int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)),
+            error=type(error).__name__, text=str(error))
+        sys.exit()
+    world = worlds.current()
+    inner = hvd.allreduce(torch.tensor([2.0 ** hvd.rank()]), op=hvd.Sum,
+                          process_set=hvd.super_learner)
+    say(rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(), cross_rank=hvd.cross_rank(), cross_size=hvd.cross_size(),
+        super_rank=hvd.super_rank(), super_size=hvd.super_size(), leads=hvd.is_leader(),
+        inner_rank=hvd.super_learner.rank(), inner_size=hvd.super_learner.size(),
+        outer=world.outer and world.outer.Get_size(), leaders=world.leaders, inner=inner.item(),
+        all=hvd.allreduce(torch.tensor([2.0 ** hvd.rank()]), op=hvd.Sum).item())
+"""
+
+
+def expected_places(n: int, k: int) -> list[dict[str, object]]:
+    """The places of n learners of one host in super learners of k."""
+    places = []
+    for rank in range(n):
+        group, inner_rank = divmod(rank, k)
+        place = {"rank": rank, "size": n, "local_rank": rank, "local_size": n}
+        place |= {"cross_rank": 0, "cross_size": 1, "super_rank": group, "super_size": n // k}
+        place |= {"leads": inner_rank == 0, "inner_rank": inner_rank, "inner_size": k}
+        place |= {"outer": n // k if inner_rank == 0 else None}
+        place |= {"leaders": list(range(0, n, k))}
+        place |= {"inner": float(sum(2**r for r in range(group * k, group * k + k)))}
+        places.append({**place, "all": float(2**n - 1)})
+    return places
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (4, 2), (5, 5)])
+def test_places(n: int, k: int) -> None:
+    result = run_learners(n, PLACES, env={SIZE: str(k)}).checked()
+    assert result.by_rank() == expected_places(n, k)
+
+
+def test_places_under_horovodrun() -> None:
+    result = run_learners(2, PLACES, env={SIZE: "1"}, launcher="horovodrun").checked()
+    assert result.by_rank() == expected_places(2, 1)
+
+
+def test_without_launcher_one_learner() -> None:
+    result = run_learners(1, PLACES, launcher=None).checked()
+    assert result.by_rank() == expected_places(1, 1)
+
+
+def test_synchronous_is_one_super_learner_whatever_the_size() -> None:
+    env = {SIZE: "1", "HVD_ADPSGD_AVERAGING": "synchronous"}
+    result = run_learners(3, PLACES, env=env).checked()
+    assert result.by_rank() == expected_places(3, 3)
+
+
+def refused(result: Result, kind: str, n: int, *words: str) -> None:
+    """Every learner got this error, with these words, and the job ended."""
+    said = result.checked().by_rank()
+    assert [facts.get("error") for facts in said] == [kind] * n, result.report()
+    for facts in said:
+        for word in words:
+            assert word in facts["text"], facts["text"]
+
+
+REFUSED = """
+    from hvd_adpsgd import world
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+    if "DIFFERENT" in os.environ:
+        os.environ["HVD_ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
+    try:
+        world.init()
+    except Exception as error:
+        say(rank=rank, error=type(error).__name__, text=str(error))
+"""
+
+
+def test_size_that_does_not_divide_is_refused_on_all() -> None:
+    result = run_learners(3, REFUSED, env={SIZE: "2"})
+    refused(result, "TopologyError", 3, "host", "SIZE=2", "3 learners", "divisor of 3")
+
+
+def test_bad_knob_is_refused_on_all() -> None:
+    result = run_learners(2, REFUSED, env={"HVD_ADPSGD_DEADLINE_S": "soon"})
+    refused(result, "ConfigError", 2, "HVD_ADPSGD_DEADLINE_S", "'soon'", "learner 0")
+
+
+def test_different_knobs_are_refused_on_all() -> None:
+    result = run_learners(2, REFUSED, env={"DIFFERENT": "1"})
+    refused(result, "ConfigError", 2, "HVD_ADPSGD_CHUNK_KIB", "64", "128", "learner 1")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"HOROVOD_CONTROLLER": "gloo"}, ("HOROVOD_CONTROLLER=gloo", "horovodrun --mpi")),
+        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("RENDEZVOUS", "horovodrun --mpi")),
+        ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, ("SERIALIZED", "MPI_THREAD_MULTIPLE", "Unset")),
+        ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "world of one", "mpirun")),
+    ],
+)
+def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> None:
+    refused(run_learners(1, REFUSED, env=env, launcher=None), "LaunchError", 1, *words)
+
+
+# ---- unequal hosts ------------------------------------------------------------------------------
+
+UNEQUAL = (
+    """
+    from hvd_adpsgd import world as worlds
+    # two hosts, one with learners 0, 2, 4 and one with 1, 3: as MPI's shared-memory split would say
+    worlds._host_communicator = lambda comm: comm.Split(comm.Get_rank() % 2, comm.Get_rank())
+"""
+    + PLACES
+)
+
+
+def test_unequal_super_learners() -> None:
+    said = run_learners(5, UNEQUAL).checked().by_rank()
+    assert [f["super_rank"] for f in said] == [0, 1, 0, 1, 0]
+    assert [(f["inner_rank"], f["inner_size"]) for f in said] == [
+        (0, 3),
+        (0, 2),
+        (1, 3),
+        (1, 2),
+        (2, 3),
+    ]
+    assert [(f["local_rank"], f["local_size"]) for f in said] == [
+        (f["inner_rank"], f["inner_size"]) for f in said
+    ]
+    assert [(f["cross_rank"], f["cross_size"]) for f in said] == [
+        (0, 2),
+        (1, 2),
+        (0, 2),
+        (1, 2),
+        (0, 1),
+    ]
+    assert [f["leaders"] for f in said] == [[0, 1]] * 5
+    assert [f["outer"] for f in said] == [2, 2, None, None, None]
+    assert [f["inner"] for f in said] == [21.0, 10.0, 21.0, 10.0, 21.0]
+    assert [f["all"] for f in said] == [31.0] * 5
+
+
+def seats(*hosts: int) -> list[Seat]:
+    """Hosts with so many learners each, ranks host by host."""
+    first = [sum(hosts[:i]) for i in range(len(hosts))]
+    return [
+        Seat(start, f"node{i}", r, n)
+        for i, (start, n) in enumerate(zip(first, hosts, strict=True))
+        for r in range(n)
+    ]
+
+
+def test_form_super_learners() -> None:
+    assert form_super_learners(seats(2, 3), None) == ((0, 1), (2, 3, 4))
+    assert form_super_learners(seats(4, 2), 2) == ((0, 1), (2, 3), (4, 5))
+    assert form_super_learners(seats(1), None) == ((0,),)
+    assert form_super_learners(seats(2, 3), 2, joined=True) == ((0, 1, 2, 3, 4),)
+    with pytest.raises(TopologyError, match=r"node1.*SIZE=2.*3 learners"):
+        form_super_learners(seats(2, 3), 2)
+
+
+# ---- again, and out -----------------------------------------------------------------------------
+
+
+def test_shutdown_init_and_merge() -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd import world as worlds
+        from hvd_adpsgd.config import Config
+
+        def kind(call):
+            try:
+                call()
+            except Exception as error:
+                return type(error).__name__
+
+        before = kind(hvd.rank), kind(lambda: hvd.allreduce(torch.ones(1))), hvd.is_initialized()
+        hvd.shutdown()  # before init: nothing to do
+        hvd.init()
+        stopped = []
+        for name in "ab":
+            worlds.current().at_shutdown(lambda name=name: stopped.append(name))
+        hvd.init()  # the same again: as in Horovod, nothing happens
+        twice = kind(lambda: hvd.init(config=Config(chunk_kib=64)))
+        worlds.merge_super_learners(worlds.current())
+        merged = hvd.super_size(), hvd.super_learner.size(), hvd.allreduce(
+            torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
+        began = time.monotonic()
+        hvd.shutdown()
+        hvd.shutdown()
+        seconds = time.monotonic() - began
+        after = kind(hvd.size), hvd.is_initialized()
+        hvd.init(config=Config(super_learner_size=1))
+        again = hvd.super_size(), hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+        rank = hvd.rank()
+        hvd.shutdown()
+        hvd.init(comm=[0, 2]) if rank != 1 else None
+        part = (hvd.rank(), hvd.size()) if rank != 1 else None
+        say(rank=rank, before=before, twice=twice, merged=merged, stopped=stopped, after=after,
+            again=again, part=part, quick=seconds < 5)
+    """
+    said = run_learners(3, program, env={SIZE: "1"}, timeout=90).checked().by_rank()
+    uninitialized = "NotInitializedError"
+    for rank, facts in enumerate(said):
+        assert facts == {
+            "rank": rank,
+            "before": [uninitialized, uninitialized, False],
+            "twice": "AlreadyInitializedError",
+            "merged": [1, 3, 3.0],
+            "stopped": ["b", "a"],
+            "after": [uninitialized, False],
+            "again": [3, 3.0],
+            "part": [[0, 2], None, [1, 2]][rank],
+            "quick": True,
+        }
+    assert len(said) == 3
+
+
+def test_leaving_without_the_others_ends_with_the_scripts_status(tmp_path: Path) -> None:
+    """Learner 0 is done while learner 1 is still busy; it leaves in bounded time, with its status."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
+        rank = hvd.rank()
+        folder = sys.argv[1]
+        done = os.path.join(folder, "done")
+        if rank == 0:
+            began = time.monotonic()
+            hvd.shutdown()
+            say(rank=0, seconds=time.monotonic() - began)
+            open(os.path.join(folder, str(os.getpid())), "w").close()
+            sys.exit(3)
+        ends = time.monotonic() + 30
+        gone = False
+        while not gone and time.monotonic() < ends:  # learner 0 leaves its pid, then ends
+            pids = [int(name) for name in os.listdir(folder) if name.isdigit()]
+            gone = bool(pids) and not alive(pids[0])
+            time.sleep(0.01)
+        say(rank=1, gone=gone)
+    """
+    alive = """
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+"""
+    result = run_learners(2, alive + textwrap.dedent(program), args=[str(tmp_path)])
+    assert result.returncode == 3, result.report()
+    first, second = result.by_rank()
+    assert 0.4 < first["seconds"] < 5
+    assert second["gone"]
+
+
+def test_lost_learner_is_left_out_of_operations_over_all() -> None:
+    program = """
+        import signal, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank = hvd.rank()
+        first = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums = [hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() for _ in range(3)]
+        try:
+            hvd.broadcast_object("x", root_rank=1)
+        except Exception as error:
+            lost = type(error).__name__
+        began = time.monotonic()
+        hvd.shutdown()
+        say(rank=rank, first=first, sums=sums, lost=lost, quick=time.monotonic() - began < 10)
+    """
+    result = run_learners(4, program, env={SIZE: "1"}, timeout=60)
+    said = result.by_rank()
+    assert [facts["rank"] for facts in said] == [0, 2, 3], result.report()
+    for facts in said:
+        assert facts["first"] == 6.0
+        assert facts["sums"] == [5.0] * 3
+        assert facts["lost"] == "PeerLostError"
+        assert facts["quick"]
+    assert "lost learners [1]" in result.stderr
+
+
+# ---- isolation ----------------------------------------------------------------------------------
+
+
+def test_horovod_in_one_super_learner_does_not_wait_for_another() -> None:
+    """While learner 3 is stopped for 2 s, learners 0 and 1 go on, and 2 waits: proof it was."""
+    program = """
+        import signal, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank = hvd.rank()
+        def inner():
+            began = time.monotonic()
+            hvd.allreduce(torch.ones(1000), process_set=hvd.super_learner)
+            return time.monotonic() - began
+        for _ in range(3):
+            inner()
+        victim = hvd.allgather_object(os.getpid())[3]
+        hvd.barrier()
+        if rank == 3:  # a child stops this learner and wakes it up again
+            if os.fork() == 0:
+                os.kill(victim, signal.SIGSTOP)
+                time.sleep(2.0)
+                os.kill(victim, signal.SIGCONT)
+                os._exit(0)
+        state = ""
+        ends = time.monotonic() + 10
+        while rank != 3 and state != "T" and time.monotonic() < ends:
+            with open(f"/proc/{victim}/stat") as file:
+                state = file.read().rsplit(")", 1)[1].split()[0]
+        began = time.monotonic()
+        times = []
+        more = True
+        while more:  # the leader of each super learner knows when to end
+            times.append(inner())
+            more = hvd.broadcast_object(rank == 0 and time.monotonic() - began < 1.0, 0,
+                                        process_set=hvd.super_learner)
+        say(rank=rank, state=state, longest=max(times), count=len(times))
+    """
+    said = run_learners(4, program, env={SIZE: "2"}, timeout=60).checked().by_rank()
+    assert [facts["state"] for facts in said] == ["T", "T", "T", ""]
+    assert said[2]["longest"] > 1.0, "learner 3 was not stopped"
+    for facts in said[:2]:
+        assert facts["count"] >= 5
+        assert facts["longest"] < 0.7
