@@ -16,6 +16,15 @@ def snapshot(
     stream: bool = False,
 ) -> bool: ...
 def merge(
-    dtype: int, wire: int, correction: Any, received: Any, sent: Any, weight: float, fresh: bool, stream: bool = False
+    dtype: int,
+    wire: int,
+    correction: Any,
+    received: Any,
+    sent: Any,
+    weight: float,
+    fresh: bool,
+    stream: bool = False,
 ) -> float: ...
-def apply(dtype: int, parameter: Any, correction: Any = None, mirror: Any = None, stream: bool = False) -> bool: ...
+def apply(
+    dtype: int, parameter: Any, correction: Any = None, mirror: Any = None, stream: bool = False
+) -> bool: ...

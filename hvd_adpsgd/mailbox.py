@@ -126,7 +126,7 @@ def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
         except OSError as problem:
             error = f"{nbytes / 2**20:.0f} MiB of shared memory in {SHARED_FOLDER}: {problem}"
     path, error = inner.bcast((path, error))
-    area = None
+    area: mmap.mmap | None = None
     if error is None:
         try:
             area = _map(path, nbytes)
@@ -135,7 +135,7 @@ def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
     errors = [e for e in inner.allgather(error) if e]
     if inner.Get_rank() == 0 and path is not None:
         os.unlink(path)
-    if errors:
+    if errors or area is None:
         raise WorldError(
             f"{errors[0]}. The learners of a super learner share their corrections there: enlarge "
             "it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."

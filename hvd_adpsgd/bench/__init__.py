@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--super-learner-size", type=int, default=1)
     step.add_argument("--blocks", type=int, default=5)
     step.add_argument("--steps", type=int, default=20, help="steps per block")
-    step.add_argument("--straggler", type=float, default=0.0, metavar="S", help="one sleeps S s/step")
+    step.add_argument(
+        "--straggler", type=float, default=0.0, metavar="S", help="one sleeps S s/step"
+    )
     step.add_argument("--averaging", default="random_pairs")
     for kind in (exchange, step):
         kind.add_argument("--json", action="store_true", help="print one JSON object, no table")

@@ -20,7 +20,6 @@ from hvd_adpsgd.engine import Engine, EngineOptions
 from hvd_adpsgd.layout import TensorSpec
 from hvd_adpsgd.strategies import RandomPairs
 
-
 WARM_UP = 2  # rounds; each touches one of the two slots of corrections for the first time
 
 

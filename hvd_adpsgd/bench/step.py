@@ -12,6 +12,7 @@ counts is the speed of the others, averaging on, against their speed when nobody
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -55,7 +56,7 @@ class Trial:
     def __init__(self, averaging: str | None):
         torch.manual_seed(hvd.rank())
         layers: list[torch.nn.Module] = []
-        for a, b in zip(SIZES, SIZES[1:], strict=False):
+        for a, b in itertools.pairwise(SIZES):
             layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
         self.model = torch.nn.Sequential(*layers[:-1])
         self.plain = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)

@@ -88,10 +88,9 @@ def test_a_follower_reads_what_its_leader_published():
     leader.absorb(-1)
     other.absorb(-1)
     exchange(leader, other, 0)
-    for slot, flag, mine, my_flag in zip(
-        leader.mailbox.slots, leader.mailbox.flags, follower.mailbox.slots, follower.mailbox.flags
-    ):
-        mine[:], my_flag[:] = slot, flag  # stands for the shared memory
+    for i in (0, 1):  # stands for the shared memory
+        follower.mailbox.slots[i][:] = leader.mailbox.slots[i]
+        follower.mailbox.flags[i][:] = leader.mailbox.flags[i]
     slot = leader.arena.publish()
     follower.absorb(slot)
     leader.absorb(slot)

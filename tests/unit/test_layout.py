@@ -56,7 +56,7 @@ def test_a_later_generation_leaves_earlier_chunks_alone():
     one.extend(a)
     two.extend(a)
     two.extend([TensorSpec("b", (5,), "float32")])
-    assert one.generations[0] .fingerprint == two.generations[0].fingerprint
+    assert one.generations[0].fingerprint == two.generations[0].fingerprint
     assert two.generations[1].last_chunk > two.generations[0].last_chunk
 
 

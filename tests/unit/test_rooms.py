@@ -25,6 +25,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     **{room: set() for room in ("errors", "config", "__init__", "horovod_build")},
     "engine": {"numpy", "mpi4py"},
     "mailbox": {"numpy", "mpi4py"},
+    "together": {"numpy", "mpi4py"},
     "world": None,
     "torch": None,
     "bench": None,
