@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--noise", type=float, default=1.0)
-    parser.add_argument("--slow", type=float, default=0.005, help="seconds learner 0 loses per step")
+    parser.add_argument(
+        "--slow", type=float, default=0.005, help="seconds learner 0 loses per step"
+    )
     args = parser.parse_args()
 
     hvd.init()
