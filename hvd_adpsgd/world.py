@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hvd_adpsgd import strategies
+from hvd_adpsgd import _leaving, strategies
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import (
     AlreadyInitializedError,
@@ -169,6 +168,7 @@ _current: World | None = None
 _finalizes = False  # MPI_Finalize is ours, not mpi4py's
 _registered = False  # _leave is registered
 _left_clean = True  # the last shutdown met all others
+_left_last = False  # all others were lost by then
 _stuck = False  # a Horovod shutdown did not return
 
 
@@ -541,7 +541,7 @@ def shutdown() -> None:
     Raises:
         Exception: the first that a registered callback raised, once all else is done.
     """
-    global _current, _left_clean
+    global _current, _left_clean, _left_last
     world, _current = _current, None
     if world is None:
         return
@@ -550,6 +550,7 @@ def shutdown() -> None:
     stopped = _stop_horovod(world.config.leave_deadline_s)
     met = _meet(world.goodbye, ends)
     _left_clean = stopped and met
+    _left_last = not met and _count_lost(world.goodbye) == world.size - 1
     if _left_clean:  # others may still use theirs otherwise, and freeing is collective
         _free(world.outer, world.inner, world.host, world.goodbye, world.comm)
     if failures:
@@ -605,6 +606,16 @@ def _meet(comm: Any, ends: float) -> bool:
         return False
 
 
+def _count_lost(comm: Any) -> int:
+    """How many processes of a communicator are known to have ended; 0 if MPI cannot tell."""
+    from mpi4py import MPI
+
+    try:
+        return int(comm.Get_failed().Get_size()) if survives_losses() else 0
+    except MPI.Exception:
+        return 0
+
+
 def _free(*communicators: Any) -> None:
     from mpi4py import MPI
 
@@ -615,7 +626,7 @@ def _free(*communicators: Any) -> None:
 
 
 def _leave(pid: int) -> None:
-    """At exit: shut down, then end MPI, in bounded time and with the script's own exit status."""
+    """At exit: shut down, then end MPI, in bounded time."""
     if os.getpid() != pid:  # a forked child that is no learner
         return
     from mpi4py import MPI
@@ -623,29 +634,20 @@ def _leave(pid: int) -> None:
     seconds = current().config.leave_deadline_s if _current else Config().leave_deadline_s
     with contextlib.suppress(Exception):  # logged in shutdown(); an exit handler cannot raise
         shutdown()
-    if MPI.Is_finalized() or not _finalizes:
-        return
-    if _left_clean:
-        ended = _returns(MPI.Finalize, seconds)
-    elif survives_losses():
-        ended = False
-    else:
-        ended = not _stuck
-        if ended:
-            MPI.Finalize()  # without fault tolerance, whoever does not wait here ends the job
-    if not ended:
-        _skip_exit_handlers()
+    if not MPI.Is_finalized() and _finalizes and not _ended_mpi(MPI, seconds):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _leaving.end_without_finalize(_left_last)
 
 
-def _skip_exit_handlers() -> None:
-    """Let exit() end the process at once when Python is done.
+def _ended_mpi(mpi: Any, seconds: float) -> bool:
+    """Finalize MPI; False if that would wait for learners that may be gone.
 
-    MPI_Finalize and the destructors of Horovod wait without bound for learners that are gone.
-    on_exit calls _exit with the status of exit(), which Python code has no way to know, before any
-    handler registered earlier.
+    With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    libc = ctypes.CDLL(None)
-    libc.fflush(None)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+    if _left_clean:
+        return _returns(mpi.Finalize, seconds)
+    if survives_losses() or _stuck:
+        return False
+    mpi.Finalize()
+    return True

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
 import pytest
 from launcher import Result, run_learners
 
@@ -238,43 +235,61 @@ def test_shutdown_init_and_merge() -> None:
     assert len(said) == 3
 
 
-def test_leaving_without_the_others_ends_with_the_scripts_status(tmp_path: Path) -> None:
-    """Learner 0 is done while learner 1 is still busy; it leaves in bounded time, with its status."""
+def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
+    """Learner 0 fails while learner 1 is busy: it leaves, learner 1 goes on and has the last word."""
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.config import Config
         hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
         rank = hvd.rank()
-        folder = sys.argv[1]
-        done = os.path.join(folder, "done")
+        pid = hvd.broadcast_object(os.getpid(), root_rank=0)
         if rank == 0:
             began = time.monotonic()
             hvd.shutdown()
             say(rank=0, seconds=time.monotonic() - began)
-            open(os.path.join(folder, str(os.getpid())), "w").close()
             sys.exit(3)
         ends = time.monotonic() + 30
         gone = False
-        while not gone and time.monotonic() < ends:  # learner 0 leaves its pid, then ends
-            pids = [int(name) for name in os.listdir(folder) if name.isdigit()]
-            gone = bool(pids) and not alive(pids[0])
+        while not gone and time.monotonic() < ends:
+            gone = not os.path.exists(f"/proc/{pid}")
             time.sleep(0.01)
-        say(rank=1, gone=gone)
+        say(rank=1, gone=gone, alone=hvd.allreduce(torch.tensor([7.0]), op=hvd.Sum).item())
+        sys.exit(5)
     """
-    alive = """
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-"""
-    result = run_learners(2, alive + textwrap.dedent(program), args=[str(tmp_path)])
-    assert result.returncode == 3, result.report()
+    result = run_learners(2, program)
     first, second = result.by_rank()
     assert 0.4 < first["seconds"] < 5
-    assert second["gone"]
+    assert second == {"rank": 1, "gone": True, "alone": 7.0}
+    assert result.returncode == 5, result.report()
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise RuntimeError", "sys.exit(1)"])
+def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
+    """The others go on, in the node and over all learners, and the job ends well."""
+    program = f"""
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        hvd.init(config=Config(super_learner_size=2, leave_deadline_s=0.5))
+        rank = hvd.rank()
+        def inner():
+            return hvd.allreduce(torch.ones(2), process_set=hvd.super_learner)
+        inner()
+        hvd.barrier()
+        if rank == 1:
+            {how}
+        began = time.monotonic()
+        count = 0
+        while time.monotonic() - began < 1.0 if rank < 2 else count < 50:
+            inner()  # raises on learner 0
+            count += 1
+        total = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
+        say(rank=rank, total=total)
+    """
+    result = run_learners(4, program).checked()
+    assert result.by_rank() == [{"rank": 2, "total": 5.0}, {"rank": 3, "total": 5.0}]
+    assert "HorovodInternalError" in result.stderr
 
 
 def test_lost_learner_is_left_out_of_operations_over_all() -> None:

@@ -1,0 +1,49 @@
+# cython: language_level=3
+"""How a process ends that cannot wait for MPI_Finalize.
+
+Compiled, because only a C function can act between the end of Python and the end of the process,
+where the exit status is known.
+"""
+
+cdef extern from "signal.h" nogil:
+    int SIGKILL
+    int kill(int pid, int signal)
+
+cdef extern from "stdlib.h" nogil:
+    int on_exit(void (*function)(int, void *) noexcept nogil, void *argument)
+
+cdef extern from "unistd.h" nogil:
+    int getpid()
+    void _exit(int status)
+
+
+cdef int keeps_status = 0
+
+
+cdef void _end(int status, void *argument) noexcept nogil:
+    """End now: no handler of exit() that was registered earlier runs.
+
+    Open MPI's launcher tells the other processes of an end without MPI_Finalize only if the status
+    is 0 or a signal ended the process; after another status it ends the job. The price is that the
+    launcher does not see the status.
+    """
+    if status == 0 or keeps_status:
+        _exit(status)
+    kill(getpid(), SIGKILL)
+
+
+def end_without_finalize(bint last):
+    """From now on exit() ends the process without MPI_Finalize and C++ destructors.
+
+    With its status if that is 0 or if `last`, else by SIGKILL.
+
+    Args:
+        last: no other process of the job lives.
+
+    Raises:
+        OSError: if the C library refuses.
+    """
+    global keeps_status
+    keeps_status = last
+    if on_exit(_end, NULL) != 0:
+        raise OSError("on_exit() refused")
