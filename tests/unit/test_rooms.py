@@ -32,6 +32,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "__main__": None,
     "_kernels": COMPILED,
     "_arena": COMPILED,
+    "_leaving": set(),
     "_transport": COMPILED | {"mpi4py"},
     "_engine": COMPILED | {"mpi4py"},
 }
