@@ -623,7 +623,7 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
 cdef void merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
     """correction += w (received - sent), unless one of the two snapshots was void."""
     cdef Exchange* x = &e.exchanges[partner]
-    cdef int64_t stale = e.step + 1 - lane.step
+    cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
     cdef double began
     if lane.void or nbytes == 0:
         e.counters.void_chunks += 1
