@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=50)
     parser.add_argument("--strategy", default="random_pairs")
     parser.add_argument("--wire", default=None)
+    parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
     parser.add_argument("--break-merge", type=float, default=0.0)
     args = parser.parse_args()
 
@@ -37,7 +38,11 @@ def main() -> None:
     outer.Set_errhandler(MPI.ERRORS_RETURN)
     rng = np.random.default_rng([args.seed, comm.rank])
     options = EngineOptions(
-        exchanges_per_step=64.0, chunk_nbytes=64 * 1024, wire_dtype=args.wire, deadline_s=30.0
+        exchanges_per_step=64.0,
+        chunk_nbytes=64 * 1024,
+        wire_dtype=args.wire,
+        deadline_s=30.0,
+        share_host=not args.no_share,
     )
     plan = parse(args.strategy).plan(comm.rank, comm.size)
     engine = Engine(inner=None, outer=outer, plan=plan, options=options)

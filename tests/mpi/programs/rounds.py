@@ -1,11 +1,16 @@
 """Pure averaging, no gradients, through the real engine.
 
 --lockstep K: K rounds driven by hand. Every super learner offers, then the exchanges of the round
-run, all from the offered models. Prints the models before and after, to be compared with the mixing
+run, all from the offered models. Gives the models before and after, to be compared with the mixing
 matrices.
 
+--factors K: lock step again. Gives the factor by which each round shrank the squared disagreement,
+from fresh models each round or, with --start fourier, on from the slowest mode of the fixed ring.
+
 --events K: engines run freely until about K exchanges; repeated --repeats times from fresh models.
-Prints, per repeat, exchanges and the factor by which the squared disagreement shrank.
+Gives, per repeat, exchanges and the factor by which the squared disagreement shrank.
+
+Prints one JSON object: what is given, per strategy.
 """
 
 import argparse
@@ -25,21 +30,27 @@ DEADLINE_S = 30.0
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", required=True)
+    parser.add_argument("--strategy", required=True, nargs="+")
     parser.add_argument("--lockstep", type=int, default=0)
+    parser.add_argument("--factors", type=int, default=0)
     parser.add_argument("--events", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--size", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", choices=("normal", "fourier"), default="normal")
     args = parser.parse_args()
-    run = Run(MPI.COMM_WORLD, parse(args.strategy), args.size, lockstep=args.lockstep > 0)
-    rng = np.random.default_rng([args.seed, run.comm.rank])
-    if args.lockstep:
-        result = run.lockstep(rng, args.lockstep)
-    else:
-        result = [run.free(rng, args.events) for _ in range(args.repeats)]
-    run.engine.stop()
-    if run.comm.rank == 0:
+    result = {}
+    for spec in args.strategy:
+        run = Run(MPI.COMM_WORLD, parse(spec), args.size, lockstep=not args.events)
+        rng = np.random.default_rng([args.seed, run.comm.rank])
+        if args.lockstep:
+            result[spec] = run.lockstep(rng, args.lockstep)
+        elif args.factors:
+            result[spec] = run.factors(rng, args.factors, args.start)
+        else:
+            result[spec] = [run.free(rng, args.events) for _ in range(args.repeats)]
+        run.engine.stop()
+    if MPI.COMM_WORLD.rank == 0:
         os.write(1, (json.dumps(result) + "\n").encode())
 
 
@@ -78,18 +89,39 @@ class Run:
         before = self.comm.gather(self.model.copy())
         self.turn()
         for k in range(rounds):
-            asked, exchanges = self.partners(k)
-            self.comm.Barrier()
-            if asked is not None:
-                self.engine.ask(asked)
-            self.finished += exchanges
-            assert self.engine.wait_finished(self.finished, DEADLINE_S), f"round {k} hangs"
-            self.comm.Barrier()
-            self.turn()
+            self.round(k)
         after = self.comm.gather(self.model.copy())
         if self.comm.rank:
             return {}
         return {"before": np.array(before).tolist(), "after": np.array(after).tolist()}
+
+    def round(self, k: int) -> None:
+        """All exchanges of one round, from the offered models, and what they owe taken in."""
+        asked, exchanges = self.partners(k)
+        self.comm.Barrier()
+        if asked is not None:
+            self.engine.ask(asked)
+        self.finished += exchanges
+        assert self.engine.wait_finished(self.finished, DEADLINE_S), f"round {k} hangs"
+        self.comm.Barrier()
+        self.turn()
+
+    def factors(self, rng: np.random.Generator, rounds: int, start: str) -> list[float]:
+        if start == "fourier":
+            self.model[:] = np.random.default_rng(7).standard_normal(self.model.size)
+            self.model *= np.cos(2 * np.pi * self.comm.rank / self.comm.size)
+        factors = []
+        before = self.disagreement()
+        for k in range(rounds):
+            if start == "normal":
+                self.model[:] = rng.standard_normal(self.model.size)
+                before = self.disagreement()
+            self.engine.absorb(self.addresses, -1, self.step)
+            self.engine.offer(self.step)
+            self.round(k)
+            factors.append(self.disagreement() / before)
+            before *= factors[-1]
+        return factors
 
     def partners(self, k: int) -> tuple[int | None, int]:
         """Whom this super learner asks in round k, and in how many exchanges it takes part."""
