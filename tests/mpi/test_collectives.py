@@ -242,7 +242,8 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         handle = hvd.allreduce_async(x * rank, op=hvd.Sum, process_set=hvd.super_learner)
         facts["inner"] = hvd.synchronize(handle).tolist()
         facts["split"] = [t.tolist() for t in hvd.alltoall(
-            torch.arange(4) + 10 * rank, torch.tensor([1, 3], dtype=torch.int32), process_set=hvd.super_learner)]
+            torch.arange(4) + 10 * rank, torch.tensor([1, 3], dtype=torch.int32),
+            process_set=hvd.super_learner)]
         last = 2
         if rank != last:
             hvd.barrier(hvd.global_process_set)
