@@ -64,7 +64,7 @@ class NotInitializedError(WorldError, ValueError):
 
 
 class AlreadyInitializedError(WorldError):
-    """init() was called a second time with arguments that differ from the first call's.
+    """init() was called a second time without a shutdown() between.
 
     Call shutdown() first, or drop the second call.
     """
@@ -73,8 +73,8 @@ class AlreadyInitializedError(WorldError):
 class LaunchError(WorldError):
     """The processes were started in a way in which the worlds cannot be built.
 
-    For instance under `horovodrun --gloo` (MPI then sees a world of one), with an MPI that lacks
-    MPI_THREAD_MULTIPLE, or with a super learner size that does not divide a host's learners.
+    For instance under `horovodrun --gloo` (MPI then sees a world of one), or with an MPI that lacks
+    MPI_THREAD_MULTIPLE.
     Start the job again as the message says.
     """
 

@@ -115,7 +115,6 @@ class World:
     seats: tuple[Seat, ...]
     ranks: tuple[int, ...]
     goodbye: Any
-    _arguments: tuple[Any, ...] = ()
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -178,8 +177,6 @@ _stuck = False  # a Horovod shutdown did not return
 def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = None) -> World:
     """Make the worlds; all learners call this together.
 
-    A second call with the same arguments returns the world there is, as Horovod's init does.
-
     Args:
         config: the knobs; default from the environment. Equal on all learners.
         comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
@@ -190,27 +187,40 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         The world, which `current` returns from now on.
 
     Raises:
-        AlreadyInitializedError: after an init with other arguments.
+        AlreadyInitializedError: after an init without a shutdown.
         LaunchError: if the processes were started in a way in which the worlds cannot be made.
         ConfigError: on all learners, if a knob is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
     """
     global _current
-    arguments = (config, comm, process_sets)
     if _current is not None:
-        return _same_world(_current, arguments)
+        raise AlreadyInitializedError(
+            f"init() on learner {_current.rank}: hvd_adpsgd is initialized already. Call "
+            "hvd.shutdown() first, or drop the second call."
+        )
     _require_whole()
     _require_mpi_launcher(os.environ)
     everyone = _communicator(_load_mpi(), comm)
     try:
-        world = _make_world(everyone, config, bool(process_sets), arguments)
+        world = _make_world(everyone, config, bool(process_sets))
     except Exception:
         everyone.Free()
         raise
     _start_horovod(world.inner, process_sets)
+    _log_from(world.config.log_level)
     _current = world
     return world
+
+
+def _log_from(level: str) -> None:
+    """Show messages from `level` on; on stderr if the script has not set up logging."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hvd_adpsgd: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        log.addHandler(handler)
 
 
 def current() -> World:
@@ -227,15 +237,6 @@ def current() -> World:
 def is_initialized() -> bool:
     """Whether init() was called, and shutdown() not since."""
     return _current is not None
-
-
-def _same_world(world: World, arguments: tuple[Any, ...]) -> World:
-    if world._arguments == arguments:
-        return world
-    raise AlreadyInitializedError(
-        f"init() on learner {world.rank}: called again with other arguments ({arguments} after "
-        f"{world._arguments}). Call hvd.shutdown() first, or drop the second call."
-    )
 
 
 def _require_whole() -> None:
@@ -355,9 +356,7 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
             )
 
 
-def _make_world(
-    everyone: Any, config: Config | None, asks_sets: bool, arguments: tuple[Any, ...]
-) -> World:
+def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     """Agree with all learners, then cut the communicator; the same outcome on all of them."""
     hosts = _host_communicator(everyone)
     answers = allgather_object(everyone, _answer(everyone, hosts, config, asks_sets))
@@ -372,7 +371,7 @@ def _make_world(
             f"learner, this job has {len(groups)}. Leave process_sets out, or start the job as one "
             "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
         )
-    return _cut(everyone, hosts, checked, seats, groups, arguments)
+    return _cut(everyone, hosts, checked, seats, groups)
 
 
 def _host_communicator(everyone: Any) -> Any:
@@ -450,7 +449,6 @@ def _cut(
     config: Config,
     seats: tuple[Seat, ...],
     groups: Sequence[Sequence[int]],
-    arguments: tuple[Any, ...],
 ) -> World:
     rank = everyone.Get_rank()
     seat = seats[rank]
@@ -478,7 +476,6 @@ def _cut(
         seats=seats,
         ranks=tuple(range(len(seats))),
         goodbye=everyone.Dup(),
-        _arguments=arguments,
     )
 
 
@@ -522,7 +519,7 @@ def merge_super_learners(world: World) -> World:
         )
     old = (world.inner, world.outer, world.goodbye)
     everyone = tuple(range(world.size))
-    merged = _cut(world.comm, world.host, world.config, world.seats, [everyone], world._arguments)
+    merged = _cut(world.comm, world.host, world.config, world.seats, [everyone])
     merged._stops = world._stops
     _start_horovod(merged.inner, None)
     _free(*old)

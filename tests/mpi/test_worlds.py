@@ -199,8 +199,7 @@ def test_shutdown_init_and_merge() -> None:
         stopped = []
         for name in "ab":
             worlds.current().at_shutdown(lambda name=name: stopped.append(name))
-        hvd.init()  # the same again: as in Horovod, nothing happens
-        twice = kind(lambda: hvd.init(config=Config(chunk_kib=64)))
+        twice = kind(hvd.init)
         worlds.merge_super_learners(worlds.current())
         merged = hvd.super_size(), hvd.super_learner.size(), hvd.allreduce(
             torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
