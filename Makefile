@@ -53,8 +53,9 @@ format: venv  ## let ruff lay out and repair the sources
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) examples/acoustic_model/demo.py $(ARGS)
 
-bench: venv  ## measure kernels and exchanges
-	@$(PY) -m hvd_adpsgd bench $(ARGS)
+bench: venv  ## what averaging costs: one exchange, and steps with a straggler
+	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)
+	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
 	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*.so
