@@ -215,7 +215,8 @@ class Engine:
         self.check()
         assert self._loop is not None
         if self.options.max_staleness is not None:
-            self._loop.wait_fresh(step - self.options.max_staleness, self.options.deadline_s)
+            # what is merged after this publication is applied one step later
+            self._loop.wait_fresh(step + 1 - self.options.max_staleness, self.options.deadline_s)
         self._arena.publish()
 
     def published(self) -> int:

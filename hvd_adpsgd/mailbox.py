@@ -103,17 +103,22 @@ def _try_file(nbytes: int) -> str | None:
         if free.f_bavail * free.f_frsize < 2 * nbytes:
             return None
         handle, path = tempfile.mkstemp(prefix="hvd_adpsgd.", dir=SHARED_FOLDER)
-        os.ftruncate(handle, nbytes)
-        os.close(handle)
     except OSError:
         return None
+    try:
+        os.ftruncate(handle, nbytes)
+    except OSError:
+        os.unlink(path)
+        return None
+    finally:
+        os.close(handle)
     return path
 
 
 def _try_map(path: str, nbytes: int) -> mmap.mmap | None:
     try:
         return _map(path, nbytes)
-    except OSError:
+    except (OSError, ValueError):  # no such file here, or one that is too short
         return None
 
 

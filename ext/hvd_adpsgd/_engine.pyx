@@ -28,8 +28,8 @@ from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd._arena cimport (Arena, Memory, memory_merge, memory_nbytes, memory_snapshot,
                                 pthread_mutex_t)
-from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_NONE, FAILURE_PARTNER, FAILURE_PENDING,
-                                    TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
+from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_NONE, FAILURE_PARTNER,
+                                    FAILURE_PENDING, TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
                                     classify, data_tag, give_up, post_receive, post_send, test,
                                     transport_open)
 
@@ -91,7 +91,7 @@ cdef enum:
     NOBODY = -1
 
 cdef double IDLE_S = 0.9e-3         # sleep when nothing is on its way
-cdef double LONG_IDLE_S = 2e-3      # the same when nothing was for LULL_S
+cdef double LONG_IDLE_S = 4e-3      # when nothing was for LULL_S: well under 1 % of a core
 cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6
@@ -212,6 +212,7 @@ cdef struct State:
     Memory* memory
     pthread_t thread
     bint running
+    int64_t ended           # the thread has ended
     # the plan
     int* schedule
     int64_t schedule_length
@@ -223,6 +224,7 @@ cdef struct State:
     double deadline_s
     double leave_deadline_s
     int64_t lane_nbytes
+    int64_t shared_nbytes   # size of each engine's shared memory
     Generation* generations
     int ngenerations
     # from the trainer, under `gate`
@@ -256,6 +258,7 @@ cdef struct State:
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
+    int64_t at_rest         # told to pause, and no exchange under way
     int64_t partner_events
     int64_t finished
     int64_t* met            # exchanges with each partner
@@ -306,9 +309,9 @@ cdef void record(State* e, int kind, int partner, double began, double ended, in
 
 
 cdef void set_partner(State* e, int partner, Partner state) noexcept nogil:
-    """Who left or is lost stays so; only who left can still be lost."""
+    """Who left or is lost stays so: that somebody who left ends its process is no news."""
     cdef Partner before = <Partner>e.partners[partner]
-    if before != state and (before < LEFT or (before == LEFT and state == LOST)):
+    if before != state and before < LEFT:
         e.partners[partner] = state
         store(&e.partner_events, e.partner_events + 1)
 
@@ -379,6 +382,8 @@ cdef bint read_inbox(State* e) noexcept nogil:
 
 
 cdef void hear(State* e, int partner, Message* m) noexcept nogil:
+    if e.partners[partner] == LOST:
+        return                      # written before its end was noticed
     if e.partners[partner] == SUSPECT:
         set_partner(e, partner, ALIVE)
     if m.kind == ASK:
@@ -391,8 +396,19 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
         set_partner(e, partner, LEFT)
         e.farewells[partner] = 0
         say(e, partner, BYE_SEEN, 0, 0)
+        dismiss(e, partner)
     elif m.kind == BYE_SEEN:
         e.farewells[partner] = 0
+
+
+cdef void dismiss(State* e, int partner) noexcept nogil:
+    """Who left answers nothing more; what it sent before may still come."""
+    cdef Exchange* x = &e.exchanges[partner]
+    vacate(e, partner)
+    if x.phase == ASKED:
+        x.phase = IDLE
+    elif x.phase == RUNNING:
+        x.parked = True
 
 
 cdef bint same_model(State* e, int partner, Message* m) noexcept nogil:
@@ -420,7 +436,8 @@ cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
         e.asking = NOBODY           # our own question will be answered with NO
     e.serving = partner
     say(e, partner, YES, m.exchange, min(m.nchunks, mine))
-    begin(e, partner, m.exchange, min(m.nchunks, mine), False)
+    if e.partners[partner] != LOST:
+        begin(e, partner, m.exchange, min(m.nchunks, mine), False)
 
 
 cdef void hear_yes(State* e, int partner, Message* m) noexcept nogil:
@@ -477,12 +494,16 @@ cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
 
 
 cdef bint has_room(State* e, int partner) noexcept nogil:
-    """Are there buffers for an exchange with `partner`, and for one more on our other side?"""
+    """Are there buffers for an exchange with `partner`, and for one more on our other side?
+
+    Questions that are not yet answered count, for a silent partner may still say yes."""
     cdef int i, room = 0
     if e.mapped[partner] == NULL:
         return True
     for i in range(SETS):
         room += not e.taken[i]
+    for i in range(e.transport.size):
+        room -= i != partner and e.exchanges[i].phase == ASKED and e.mapped[i] != NULL
     return room >= 2
 
 
@@ -548,6 +569,8 @@ cdef bint start_lane(State* e, int partner) noexcept nogil:
     lane.sent = False
     lane.received = False
     lane.began = now()
+    if not x.parked:                        # before the snapshot: the trainer must not miss it
+        store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
     if x.set != NOBODY:
         code = start_shared(e, x, lane, partner, nbytes)
     else:
@@ -588,6 +611,17 @@ cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
     return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
 
 
+cdef int open_place(State* e, int partner, Lane* lane) noexcept nogil:
+    """Find the partner's chunk in its shared memory. Returns its size, 0 for a place outside."""
+    cdef int64_t last = e.shared_nbytes - e.lane_nbytes
+    if lane.there.offset < 0 or lane.there.offset > last or not (
+            0 <= lane.there.nbytes <= e.lane_nbytes):
+        latch(e, FAULT_LAYOUT, 0, partner)
+        return 0
+    lane.inp = e.mapped[partner] + lane.there.offset
+    return <int>lane.there.nbytes
+
+
 cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
     cdef Exchange* x = &e.exchanges[partner]
     cdef Arrival arrival
@@ -602,8 +636,7 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
             lane.received = True
             moved = True
             if x.set != NOBODY:
-                lane.inp = e.mapped[partner] + lane.there.offset
-                arrival.nbytes = <int>lane.there.nbytes
+                arrival.nbytes = open_place(e, partner, lane)
             e.counters.bytes_received += arrival.nbytes
             merge_lane(e, partner, lane, arrival.nbytes)
     if not lane.sent:
@@ -625,12 +658,17 @@ cdef void merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nog
     cdef Exchange* x = &e.exchanges[partner]
     cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
     cdef double began
+    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
+        latch(e, FAULT_LAYOUT, 0, partner)  # the two models are cut into different chunks
+        nbytes = 0
     if lane.void or nbytes == 0:
         e.counters.void_chunks += 1
         return
     began = now()
     x.square += memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.out)
+    pthread_mutex_lock(&e.memory.lock)      # the trainer may be adding chunks
     x.elements += e.memory.chunks[lane.chunk].count
+    pthread_mutex_unlock(&e.memory.lock)
     e.counters.chunks += 1
     e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
     record(e, 2, partner, began, now(), nbytes, lane.step)
@@ -759,7 +797,7 @@ cdef bint ask_if_due(State* e) noexcept nogil:
         e.ask_after = now() + RETRY_LAST_S
         return False
     x = &e.exchanges[partner]
-    e.number += 1
+    e.number = (e.number + 1) & 0x3FFFFFFF
     x.phase = ASKED
     x.parked = False
     x.active = True
@@ -780,6 +818,8 @@ cdef void handle_failure(State* e, int code, int partner) noexcept nogil:
         if partner != NOBODY and failure == FAILURE_PARTNER:
             lose(e, partner)
         lose_acknowledged(e)
+    elif failure == FAILURE_LAYOUT:
+        latch(e, FAULT_LAYOUT, code, partner)
     elif failure == FAILURE_FATAL:
         latch(e, FAULT_MPI, code, partner)
 
@@ -810,13 +850,19 @@ cdef void lose(State* e, int partner) noexcept nogil:
         for i in range(LANES):
             if x.lanes[i].busy and not x.lanes[i].received:
                 give_up(&x.lanes[i].receive_request)
-    x.phase = BROKEN if x.phase == RUNNING else IDLE
+        x.phase = BROKEN
+    elif x.phase == ASKED:
+        x.phase = IDLE
+    if x.phase == BROKEN and x.set != NOBODY:
+        e.taken[x.set] = False      # MPI never knew this memory, and who read it is gone
+        x.set = NOBODY
 
 
 # ---- the loop ------------------------------------------------------------------------------
 
 cdef bint turn(State* e) noexcept nogil:
     """One look at everything. True if anything moved."""
+    cdef bint paused = e.paused, busy = False
     cdef bint moved = read_inbox(e)
     cdef int64_t oldest = NO_STEP
     cdef Exchange* x
@@ -832,7 +878,11 @@ cdef bint turn(State* e) noexcept nogil:
                     if x.lanes[i].busy and not x.lanes[i].received:
                         oldest = min(oldest, x.lanes[i].step)
     moved |= ask_if_due(e)
+    for partner in range(e.transport.size):
+        x = &e.exchanges[partner]
+        busy |= (x.phase == ASKED or x.phase == RUNNING) and e.partners[partner] < LEFT
     store(&e.in_flight_step, oldest)
+    store(&e.at_rest, paused and not busy)
     e.counters.turns += 1
     return moved
 
@@ -846,7 +896,10 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         e.leave_by = t + e.leave_deadline_s
     if t > e.leave_by:
         return True
-    if e.asking != NOBODY or e.serving != NOBODY:
+    for partner in range(e.transport.size):     # also what was parked and has come back
+        waiting |= (e.exchanges[partner].phase in (ASKED, RUNNING)
+                    and e.partners[partner] == ALIVE)
+    if waiting or e.asking != NOBODY or e.serving != NOBODY:
         return False
     if not e.said_goodbye:
         e.said_goodbye = True
@@ -897,6 +950,7 @@ cdef void* live(void* argument) noexcept nogil:
     if e.inbox_request != mpi.MPI_REQUEST_NULL:
         give_up(&e.inbox_request)
     store(&e.in_flight_step, NO_STEP)
+    store(&e.ended, 1)
     return NULL
 
 
@@ -996,6 +1050,7 @@ cdef class Loop:
         """Use memory shared on this host: `own` of shared_nbytes, and each partner's (0: none)."""
         cdef int i
         self.state.shared = <char*>own
+        self.state.shared_nbytes = 2 * SETS * LANES * self.state.lane_nbytes
         for i in range(self.state.transport.size):
             self.state.mapped[i] = <char*><uintptr_t>addresses[i]
 
@@ -1034,17 +1089,23 @@ cdef class Loop:
         cdef State* e = &self.state
         pthread_mutex_lock(&e.gate)
         e.paused = paused
+        store(&e.at_rest, 0)
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
 
     def wait_quiet(self, double seconds):
-        """Wait until no exchange occupies a side. Returns False after `seconds`."""
+        """After pause(True): wait until no exchange is under way. Returns False after `seconds`.
+
+        The thread itself says so, at the end of a turn that began after the pause: an exchange that
+        it was about to begin when told to pause is waited for. So is one with a silent partner, as
+        long as that has not left.
+        """
         cdef State* e = &self.state
         cdef double until = now() + seconds
         with nogil:
-            while (e.asking != NOBODY or e.serving != NOBODY) and now() < until:
+            while not load(&e.at_rest) and not load(&e.ended) and now() < until:
                 rest(100e-6)
-        return e.asking == NOBODY and e.serving == NOBODY
+        return load(&e.at_rest) != 0 or load(&e.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
         """Wait until every snapshot on its way is of `step` or later. False after `seconds`."""

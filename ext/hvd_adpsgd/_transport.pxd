@@ -12,6 +12,7 @@ cdef enum Failure:
     FAILURE_PARTNER = 1   # the partner's process is gone: others go on
     FAILURE_PENDING = 2   # a wildcard receive saw somebody fail; it stays posted
     FAILURE_FATAL = 3     # MPI itself is unusable
+    FAILURE_LAYOUT = 4    # a message was longer than this side expects
 
 cdef struct Transport:
     mpi.MPI_Comm comm

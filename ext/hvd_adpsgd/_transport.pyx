@@ -44,6 +44,7 @@ cdef int transport_open(Transport* t, mpi.MPI_Comm comm) noexcept nogil:
 
 cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int tag,
                       mpi.MPI_Request* request) noexcept nogil:
+    request[0] = mpi.MPI_REQUEST_NULL       # so it stays if MPI refuses
     if source < 0:
         source = mpi.MPI_ANY_SOURCE
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, t.comm, request)
@@ -51,6 +52,7 @@ cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int ta
 
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
                    mpi.MPI_Request* request) noexcept nogil:
+    request[0] = mpi.MPI_REQUEST_NULL
     return mpi.MPI_Isend(<void*>buffer, nbytes, mpi.MPI_BYTE, partner, tag, t.comm, request)
 
 
@@ -84,6 +86,8 @@ cdef Failure classify(int code) noexcept nogil:
         return FAILURE_NONE
     if mpi.MPI_Error_class(code, &cls) != mpi.MPI_SUCCESS:
         return FAILURE_FATAL
+    if cls == mpi.MPI_ERR_TRUNCATE:
+        return FAILURE_LAYOUT
     return <Failure>adpsgd_failure_class(cls)
 
 
