@@ -1,0 +1,140 @@
+"""One super learner per process, without Horovod: trains a toy model for --seconds.
+
+A step is a little matrix product and a local update, about 10 ms. Learner --sleeper sleeps
+--sleep-s in one of its steps, --after seconds into the run; learner --victim leaves its pid in
+--folder, for the test to stop or kill it.
+
+Each learner says when it took which step, and how many exchanges it had finished with each other
+one by then; at the end all compare the mean of the models with the sum of all local updates.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import mpi4py
+
+mpi4py.rc.finalize = False  # MPI_Finalize may wait without bound for who was killed
+
+import numpy as np  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+from hvd_adpsgd.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.strategies import parse  # noqa: E402
+
+DEADLINE_S = 20.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--after", type=float, default=4.0)
+    parser.add_argument("--sleeper", type=int, default=-1)
+    parser.add_argument("--sleep-s", type=float, default=3.0)
+    parser.add_argument("--victim", type=int, default=-1)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--strategy", default="random_pairs")
+    parser.add_argument("--exchanges-per-step", type=float, default=1.0)
+    parser.add_argument("--elements", type=int, default=200_000, help="of each dtype")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-check", action="store_true", help="somebody dies: no mean at the end")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="LOG %(message)s")
+    learner = Learner(MPI.COMM_WORLD, args)
+    learner.train()
+    if not args.no_check:
+        learner.compare()
+    learner.engine.stop()
+    learner.say()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Learner:
+    """A super learner of one process."""
+
+    def __init__(self, comm: MPI.Comm, args: argparse.Namespace):
+        self.comm, self.args = comm, args
+        outer = comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rng = np.random.default_rng([args.seed, comm.rank])
+        self.engine = Engine(
+            inner=None,
+            outer=outer,
+            plan=parse(args.strategy).plan(comm.rank, comm.size),
+            options=EngineOptions(exchanges_per_step=args.exchanges_per_step),
+            names=[f"learner {i}" for i in range(comm.size)],
+        )
+        self.model = {d: self.draw(d) for d in ("float32", "float64")}
+        self.expected = {d: x.astype(np.float64) for d, x in self.model.items()}
+        self.engine.extend([TensorSpec(d, x.shape, d) for d, x in self.model.items()])
+        self.engine.start()
+        self.addresses = np.array([x.ctypes.data for x in self.model.values()], dtype=np.uintp)
+        self.facts: dict = {"rank": comm.rank, "times": [], "met": [], "step": 0}
+
+    def draw(self, dtype: str) -> np.ndarray:
+        return self.rng.standard_normal(self.args.elements).astype(dtype)
+
+    def train(self) -> None:
+        args, rank = self.args, self.comm.rank
+        left = np.ones((150, 150))
+        self.comm.Barrier()
+        if rank == args.victim:
+            (args.folder / "new").write_text(str(os.getpid()))
+            (args.folder / "new").rename(args.folder / "pid")
+        began = time.monotonic()
+        while time.monotonic() < began + args.seconds:
+            left = left @ left
+            left /= np.abs(left).max()
+            time.sleep(8e-3)  # the rest of a step's work, for which this machine has too few cores
+            late = time.monotonic() > began + args.after
+            if rank == args.sleeper and late and "slept" not in self.facts:
+                self.facts["slept"] = time.monotonic()
+                time.sleep(args.sleep_s)
+            self.update()
+            self.turn()
+            self.facts["times"].append(time.monotonic())
+            self.facts["met"].append(self.engine.metrics()["partners"])
+
+    def update(self) -> None:
+        """A local step on a few elements; `expected` collects what it really changed."""
+        for dtype, x in self.model.items():
+            some = slice(self.facts["step"] % 50, None, 50)
+            before = x[some].astype(np.float64)
+            x[some] += (0.1 * self.rng.standard_normal(x[some].shape)).astype(dtype)
+            self.expected[dtype][some] += x[some].astype(np.float64) - before
+
+    def turn(self) -> None:
+        step = self.facts["step"]
+        self.engine.publish(step)
+        self.engine.absorb(self.addresses, self.engine.published(), step)
+        self.engine.offer(step)
+        self.facts["step"] += 1
+
+    def compare(self) -> None:
+        """Relative distance of the mean model from the sum of all local updates."""
+        self.comm.Barrier()  # who was stopped is back
+        assert self.engine.pause(DEADLINE_S), "the engine did not come to rest"
+        self.comm.Barrier()
+        self.turn()
+        worst = {}
+        for dtype, x in self.model.items():
+            mine = self.comm.allreduce(x.astype(np.float64))
+            ideal = self.comm.allreduce(self.expected[dtype])
+            worst[dtype] = float(np.linalg.norm(mine - ideal) / np.linalg.norm(ideal))
+        self.facts["worst"] = worst
+        self.comm.Barrier()
+
+    def say(self) -> None:
+        metrics = self.engine.metrics()
+        self.facts |= {k: metrics[k] for k in ("parked", "exchanges", "partners", "void_chunks")}
+        self.args.folder.joinpath(f"{self.comm.rank}.json").write_text(json.dumps(self.facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Slow, stopped and lost super learners, and the end of runs: the others do not notice, or go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import Result, run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+N = 4
+PAUSE_S = 3.0
+BOUND = 0.8  # of the steps in the PAUSE_S before
+ATTEMPTS = 3  # the machine may be busy with other things in just one of the two windows
+
+
+def steps(facts: dict[str, Any], began: float, ended: float) -> int:
+    """Steps of one learner in a span of time.monotonic, which all processes of a host share."""
+    return sum(began <= t < ended for t in facts["times"])
+
+
+def met(facts: dict[str, Any], when: float, partners: list[int]) -> int:
+    """Exchanges that one learner had finished with these by then."""
+    before = [row for t, row in zip(facts["times"], facts["met"], strict=True) if t <= when]
+    return sum(before[-1][p] for p in partners)
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What the learners of train.py left, by rank."""
+    files = sorted(folder.glob("?.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+@contextlib.contextmanager
+def training(folder: Path, *args: object, timeout: float = 60) -> Iterator[Future[Result]]:
+    """train.py under way; the future is its result."""
+    arguments = [str(a) for a in ("--folder", folder, *args)]
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run_learners, N, PROGRAM, args=arguments, timeout=timeout)
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> Any:
+    """Poll until true. Returns what was true."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    return pytest.fail(f"not in {seconds} s: {what}")
+
+
+def pid_of_victim(folder: Path) -> int:
+    file = folder / "pid"
+    wait_for(file.exists, "the victim's pid")
+    return int(file.read_text())
+
+
+def require_not_slower(
+    others: list[dict[str, Any]], began: float, ended: float
+) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether each did BOUND times as many steps in the span as in one of that length before."""
+    length = ended - began
+    counts = [(steps(f, began - length, began), steps(f, began, ended)) for f in others]
+    return all(after >= BOUND * before > 0 for before, after in counts), counts
+
+
+# ---- promise 2: never blocks --------------------------------------------------------------------
+
+
+def test_a_slow_super_learner_slows_only_itself(tmp_path: Path) -> None:
+    sleeper = 1
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        args = ("--seconds", 7.5, "--sleeper", sleeper, "--after", 3.5, "--seed", attempt)
+        with training(folder, *args) as run:
+            run.result().checked()
+        facts = told(folder)
+        began = facts[sleeper]["slept"]
+        assert steps(facts[sleeper], began, began + PAUSE_S) == 0, "nobody slept"
+        others = [f for f in facts if f["rank"] != sleeper]
+        good, counts = require_not_slower(others, began, began + PAUSE_S)
+        if good:
+            break
+    assert good, f"steps before and during the {PAUSE_S:g} s, seed {attempt}: {counts}"
+    for f in facts:
+        assert f["worst"]["float32"] <= 1e-6, f["worst"]
+        assert f["worst"]["float64"] <= 1e-12, f["worst"]
+
+
+# ---- promise 3, and deadlines -------------------------------------------------------------------
+
+
+def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -> None:
+    """SIGSTOP in the middle of exchanges, SIGCONT 3 s later.
+
+    Its exchange is parked after deadline_s = 1 s; meanwhile the others exchange with each other;
+    afterwards the parked exchange is finished, new ones begin, and the mean is exact.
+    """
+    victim = 2
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        args = ("--seconds", 9, "--victim", victim, "--exchanges-per-step", 8, "--seed", attempt)
+        with training(folder, *args, "--elements", 400_000) as run:
+            pid = pid_of_victim(folder)
+            time.sleep(3.5)  # undisturbed training, to compare with
+            began = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                time.sleep(PAUSE_S)  # the injected stop
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            ended = time.monotonic()
+            result = run.result().checked()
+        facts = told(folder)
+        assert steps(facts[victim], began + 0.1, ended) <= 1, "nobody was stopped"
+        others = [f for f in facts if f["rank"] != victim]
+        good, counts = require_not_slower(others, began, ended)
+        in_exchange = sum(f["parked"] for f in others) > 0
+        if good and in_exchange:
+            break
+    where = f"seed {attempt}, {result.report()}"
+    assert good, f"steps before and while stopped: {counts}; {where}"
+    assert in_exchange, f"no exchange was parked: the stop met none; {where}"
+    for f in others:
+        rest = [p for p in range(N) if p != victim and p != f["rank"]]
+        parked_by = began + 1.2  # deadline_s is 1
+        assert met(f, ended, rest) > met(f, parked_by, rest) + 5, f"no exchanges meanwhile; {where}"
+        assert f["partners"][victim] >= met(f, ended, [victim]) + 3, f"none afterwards; {where}"
+        assert f["worst"]["float32"] <= 1e-6, f["worst"]
+        assert f["worst"]["float64"] <= 1e-12, f["worst"]
+    assert "is silent" in result.stderr, result.stderr
+
+
+# ---- a super learner that is gone ----------------------------------------------------------------
+
+
+def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
+    """SIGKILL: the others exchange on, say so once each, and end by themselves with status 0."""
+    victim = 1
+    args = ("--seconds", 5, "--victim", victim, "--exchanges-per-step", 8, "--no-check")
+    with training(tmp_path, *args) as run:
+        pid = pid_of_victim(tmp_path)
+        time.sleep(1.5)  # training before the loss
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        result = run.result()
+    facts = told(tmp_path)
+    assert [f["rank"] for f in facts] == [0, 2, 3], result.report()
+    for f in facts:
+        rest = [p for p in range(N) if p != victim and p != f["rank"]]
+        assert sum(f["partners"][p] for p in rest) > met(f, killed + 2, rest) + 5, result.report()
+        assert f["times"][-1] > killed + 2
+    lines = [line for line in result.stderr.splitlines() if "is lost" in line]
+    assert len(lines) == N - 1, result.report()
+    assert all("learner 1" in line for line in lines)
+
+
+# ---- promise 6: every run ends ------------------------------------------------------------------
+
+SCRIPT = """
+    import signal, torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    rank, how = hvd.rank(), sys.argv[1]
+    say(rank=rank, pid=os.getpid())
+    model = torch.nn.Linear(1000, 100)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
+                                         named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.barrier()
+    steps = 10 if how == "uneven" and rank == 1 else 300
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 1000)).pow(2).mean().backward()
+        optimizer.step()
+        if how == "raise" and rank == 1 and step == 10:
+            say(rank=rank, done=time.monotonic())
+            raise ValueError("on purpose")
+        if how == "interrupt":
+            time.sleep(0.2)  # until the test interrupts
+            say(rank=rank, exchanges=hvd.metrics()["exchanges"])
+        if how == "uneven" and rank != 1:
+            time.sleep(5e-3)  # a gradient
+    say(rank=rank, done=time.monotonic(), steps=steps, exchanges=hvd.metrics()["exchanges"])
+    if how == "uneven":
+        hvd.shutdown()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def shared_files() -> set[str]:
+    return {file.name for file in Path("/dev/shm").glob("hvd_adpsgd.*")}
+
+
+@pytest.mark.parametrize("how", ["uneven", "raise", "no_shutdown"])
+def test_every_run_ends(how: str) -> None:
+    """Within 10 s after the last learner is done, and nothing is left."""
+    before = shared_files()
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    result = run_learners(3, SCRIPT, args=[how], env=env, timeout=90)
+    ended = time.monotonic()
+    said = result.by_rank()
+    assert len(said) == 3, result.report()
+    done = [facts["done"] for facts in said if "done" in facts]
+    assert len(done) == 3, result.report()
+    assert ended - max(done) < 10, result.report()
+    assert (result.returncode == 0) == (how != "raise"), result.report()
+    if how == "raise":
+        assert "on purpose" in result.stderr
+    if how == "uneven":
+        assert [facts["steps"] for facts in said] == [300, 10, 300]
+        assert said[0]["exchanges"] > 20, "the others did not go on"
+    wait_for(lambda: not any(alive(facts["pid"]) for facts in said), "all processes ended", 5)
+    wait_for(lambda: not shared_files() - before, "shared memory is released", 5)
+
+
+def test_interrupted_run_ends(tmp_path: Path) -> None:
+    """SIGINT to the launcher, as of Ctrl-C."""
+    before = shared_files()
+    script = SCRIPT.replace("say(rank=rank, pid=os.getpid())", INTRODUCE)
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        args = ["interrupt", str(tmp_path)]
+        run = pool.submit(run_learners, 3, script, args=args, env=env, timeout=90)
+        files = wait_for(
+            lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start"
+        )
+        pids = [int(file.stem) for file in files]
+        time.sleep(1.0)  # in the middle of training
+        os.kill(int(files[0].read_text()), signal.SIGINT)
+        interrupted = time.monotonic()
+        result = run.result()
+    assert time.monotonic() - interrupted < 10, result.report()
+    assert result.returncode != 0, result.report()
+    wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", 5)
+    wait_for(lambda: not shared_files() - before, "shared memory is released", 5)
+
+
+# each learner leaves its pid, and that of the launcher, once it is set up
+INTRODUCE = """
+    import pathlib
+    pathlib.Path(sys.argv[2], "new%d" % rank).write_text(str(os.getppid()))
+    pathlib.Path(sys.argv[2], "new%d" % rank).rename(f"{sys.argv[2]}/{os.getpid()}.started")
+"""

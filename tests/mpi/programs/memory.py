@@ -1,0 +1,73 @@
+"""How much memory engines take: two super learners of two learners each, a model of --mib MiB.
+
+Each learner says, in MiB, by how much its memory grew from before the engine was made to after
+some steps with exchanges: all that it maps (rss), and what only it maps (private).
+"""
+
+import argparse
+import json
+import os
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import parse
+
+DEADLINE_S = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=200)
+    parser.add_argument("--exchanges", type=int, default=4)
+    parser.add_argument("--extra-mib", type=int, default=0, help="to see the bound broken")
+    args = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    inner = comm.Split(comm.rank // 2, comm.rank)
+    leads = inner.rank == 0
+    outer = comm.Split(0 if leads else MPI.UNDEFINED, comm.rank)
+    if leads:
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+    model = np.full(args.mib * 2**18, 1.0 + comm.rank // 2, dtype=np.float32)
+    comm.Barrier()
+    before = memory()
+    engine = Engine(
+        inner=inner,
+        outer=outer if leads else None,
+        plan=parse("random_pairs").plan(comm.rank // 2, 2),
+        options=EngineOptions(exchanges_per_step=8.0),
+    )
+    engine.extend([TensorSpec("model", model.shape, "float32")])
+    engine.start()
+    extra = np.ones(args.extra_mib * 2**17)
+    addresses = np.array([model.ctypes.data], dtype=np.uintp)
+    exchanges, step, ends = 0, 0, time.monotonic() + DEADLINE_S
+    while exchanges < args.exchanges and time.monotonic() < ends:
+        if leads:
+            engine.publish(step)
+        comm.Barrier()
+        engine.absorb(addresses, engine.published(), step)
+        engine.offer(step)
+        exchanges = comm.allreduce(engine.metrics().get("exchanges", 0))
+        step += 1
+    after = memory()
+    comm.Barrier()
+    grown = {key: (after[key] - before[key]) / 1024 for key in before}
+    said = {"rank": comm.rank, "leads": leads, "exchanges": exchanges, **grown}
+    engine.stop()
+    os.write(1, ("\n@learner " + json.dumps({**said, "extra": extra.size}) + "\n").encode())
+
+
+def memory() -> dict[str, int]:
+    """KiB of this process, from the kernel."""
+    with open("/proc/self/smaps_rollup") as file:
+        lines = [line.split() for line in file.readlines()[1:]]
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    return {"rss": kib["Rss"], "private": kib["Private_Clean"] + kib["Private_Dirty"]}
+
+
+if __name__ == "__main__":
+    main()

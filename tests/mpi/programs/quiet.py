@@ -1,0 +1,148 @@
+"""An engine by hand, for tests of one property each: --idle, --stale S, --grow, --elsewhere.
+
+idle: CPU seconds of the thread over 3 s in which nobody offers, up to --tries times.
+stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness.
+grow: tensors are added while exchanges run; gives the error of the mean.
+elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives what is raised.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.errors import AdpsgdError
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import parse
+
+DEADLINE_S = 30.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--stale", type=int)
+    parser.add_argument("--grow", action="store_true")
+    parser.add_argument("--elsewhere", action="store_true")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
+    args = parser.parse_args()
+    run = Run(args)
+    if args.idle:
+        said = run.idle()
+    elif args.grow:
+        said = run.grow()
+    elif args.elsewhere:
+        said = run.elsewhere()
+    else:
+        said = run.stale()
+    run.engine.stop()
+    os.write(1, ("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
+
+
+class Run:
+    """One engine and its model."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.comm = MPI.COMM_WORLD
+        outer = self.comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        larger = 2**args.elsewhere if self.comm.rank == 1 else 1
+        self.engine = Engine(
+            inner=None,
+            outer=outer,
+            plan=parse("random_pairs").plan(self.comm.rank, self.comm.size),
+            options=EngineOptions(
+                exchanges_per_step=8.0,
+                chunk_nbytes=2**18 * larger,
+                max_staleness=args.stale,
+                share_host=not args.no_share,
+            ),
+        )
+        self.models: list[np.ndarray] = []
+        self.step = 0
+        self.rng = np.random.default_rng(self.comm.rank)
+        self.add(1_000_000)
+        self.engine.start()
+
+    def add(self, count: int) -> None:
+        self.models.append(self.rng.standard_normal(count))
+        spec = TensorSpec(f"x{len(self.models)}", (count,), "float64")
+        self.engine.extend([spec])
+
+    def turn(self) -> None:
+        addresses = np.array([x.ctypes.data for x in self.models], dtype=np.uintp)
+        self.engine.publish(self.step)
+        self.engine.absorb(addresses, self.engine.published(), self.step)
+        self.engine.offer(self.step)
+        self.step += 1
+
+    def idle(self) -> dict:
+        for _ in range(10):
+            self.turn()
+        calm, last, ends = 0, -1, time.monotonic() + DEADLINE_S
+        while calm < 50 and time.monotonic() < ends:  # until all credit is spent
+            time.sleep(0.01)
+            exchanges = self.comm.allreduce(self.engine.metrics()["exchanges"])
+            calm, last = (calm + 1, last) if exchanges == last else (0, exchanges)
+        self.comm.Barrier()
+        began = self.engine.cpu_s()
+        time.sleep(3.0)  # the span that is measured
+        used = self.engine.cpu_s() - began
+        return {"share": used / 3.0, "exchanges": self.engine.metrics()["exchanges"]}
+
+    def stale(self) -> dict:
+        for _ in range(self.args.steps):
+            self.turn()
+            time.sleep(1e-3)  # a gradient, much shorter than an exchange
+        metrics = self.engine.metrics()
+        return {"staleness": metrics["staleness"], "exchanges": metrics["exchanges"]}
+
+    def grow(self) -> dict:
+        added = 0
+        while added < 12 or self.engine.metrics()["exchanges"] < 20:
+            self.turn()
+            if self.step % 5 == 0 and added < 12:
+                self.add(9973 * added)
+                added += 1
+            time.sleep(1e-3)  # a gradient
+        start = [self.start(self.comm.size, i) for i in range(len(self.models))]
+        self.comm.Barrier()
+        assert self.engine.pause(DEADLINE_S), "the engine did not come to rest"
+        self.comm.Barrier()
+        self.turn()
+        worst = 0.0
+        for x, expected in zip(self.models, start, strict=True):
+            mean = self.comm.allreduce(x)
+            norm = float(np.linalg.norm(expected)) or 1.0
+            worst = max(worst, float(np.linalg.norm(mean - expected)) / norm)
+        return {"worst": worst, "chunks": self.engine.metrics()["chunks"]}
+
+    def start(self, size: int, i: int) -> np.ndarray:
+        """Sum over learners of what tensor i was to begin with."""
+        counts = [x.size for x in self.models]
+        total = np.zeros(counts[i])
+        for rank in range(size):
+            rng = np.random.default_rng(rank)
+            draws = [rng.standard_normal(c) for c in counts[: i + 1]]
+            total += draws[i]
+        return total
+
+    def elsewhere(self) -> dict:
+        ends = time.monotonic() + 5.0
+        try:
+            while time.monotonic() < ends:
+                self.turn()
+                time.sleep(1e-3)  # a gradient
+        except AdpsgdError as error:
+            return {"error": type(error).__name__, "text": str(error)}
+        return {"error": None}
+
+
+if __name__ == "__main__":
+    main()

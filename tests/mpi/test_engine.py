@@ -1,0 +1,123 @@
+"""The engine by itself: nothing lost, little memory, no time wasted, errors said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def learners(n: int, program: str, *args: object, timeout: float = 90) -> list[dict[str, Any]]:
+    """What each learner of a program said, by rank."""
+    arguments = [str(a) for a in args]
+    result = run_learners(n, PROGRAMS / program, args=arguments, timeout=timeout).checked()
+    return result.by_rank()
+
+
+# ---- promise 1: nothing lost --------------------------------------------------------------------
+
+SHARED, SENT = (), ("--no-share",)
+
+
+def run_mean(n: int, *args: object) -> dict[str, Any]:
+    """What mean.py prints on n super learners."""
+    arguments = [str(a) for a in ("--steps", 60, "--check", 30, *args)]
+    result = run_learners(n, PROGRAMS / "mean.py", args=arguments, timeout=120).checked()
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("n", "strategy", "wire", "way", "seed"),
+    [
+        (2, "random_pairs", None, SHARED, 1),
+        (2, "fixed_ring", "float16", SENT, 2),
+        (3, "random_ring", "bfloat16", SHARED, 3),
+        (4, "random_pairs:seed=4", None, SENT, 4),
+        (4, "fixed_ring", "bfloat16", SENT, 5),
+        (5, "random_pairs", "float16", SHARED, 6),
+        (8, "random_ring:seed=7", None, SHARED, 7),
+    ],
+)
+def test_the_mean_moves_only_by_local_updates(
+    n: int, strategy: str, wire: str | None, way: tuple[str, ...], seed: int
+) -> None:
+    """Exchanges as fast as they go, of models that change meanwhile, in every interleaving."""
+    narrow = ("--wire", wire) if wire else ()
+    found = run_mean(n, "--seed", seed, "--strategy", strategy, *narrow, *way)
+    assert found["worst"]["float32"] <= 1e-6, found
+    assert found["worst"]["float64"] <= 1e-12, found
+    assert found["exchanges"] >= 10 * n, found
+
+
+def test_the_mean_test_sees_a_loss() -> None:
+    """One number of one super learner, moved by 1e-3, is noticed."""
+    found = run_mean(2, "--seed", 1, "--break-merge", 1e-3)
+    assert found["worst"]["float64"] > 1e-12, found
+    assert found["worst"]["float32"] <= 1e-6, found
+
+
+@pytest.mark.parametrize("way", [SHARED, SENT])
+def test_tensors_may_be_added_while_exchanges_run(way: tuple[str, ...]) -> None:
+    said = learners(3, "quiet.py", "--grow", *way)
+    for facts in said:
+        assert facts["worst"] <= 1e-12, said
+        assert facts["chunks"] > 100, said
+
+
+# ---- what it costs ------------------------------------------------------------------------------
+
+
+def test_memory_is_three_models_on_leaders_and_none_elsewhere() -> None:
+    """On a leader: a mirror and two slots of corrections, and at most 64 MiB besides. The other
+    learners of the node map the slots, which are counted there.
+    """
+    mib = 200
+    said = learners(4, "memory.py", "--mib", mib)
+    for facts in said:
+        assert facts["exchanges"] >= 4, said
+        if facts["leads"]:
+            assert 2 * mib < facts["rss"] <= 3 * mib + 64, said
+        else:
+            assert facts["private"] <= 16, said
+            assert facts["rss"] <= 2 * mib + 16, said
+
+
+def test_an_idle_engine_uses_less_than_a_hundredth_of_a_core() -> None:
+    for _ in range(2):  # the machine may be busy
+        said = learners(2, "quiet.py", "--idle")
+        assert all(facts["exchanges"] > 0 for facts in said)
+        if all(facts["share"] < 0.01 for facts in said):
+            break
+    assert all(0 < facts["share"] < 0.01 for facts in said), said
+
+
+# ---- bounds and errors --------------------------------------------------------------------------
+
+
+def oldest(staleness: list[int]) -> int:
+    """The largest staleness that occurred, in steps."""
+    return max(i for i, count in enumerate(staleness) if count)
+
+
+def test_max_staleness_bounds_the_age_of_corrections() -> None:
+    free = learners(3, "quiet.py", "--stale", 1000)
+    bounded = learners(3, "quiet.py", "--stale", 2)
+    assert max(oldest(facts["staleness"]) for facts in free) > 2, "nothing to bound"
+    for facts in bounded:
+        assert facts["exchanges"] > 0, bounded
+        assert oldest(facts["staleness"]) <= 2, bounded
+
+
+def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
+    """Chunks of another size than the partner's are not merged, and whoever notices says so."""
+    said = learners(2, "quiet.py", "--elsewhere")
+    errors = {facts["error"] for facts in said}
+    assert "ModelMismatchError" in errors, said
+    assert errors <= {"ModelMismatchError", None}, said
