@@ -5,22 +5,29 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from hvd_adpsgd import errors
 from hvd_adpsgd import world as worlds
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.errors import ModelMismatchError, NonFiniteModelError, StrategyMismatchError
-from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    ModelMismatchError,
+    NonFiniteModelError,
+    StrategyMismatchError,
+)
 from hvd_adpsgd.metrics import Counters, Timeline
-from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch.parameters import Parameters
+from hvd_adpsgd.together import allgather_object, mpi_failures, wait
+from hvd_adpsgd.torch.parameters import Parameters, Wish, averaged_dtype
 
-__all__ = ["Averaging", "average_model", "live", "metrics"]
+__all__ = ["Averaging", "agree", "average_model", "live", "metrics", "unanimous"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -39,32 +46,24 @@ class Averaging:
 
     Args:
         world: the worlds of this learner.
-        strategy: whom to ask, with which weight.
-        config: knobs, those of this optimizer already in.
-        named: (name, tensor) of everything to average.
+        wish: what to average, and how; agreed on.
     """
 
-    def __init__(
-        self,
-        world: Any,
-        strategy: Strategy,
-        config: Config,
-        named: Iterable[tuple[str, torch.Tensor]],
-    ):
+    def __init__(self, world: Any, wish: Wish):
         self.inner_size: int = world.inner_size
         self.parameters = Parameters()
         self.counters = Counters(time.monotonic)
         self.nonfinite_steps = 0
-        self._config = config
+        self._config = wish.config
         self._world = world
         self._step = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
-        self._slot = _NO_SLOT  # published for this step and not yet applied
-        specs = self.parameters.add(named)
-        names = _agree(world, strategy, config, specs)
-        self.engine = _engine(world, strategy, config, names)
-        self.engine.extend(specs)
+        self._published = False  # the leader has published for the step under way
+        self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
         self._timeline = _timeline(world)
+        specs = unanimous(world, "averaging", lambda: self.parameters.add(wish.named))
+        self.engine = _engine(world, wish)
+        self.engine.extend(specs)
         self.engine.start()
         world.at_shutdown(self.stop)
         _live.append(self)
@@ -72,8 +71,10 @@ class Averaging:
     # ---- the step, in order ----------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Nothing may be done with a failed engine."""
+        """Nothing may be done with a failed engine, nor with tensors that have changed."""
         self.engine.check()
+        if self.inner_size == 1:
+            self.parameters.check()
 
     def before_gradient(self, count: int, total: int) -> None:
         """`count` of the step's `total` gradients go to Horovod now.
@@ -81,9 +82,19 @@ class Averaging:
         Before the last of them the leader publishes: whoever gets past this all-reduce may read
         the published slot.
         """
+        if self._submitted == 0:
+            self.parameters.check()
         self._submitted += count
-        if self._submitted >= total and self.engine.is_leader and self._slot == _NO_SLOT:
+        if self._submitted >= total:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Once per step; a step that the user skipped leaves its publication to the next."""
+        if self._published:
+            return
+        if self.engine.is_leader:
             self.engine.publish(self._step)
+        self._published = True
 
     def synchronized(self, began: float, gradients: int) -> None:
         """The node's all-reduces that began at `began` are done."""
@@ -104,10 +115,9 @@ class Averaging:
         """
         began = time.monotonic()
         if self.inner_size == 1:
-            self.engine.publish(self._step)
+            self._publish()
             self._slot = self.engine.published()
-        fit = self._absorb(self._slot)
-        self._slot = _NO_SLOT
+        fit = self._absorb()
         self._count("collect", began)
         began = time.monotonic()
         self.engine.offer(self._step, fit)
@@ -118,7 +128,9 @@ class Averaging:
         if not fit:
             self._nonfinite()
 
-    def _absorb(self, slot: int) -> bool:
+    def _absorb(self) -> bool:
+        """Apply what was published, if anything was. True if every parameter is finite."""
+        slot, self._slot, self._published = self._slot, _NO_SLOT, False
         fit = self.engine.absorb(self.parameters.addresses(), slot, self._step)
         if slot != _NO_SLOT and self.engine.corrections(slot):
             self.parameters.write_back()
@@ -144,20 +156,32 @@ class Averaging:
     # ---- beside the step ---------------------------------------------------------------------
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Average these tensors too, from the next step on."""
+        """Average these tensors too, from the next step on. All learners of the node call it.
+
+        Raises:
+            ModelMismatchError: on every learner of the node, if they add different tensors.
+        """
+        named = list(named)
+        told = allgather_object(self._world.inner, _described(named))
+        for inner_rank, other in enumerate(told):
+            if other != told[0]:
+                raise ModelMismatchError(
+                    "add_param_group: "
+                    + _difference(told[0], other, f"inner learner {inner_rank}", "inner learner 0")
+                )
         self.engine.extend(self.parameters.add(named))
 
     def settle(self) -> None:
         """Pause the engine and take in every correction. All learners call it together."""
+        self.parameters.check()
         self.engine.pause(2 * self._config.deadline_s)
-        worlds.wait(self._world.comm.Ibarrier())
-        if self._slot == _NO_SLOT:
-            if self.engine.is_leader:
-                self.engine.publish(self._step)
-            worlds.wait(self._world.inner.Ibarrier())
-            self._slot = self.engine.published()
-        self._absorb(self._slot)
-        self._slot = _NO_SLOT
+        self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
+        if self._slot != _NO_SLOT:  # synchronize() was called, step() was not
+            self._absorb()
+        self._publish()
+        wait(self._world.inner.Ibarrier())
+        self._slot = self.engine.published()
+        self._absorb()
 
     def resume(self) -> None:
         """Refresh the mirror after the parameters were changed, and go on."""
@@ -200,65 +224,110 @@ class Averaging:
 # ---- set-up ----------------------------------------------------------------------------------
 
 
-def _agree(world: Any, strategy: Strategy, config: Config, specs: list[TensorSpec]) -> list[str]:
-    """Compare what must be equal on all learners. Returns the names of the super learners.
+def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
+    """Act on every learner; what one of them cannot do fails on all, and nobody waits for it.
+
+    Raises:
+        AdpsgdError: a learner's own, or one of the same class that names the learner.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except AdpsgdError as mine:
+        error = mine
+    told = (type(error).__name__, str(error)) if error else None
+    everybody = world.together(doing, lambda comm: allgather_object(comm, told))
+    if error is not None:
+        raise error
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other is not None:
+            raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
+    return result  # type: ignore[return-value]
+
+
+def agree(world: Any, wish: Callable[[], Wish]) -> Wish:
+    """The wish of this learner, if it is equal on all learners in what must be.
 
     Raises:
         ModelMismatchError, StrategyMismatchError: on every learner alike.
+        AdpsgdError: on every learner, if a learner's wish cannot be.
     """
-    mine = {
-        "super_rank": world.super_rank,
-        "name": f"{world.hostname}, learner {world.rank}",
-        "settings": f"{strategy.spec()}, wire_dtype={config.wire_dtype}, "
-        f"chunk_kib={config.chunk_kib}",
-        "tensors": [str(spec) for spec in specs],
-    }
-    everybody = world.comm.allgather(mine)
-    for rank, other in enumerate(everybody):
-        if other["settings"] != everybody[0]["settings"]:
+    doing = "hvd.DistributedOptimizer"
+    mine = unanimous(world, doing, wish)
+    settings = _settings(mine)
+    everybody = world.together(doing, lambda comm: allgather_object(comm, settings))
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other != everybody[0]:
             raise StrategyMismatchError(
-                f"averaging differs: learner 0 has {everybody[0]['settings']}; learner {rank} has "
-                f"{other['settings']}. Use the same on all learners."
+                f"averaging differs: learner {world.ranks[0]} has {everybody[0]}; learner {rank} "
+                f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
             )
-        if other["tensors"] != everybody[0]["tensors"]:
+    _require_same(world, doing, _described(mine.named))
+    return mine
+
+
+def _require_same(world: Any, doing: str, tensors: list[str]) -> None:
+    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
+    everybody = world.together(doing, lambda comm: allgather_object(comm, tensors))
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other != everybody[0]:
+            first = f"learner {world.ranks[0]}"
             raise ModelMismatchError(
-                _difference(everybody[0]["tensors"], other["tensors"], rank, other["name"])
+                f"{doing}: " + _difference(everybody[0], other, f"learner {rank}", first)
             )
-    leaders = {entry["super_rank"]: entry["name"] for entry in reversed(everybody)}
-    return [leaders[i] for i in range(world.super_size)]
 
 
-def _difference(first: list[str], other: list[str], rank: int, name: str) -> str:
-    """Which tensor differs, and where."""
-    for i, (a, b) in enumerate(zip(first, other, strict=False)):
-        if a != b:
-            return (
-                f"models differ at tensor {i}: learner 0 has {a}, learner {rank} ({name}) has {b}. "
-                "Build the same model with the same names on every learner."
-            )
-    i = min(len(first), len(other))
-    longer, extra = (0, first[i]) if len(first) > len(other) else (rank, other[i])
+def _settings(wish: Wish) -> str:
     return (
-        f"models differ: learner 0 averages {len(first)} tensors, learner {rank} ({name}) "
-        f"{len(other)}; {extra} is only on learner {longer}. Build the same model on every learner."
+        f"{wish.strategy.spec()}, wire_dtype={wish.config.wire_dtype}, "
+        f"chunk_kib={wish.config.chunk_kib}"
     )
 
 
-def _engine(world: Any, strategy: Strategy, config: Config, names: list[str]) -> Engine:
+def _described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
+
+
+def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:
+    """Which tensor differs, and where."""
+    for i, (a, b) in enumerate(zip(mine, other, strict=False)):
+        if a != b:
+            return (
+                f"models differ at tensor {i}: {first} has {a}, {who} has {b}. Build the same "
+                "model with the same names on every learner."
+            )
+    i = min(len(mine), len(other))
+    longer, extra = (first, mine[i]) if len(mine) > len(other) else (who, other[i])
+    return (
+        f"models differ: {first} averages {len(mine)} tensors, {who} {len(other)}; {extra} is "
+        f"only on {longer}. Build the same model on every learner."
+    )
+
+
+def _engine(world: Any, wish: Wish) -> Engine:
     """An engine with a communicator of its own; not yet started."""
     outer = None
     if world.is_leader:
         from mpi4py import MPI
 
-        outer = world.outer.Dup()
+        with mpi_failures("averaging"):
+            outer = world.outer.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
     return Engine(
         inner=world.inner,
         outer=outer,
-        plan=strategy.plan(world.super_rank, world.super_size),
-        options=EngineOptions.from_config(config),
-        names=names,
+        plan=wish.strategy.plan(world.super_rank, world.super_size),
+        options=EngineOptions.from_config(wish.config),
+        names=_leader_names(world),
     )
+
+
+def _leader_names(world: Any) -> list[str]:
+    """What to call each super learner in messages."""
+    told = (world.super_rank, f"{world.hostname}, learner {world.rank}")
+    everybody = world.together("averaging", lambda comm: allgather_object(comm, told))
+    leaders = dict(reversed(everybody))
+    return [leaders[i] for i in range(world.super_size)]
 
 
 # ---- the timeline of the process -----------------------------------------------------------------
@@ -273,24 +342,22 @@ def _timeline(world: Any) -> Timeline | None:
     if path is None or _shared_timeline is not None:
         return _shared_timeline
     offset = time.time() - time.monotonic()  # hosts share the wall clock only
-    origin = world.comm.bcast(time.time())
+    starts = world.together("timeline", lambda comm: allgather_object(comm, time.time()))
+    label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
 
     def open_it(create: bool) -> Timeline:
-        label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
         return Timeline(
             path,
             rank=world.rank,
             clock=time.monotonic,
-            origin_s=origin - offset,
+            origin_s=starts[0] - offset,
             create=create,
             label=label,
         )
 
-    if world.rank == 0:
-        _shared_timeline = open_it(True)
-    world.comm.Barrier()
-    if world.rank > 0:
-        _shared_timeline = open_it(False)
+    first = world.rank == 0
+    created = unanimous(world, "timeline", lambda: open_it(True) if first else None)
+    _shared_timeline = unanimous(world, "timeline", lambda: created or open_it(False))
     world.at_shutdown(functools.partial(_close_timeline, world.comm))
     return _shared_timeline
 
@@ -343,27 +410,44 @@ def average_model(model: torch.nn.Module) -> None:
 
     Args:
         model: the same module on every learner.
+
+    Raises:
+        ModelMismatchError: on every learner, if their models differ.
     """
     world = worlds.current()
     if world.super_size == 1:
         return
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    concerned = [a for a in _live if any(p in a.parameters for p in tensors.values())]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    _require_same(world, "average_model", _described(named))
+    tensors = [tensor for _, tensor in named]
+    concerned = [a for a in _live if any(t in a.parameters for t in tensors)]
     for averaging in concerned:
         averaging.settle()
-    for tensor in tensors.values():
-        if tensor.is_floating_point():
-            _become_mean(world, tensor)
+    _become_means(world, [t for t in tensors if t.is_floating_point()])
     for averaging in concerned:
         averaging.resume()
 
 
-def _become_mean(world: Any, tensor: torch.Tensor) -> None:
-    """Mean over the leaders, in the tensor's precision or float32 if it has less."""
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    host = tensor.detach().to("cpu", wide).contiguous().view(-1).numpy()
-    mine = host if world.is_leader else np.zeros_like(host)
-    total = np.empty_like(host)
-    worlds.wait(world.comm.Iallreduce(mine, total))
-    mean = torch.from_numpy(total / world.super_size)
-    tensor.data.copy_(mean.view(tensor.shape))
+def _become_means(world: Any, tensors: list[torch.Tensor]) -> None:
+    """Each tensor becomes its mean over the leaders, in its precision or float32 if it has less."""
+    hosts = [
+        t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
+        for t in tensors
+    ]
+
+    def operation(comm: Any) -> list[NDArray[Any]]:
+        leaders = sum(allgather_object(comm, world.is_leader))
+        return [_mean(comm, world.is_leader, leaders, h.contiguous().numpy()) for h in hosts]
+
+    for tensor, mean in zip(tensors, world.together("average_model", operation), strict=True):
+        tensor.data.copy_(torch.from_numpy(mean))
+
+
+def _mean(comm: Any, is_leader: bool, leaders: int, mine: NDArray[Any]) -> NDArray[Any]:
+    """Mean over the leaders, as a difference to one learner's values: equal models stay as they are."""
+    reference = mine.copy()
+    wait(comm.Ibcast(reference, root=0))
+    difference = mine - reference if is_leader else np.zeros_like(mine)
+    total = np.empty_like(mine)
+    wait(comm.Iallreduce(difference, total))
+    return np.asarray(reference + total / leaders)

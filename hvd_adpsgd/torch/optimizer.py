@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from hvd_adpsgd import strategies
 from hvd_adpsgd import world as worlds
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
     CopyError,
     InnerOnlyError,
@@ -26,8 +28,9 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.averaging import Averaging, agree, live
 from hvd_adpsgd.torch.collectives import global_process_set
+from hvd_adpsgd.torch.parameters import Wish
 
 __all__ = ["DistributedOptimizer"]
 
@@ -87,16 +90,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
     """
     world = worlds.current()
-    _require_supported(optimizer)
-    strategy = _strategy(averaging, world.config.averaging)
+    named = None if named_parameters is None else list(named_parameters)
     given = {
         "exchanges_per_step": exchanges_per_step,
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
-    config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
-    named = None if named_parameters is None else list(named_parameters)
-    world = _join_if_synchronous(world, strategy)
+    wish = agree(
+        world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers)
+    )
+    world = _join_if_synchronous(world, wish.strategy)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
         named_parameters=named,
@@ -110,12 +113,44 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set=_inner_process_set(process_set, world),
     )
     if world.super_size == 1:
-        _say_nothing_to_average(world, strategy)
+        _say_nothing_to_average(world, wish.strategy)
         return wrapped
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
-    wrapped._averaging = Averaging(world, strategy, config, _averaged(wrapped, buffers))
+    wrapped._averaging = Averaging(world, wish)
     return wrapped
+
+
+def _wish(
+    world: Any,
+    optimizer: torch.optim.Optimizer,
+    averaging: Strategy | str | None,
+    given: dict[str, Any],
+    process_set: Any,
+    named: list[tuple[str, torch.Tensor]] | None,
+    buffers: torch.nn.Module | NamedTensors | None,
+) -> Wish:
+    """What this learner's call asks for, checked as far as one learner can."""
+    _require_supported(optimizer)
+    strategy = _strategy(averaging, world.config.averaging)
+    config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
+    if not strategy.averages_gradients_globally:
+        _inner_process_set(process_set, world)
+    return Wish(strategy, config, _averaged(_names(optimizer, named), optimizer, buffers))
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Horovod's names of the parameters, before Horovod has looked at them."""
+    names = {
+        p: f"allreduce.noname.{i}.{j}"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    }
+    if named is not None and all(isinstance(pair, tuple) for pair in named):
+        names.update({p: name for name, p in sorted(named, key=lambda pair: pair[0])})
+    return names
 
 
 def _require_supported(optimizer: torch.optim.Optimizer) -> None:
@@ -125,7 +160,7 @@ def _require_supported(optimizer: torch.optim.Optimizer) -> None:
             "search, which the learners would leave at different points. Use SGD, Adam or another "
             "first-order optimizer."
         )
-    if hasattr(optimizer, "_allreduce_delay"):
+    if hasattr(optimizer, "_allreduce_delay"):  # Horovod's instances have it, and so ours
         raise UnsupportedOptimizerError(
             f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
             "to hvd.DistributedOptimizer, once."
@@ -140,13 +175,6 @@ def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
 
 def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
     """The synchronous strategy makes all learners one super learner: plain Horovod."""
-    specs = world.comm.allgather(strategy.spec())
-    if any(spec != specs[0] for spec in specs):
-        other = next(rank for rank, spec in enumerate(specs) if spec != specs[0])
-        raise StrategyMismatchError(
-            f"averaging differs: learner 0 has {specs[0]}, learner {other} has {specs[other]}. Pass "
-            "the same strategy on all learners (HVD_ADPSGD_AVERAGING or averaging=)."
-        )
     if not strategy.averages_gradients_globally or world.super_size == 1:
         return world
     if live():
@@ -169,8 +197,16 @@ def _inner_process_set(process_set: Any, world: Any) -> Any:
     return process_set
 
 
+_said_nothing_to_average = False
+
+
 def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
-    if world.rank == 0 and not strategy.averages_gradients_globally:
+    """Once, however many optimizers there are."""
+    global _said_nothing_to_average
+    if world.rank > 0 or _said_nothing_to_average:
+        return
+    if not strategy.averages_gradients_globally:
+        _said_nothing_to_average = True
         log.warning(
             "one super learner of %d learner%s: nothing to average between super learners, this is "
             "plain Horovod. HVD_ADPSGD_SUPER_LEARNER_SIZE=k cuts a host into super learners of k.",
@@ -180,18 +216,21 @@ def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
 
 
 def _averaged(
-    wrapped: Any, buffers: torch.nn.Module | NamedTensors | None
+    names: dict[torch.Tensor, str],
+    optimizer: torch.optim.Optimizer,
+    buffers: torch.nn.Module | NamedTensors | None,
 ) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of everything averaged: trained parameters, then the buffers asked for."""
-    named = list(_trained(wrapped, wrapped.param_groups))
+    named = _trained(names, optimizer.param_groups)
     if buffers is not None:
         pairs = buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers
         named += [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
     return named
 
 
-def _trained(wrapped: Any, groups: Iterable[dict[str, Any]]) -> NamedTensors:
-    names = wrapped._parameter_names
+def _trained(
+    names: dict[torch.Tensor, str], groups: Iterable[dict[str, Any]]
+) -> list[tuple[str, torch.Tensor]]:
     return [(names[p], p) for group in groups for p in group["params"] if p.requires_grad]
 
 
@@ -207,17 +246,18 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     horovods = type(wrapped)
     namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
     namespace.update(_METHODS)
+    if hasattr(wrapped, "_starting_models"):
+        namespace.update(_ADASUM_METHODS)
     namespace["_horovod"] = horovods
-    cls = type(parent.__name__, (parent,), namespace)
-    cls.step = torch.optim.Optimizer.profile_hook_step(cls.step)  # type: ignore[attr-defined]
-    cls.step.hooked = True  # type: ignore[attr-defined]
-    wrapped.__class__ = cls
+    wrapped.__class__ = type(parent.__name__, (parent,), namespace)
+    wrapped._compression = _Reducible(wrapped._compression)
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Average gradients in the node, step the optimizer, take corrections in, offer the model.
 
-    With a closure, gradients are averaged after each of its evaluations.
+    With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
+    once, around the optimizer's own step.
     """
     averaging = self._averaging
     averaging.begin_step()
@@ -233,9 +273,10 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _synchronize_for_step(self: Any) -> None:
     if self._should_synchronize:
         if self._synchronized:
-            log.warning(
+            warnings.warn(
                 "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
-                "it in `with optimizer.skip_synchronize():`."
+                "it in `with optimizer.skip_synchronize():`.",
+                stacklevel=4,
             )
         self.synchronize()
     self._synchronized = False
@@ -265,12 +306,43 @@ def _synchronize(self: Any) -> None:
 
 def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
+    _lay_out_gradient(parameter)
     return self._horovod._allreduce_grad_async(self, parameter)
 
 
 def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
     self._averaging.before_gradient(len(parameters), len(self._requires_update))
+    for parameter in parameters:
+        _lay_out_gradient(parameter)
     return self._horovod._grouped_allreduce_grad_async(self, parameters)
+
+
+def _lay_out_gradient(parameter: torch.Tensor) -> None:
+    """Horovod takes contiguous gradients only; torch lays one out as its parameter is."""
+    grad = parameter.grad
+    if grad is None:
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif not grad.is_sparse and not grad.is_contiguous():
+        parameter.grad = grad.contiguous()
+
+
+class _Reducible:
+    """The user's compression, behind which bfloat16, that Horovod cannot reduce, is float32."""
+
+    def __init__(self, compression: Any):
+        self._compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        compressed, context = self._compression.compress(tensor)
+        widened = compressed.dtype == torch.bfloat16
+        return compressed.float() if widened else compressed, (widened, context)
+
+    def decompress(self, tensor: torch.Tensor, context: tuple[bool, Any] | None) -> torch.Tensor:
+        if context is None:  # a sparse gradient, which Horovod never compresses
+            return tensor
+        widened, inner = context
+        narrow = tensor.to(torch.bfloat16) if widened else tensor
+        return self._compression.decompress(narrow, inner)
 
 
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -286,8 +358,12 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more group, from the next step on; on all learners, in one order."""
     super(self.__class__, self).add_param_group(param_group)
     group = self.param_groups[-1]
-    for j, parameter in enumerate(group["params"]):
-        name = f"allreduce.added.{len(self.param_groups) - 1}.{j}"
+    names = {
+        parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
+        for j, parameter in enumerate(group["params"])
+    }
+    self._averaging.add(_trained(names, [group]))
+    for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
         if self._groups is not None:
@@ -295,7 +371,6 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
             self._group_counts[(parameter,)] = 0
     if self._averaging.inner_size > 1:
         _register_hooks(self, group["params"])
-    self._averaging.add(_trained(self, [group]))
 
 
 def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
@@ -303,7 +378,8 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             self._requires_update.add(parameter)
-            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            assert node is not None
             node.register_hook(self._make_hook(parameter))
             self._grad_accs.append(node)
 
@@ -314,6 +390,8 @@ def _refuse_copy(self: Any, *args: Any) -> Any:
         "hooks. Save optimizer.state_dict() and load it into a newly wrapped optimizer."
     )
 
+
+_step.hooked = True  # type: ignore[attr-defined]  # torch adds no second call of the step hooks
 
 _METHODS = {
     "step": _step,
@@ -326,4 +404,37 @@ _METHODS = {
     "__copy__": _refuse_copy,
     "__reduce_ex__": _refuse_copy,
     "__getstate__": _refuse_copy,
+}
+
+
+# ---- Adasum ----------------------------------------------------------------------------------
+
+
+def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Horovod's Adasum optimizer steps parameter by parameter while backward runs; then as ever."""
+    averaging = self._averaging
+    averaging.begin_step()
+    began = time.monotonic()
+    loss = self._horovod.step(self, closure)
+    averaging.synchronized(began, len(self._requires_update))
+    averaging.finish_step()
+    return loss
+
+
+def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
+    self._averaging.before_gradient(1, len(self._requires_update))
+    return self._horovod._allreduce_grad_async(self, parameter)
+
+
+def _adasum_add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    _add_param_group(self, param_group)
+    for parameter in self.param_groups[-1]["params"]:
+        self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
+
+
+_ADASUM_METHODS = {
+    "step": _adasum_step,
+    "synchronize": lambda self: None,
+    "add_param_group": _adasum_add_param_group,
+    "_allreduce_grad_async": _adasum_allreduce,
 }

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import Strategy
 
-__all__ = ["Parameters", "averaged_dtype"]
+__all__ = ["Parameters", "Wish", "averaged_dtype"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one learner asks for when it wraps an optimizer.
+
+    Attributes:
+        strategy: whom to ask, with which weight.
+        config: knobs, those of this optimizer already in.
+        named: (name, tensor) of everything to average.
+    """
+
+    strategy: Strategy
+    config: Config
+    named: list[tuple[str, torch.Tensor]]
 
 
 def averaged_dtype(tensor: torch.Tensor) -> str:
@@ -37,7 +56,13 @@ class Parameters:
         self._addresses = np.zeros(0, dtype=np.uintp)
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-        """Take in tensors not yet known. Returns what the layout needs to know of them."""
+        """Take in tensors not yet known. Returns what the layout needs to know of them.
+
+        Raises:
+            ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
+        """
+        named = list(named)
+        _require_own_memory(zip(self.names, self.tensors, strict=True), named)
         known = {id(t) for t in self.tensors}
         specs = []
         for name, tensor in named:
@@ -57,13 +82,7 @@ class Parameters:
         return any(t is tensor for t in self.tensors)
 
     def addresses(self) -> NDArray[np.uintp]:
-        """Address of each tensor's memory, host copies filled.
-
-        Raises:
-            DeviceMovedError: if a tensor lies on another device than when it was wrapped.
-            ModelMismatchError: if its shape or dtype changed.
-        """
-        self._check()
+        """Address of each tensor's memory, host copies filled."""
         for i, tensor in enumerate(self.tensors):
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 self._staged.pop(i, None)
@@ -90,7 +109,13 @@ class Parameters:
         host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
         return host
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Require the tensors to be where and what they were.
+
+        Raises:
+            DeviceMovedError: if a tensor lies on another device than when it was wrapped.
+            ModelMismatchError: if its shape or dtype changed.
+        """
         for i, tensor in enumerate(self.tensors):
             if tensor.device != self._devices[i]:
                 raise DeviceMovedError(
@@ -104,3 +129,18 @@ class Parameters:
                     f"{self._dtypes[i]}{list(self._shapes[i])} when the optimizer was wrapped. "
                     "Wrap a new optimizer after changing a parameter."
                 )
+
+
+def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A correction is added to each tensor once, so none may lie in another's memory."""
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, id(tensor), name)
+        for name, tensor in itertools.chain(*named)
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
+    )
+    for (_, end, first_id, first), (start, _, second_id, second) in itertools.pairwise(ranges):
+        if start < end and first_id != second_id:
+            raise ModelMismatchError(
+                f"parameters {first!r} and {second!r} share memory. Tie weights by using one "
+                "torch.nn.Parameter in both places."
+            )

@@ -1,0 +1,272 @@
+"""Every wrong use in turn; says what each learner got. Two super learners of two learners.
+
+Ends with one learner per super learner, where no gradient is averaged before step().
+"""
+
+import copy
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from learner import outcome, retired, same_in_node, say
+from torch import nn
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.config import Config
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def wrap(model: nn.Module, make: Any = sgd, **how: Any) -> Any:
+    named = list(model.named_parameters())
+    return hvd.DistributedOptimizer(make([p for _, p in named]), named_parameters=named, **how)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+@contextmanager
+def training(model: nn.Module, **how: Any) -> Iterator[Any]:
+    """A wrapped optimizer that has made two good steps."""
+    with retired(wrap(model, **how)) as optimizer:
+        for _ in range(2):
+            step(model, optimizer)
+        yield optimizer
+
+
+def step(model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    (model(torch.ones(1, 3, device=model.weight.device)).sum() * factor).backward()  # type: ignore
+    optimizer.step()
+
+
+# ---- when it is wrapped -------------------------------------------------------------------------
+
+
+def other_names() -> None:
+    model = linear()
+    named = [(f"{name}{'x' * (hvd.rank() == 3)}", p) for name, p in model.named_parameters()]
+    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=named)
+
+
+def other_shapes() -> None:
+    wrap(nn.Linear(3, 2 + (hvd.rank() == 2)))
+
+
+def other_shapes_in_the_node() -> None:
+    wrap(nn.Linear(3, 2 + (hvd.rank() == 1)))
+
+
+def other_dtypes() -> None:
+    wrap(linear().to(torch.float64 if hvd.rank() == 1 else torch.float32))
+
+
+def other_count() -> None:
+    wrap(nn.Linear(3, 2, bias=hvd.rank() != 3))
+
+
+def other_frozen() -> None:
+    model = linear()
+    model.bias.requires_grad_(hvd.rank() != 3)  # type: ignore[operator, union-attr]
+    wrap(model)
+
+
+def other_strategies() -> None:
+    wrap(linear(), averaging=hvd.RandomPairs(seed=hvd.super_rank()))
+
+
+def other_wires() -> None:
+    wrap(linear(), wire_dtype="float16" if hvd.super_rank() else None)
+
+
+def complex_numbers() -> None:
+    wrap(linear().to(torch.complex64))
+
+
+def complex_numbers_on_one() -> None:
+    wrap(linear().to(torch.complex64 if hvd.rank() == 1 else torch.float32))
+
+
+def lbfgs() -> None:
+    wrap(linear(), torch.optim.LBFGS)
+
+
+def lbfgs_on_one() -> None:
+    wrap(linear(), torch.optim.LBFGS if hvd.rank() == 2 else sgd)
+
+
+def twice() -> None:
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def shared_memory() -> None:
+    model = linear()
+    model.other = nn.Parameter(model.weight.detach()[0])  # type: ignore[index, operator]
+    wrap(model)
+
+
+def part_of_the_learners() -> None:
+    wrap(linear(), process_set=hvd.ProcessSet([0]))
+
+
+def value(**how: Any) -> Any:
+    return lambda: wrap(linear(), **how)
+
+
+def value_on_one() -> None:
+    wrap(linear(), exchanges_per_step=-1 if hvd.rank() == 3 else 1)
+
+
+def synchronous_beside_another() -> None:
+    with retired(wrap(linear())):
+        wrap(linear(), averaging=hvd.Synchronous())
+
+
+# ---- later ---------------------------------------------------------------------------------------
+
+
+def not_finite() -> None:
+    model = linear()
+    with training(model) as optimizer:
+        if hvd.super_rank() == 0:
+            step(model, optimizer, float("nan"))
+        for _ in range(10):
+            step(model, optimizer)
+        say(case="not_finite", finite=all(torch.isfinite(p).all() for p in model.parameters()) * 1)
+
+
+def moved() -> None:
+    model = linear()
+    with training(model) as optimizer:
+        weight = nn.Parameter(model.weight.detach().to("meta"))  # type: ignore[operator]
+        torch.utils.swap_tensors(model.weight, weight)
+        optimizer.step()
+
+
+def reshaped() -> None:
+    model = linear()
+    with training(model) as optimizer:
+        optimizer.zero_grad()
+        model.bias.data = torch.zeros(4)  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def other_group_elsewhere() -> None:
+    """Found when super learners next exchange; each notices by itself, so nobody waits."""
+    model = linear()
+    with training(model) as optimizer:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank()))]})
+        ends = time.monotonic() + 10
+        while time.monotonic() < ends:
+            step(model, optimizer)
+
+
+def copied(how: Any) -> Any:
+    def case() -> None:
+        model = linear()
+        with training(model) as optimizer:
+            how(optimizer)
+
+    return case
+
+
+def other_group_in_the_node() -> None:
+    with training(linear()) as optimizer:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank() % 2))]})
+
+
+def average_other_models() -> None:
+    hvd.average_model(nn.Linear(3, 2 + (hvd.rank() == 1)))
+
+
+CASES: dict[str, Any] = {
+    f.__name__: f
+    for f in (
+        other_names,
+        other_shapes,
+        other_shapes_in_the_node,
+        other_dtypes,
+        other_count,
+        other_frozen,
+        other_strategies,
+        other_wires,
+        complex_numbers,
+        complex_numbers_on_one,
+        lbfgs,
+        lbfgs_on_one,
+        twice,
+        shared_memory,
+        part_of_the_learners,
+        value_on_one,
+        synchronous_beside_another,
+        not_finite,
+        other_group_in_the_node,
+        average_other_models,
+    )
+} | {
+    "no_exchanges": value(exchanges_per_step=0),
+    "no_staleness": value(max_staleness=0),
+    "no_wire": value(wire_dtype="int8"),
+    "no_strategy": value(averaging="random_pair"),
+    "no_seed": value(averaging="random_pairs:seed=x"),
+    "copy": copied(copy.copy),
+    "deepcopy": copied(copy.deepcopy),
+    "pickle": copied(pickle.dumps),
+}
+
+
+ALONE = {f.__name__: f for f in (moved, reshaped, other_group_elsewhere)}
+
+
+def stay_out() -> None:
+    """Super learner 0 trains on alone while its model is not finite; super learner 1 stays whole."""
+    model = linear()
+    with training(model) as optimizer:
+        if hvd.super_rank() == 0:
+            good = [p.detach().clone() for p in model.parameters()]
+            step(model, optimizer, float("inf"))
+            for _ in range(5):
+                step(model, optimizer)
+            with torch.no_grad():
+                for p, kept in zip(model.parameters(), good, strict=True):
+                    p.copy_(kept)
+        for _ in range(10):
+            step(model, optimizer)
+        numbers = hvd.metrics()
+        hvd.average_model(model)
+        say(
+            case="stay_out",
+            finite=all(bool(torch.isfinite(p).all()) for p in model.parameters()),
+            same=same_in_node(model.parameters()),
+            nonfinite_steps=numbers["nonfinite_steps"],
+        )
+
+
+def main() -> None:
+    before = outcome(lambda: wrap(linear()))
+    hvd.init()
+    say(case="before_init", **before)
+    for name, case in CASES.items():
+        say(case=name, **outcome(case))
+    hvd.shutdown()
+    hvd.init(config=Config(super_learner_size=2, nonfinite="stay_out"))
+    stay_out()
+    hvd.shutdown()
+    hvd.init(config=Config(super_learner_size=1))
+    for name, case in ALONE.items():
+        say(case=name, **outcome(case))
+    hvd.shutdown()
+    hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
+    say(case="no_timeline", **outcome(value()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What the programs of the tests share: how a learner speaks, pauses, and looks at its node."""
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd import world as worlds
+
+MARK = "@learner "
+SEED = int(os.environ.get("SEED", "7"))
+
+
+def say(**facts: Any) -> None:
+    """One line that the test reads. One write: learners share the pipe."""
+    facts.setdefault("rank", worlds.current().rank if hvd.is_initialized() else None)
+    os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal for bit-identical tensors."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1)
+        total.update(flat.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def same_in_node(tensors: Iterable[torch.Tensor]) -> bool:
+    return len(set(worlds.current().inner.allgather(digest(tensors)))) == 1
+
+
+def same_everywhere(tensors: Iterable[torch.Tensor]) -> bool:
+    return len(set(worlds.current().comm.allgather(digest(tensors)))) == 1
+
+
+def pauses(longest_s: float = 2e-3) -> Iterator[None]:
+    """Ragged timing: pauses at random, of another length on every learner."""
+    rng = random.Random(SEED * 1000 + hvd.rank())
+    while True:
+        time.sleep(rng.uniform(0, longest_s))
+        yield
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on the seed and `numbers` only."""
+    seed = SEED
+    for number in numbers:
+        seed = seed * 10_007 + number + 1
+    return torch.Generator().manual_seed(seed % 2**31)
+
+
+@contextmanager
+def retired(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Stop the optimizer's engine behind the block, as shutdown would."""
+    try:
+        yield optimizer
+    finally:
+        averaging: Any = getattr(optimizer, "_averaging", None)
+        if averaging is not None:
+            averaging.stop()
+
+
+def outcome(call: Any) -> dict[str, str]:
+    """Class and text of what a call raises, {} if nothing."""
+    try:
+        call()
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {}

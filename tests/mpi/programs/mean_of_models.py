@@ -1,0 +1,124 @@
+"""SGD with gradients that everybody knows: the mean of the models moves by the gradients only.
+
+Each learner computes what the mean over super learners must be after `STEPS` steps, and compares it
+with what average_model gives. Arguments: names of the cases to run, all without any.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from learner import digest, generator, pauses, retired, same_everywhere, same_in_node, say
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd import world as worlds
+
+STEPS = 40
+LR = 0.125
+SHAPES = [(33, 17), (5,), (), (70_001,)]  # several chunks of the least size, 64 KiB
+
+Tensors = list[torch.Tensor]
+
+
+def initial(super_rank: int, dtype: torch.dtype) -> Tensors:
+    random = generator(1, super_rank)
+    return [torch.randn(shape, generator=random, dtype=dtype) + super_rank for shape in SHAPES]
+
+
+def gradients(step: int, rank: int, dtype: torch.dtype) -> Tensors:
+    random = generator(2, step, rank)
+    return [0.1 * torch.randn(shape, generator=random, dtype=dtype) for shape in SHAPES]
+
+
+def expected(dtype: torch.dtype, first: int, last: int, start: Tensors) -> Tensors:
+    """start - LR sum of the mean gradients, in float64."""
+    means = [t.double() for t in start]
+    for step in range(first, last):
+        for rank in range(hvd.size()):  # super learners are of equal size
+            for mean, g in zip(means, gradients(step, rank, dtype), strict=True):
+                mean -= LR * g.double() / hvd.size()
+    return means
+
+
+def distance(model: torch.nn.Module, means: Tensors) -> float:
+    """Largest difference, in units of the largest element of its tensor."""
+    pairs = zip(model.parameters(), means, strict=True)
+    return max(((p.double() - m).abs().max() / m.abs().max()).item() for p, m in pairs)
+
+
+def train(
+    model: torch.nn.Module, optimizer: Any, steps: range, dtype: torch.dtype, pause: Iterator[None]
+) -> bool:
+    """Train with the known gradients. True if the node's learners were alike after every step."""
+    same = True
+    for step in steps:
+        next(pause)
+        optimizer.zero_grad()
+        pairs = zip(model.parameters(), gradients(step, hvd.rank(), dtype), strict=True)
+        sum((p * g).sum() for p, g in pairs).backward()
+        optimizer.step()
+        same = same and same_in_node(model.parameters())
+    return same
+
+
+def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> None:
+    model = torch.nn.ParameterList(initial(hvd.super_rank(), dtype))
+    plain = torch.optim.SGD(model.parameters(), lr=LR)
+    named = model.named_parameters()
+    with retired(hvd.DistributedOptimizer(plain, named_parameters=named, **how)) as optimizer:
+        same = train(model, optimizer, range(STEPS), dtype, pause)
+        if name == "synchronized":  # corrections published for a step that never came
+            unfinished(model, optimizer, dtype)
+        spread = max(worlds.current().comm.allgather(digest(model.parameters())))
+        hvd.average_model(model)
+        starts = [initial(s, dtype) for s in range(hvd.super_size())]
+        means = expected(dtype, 0, STEPS, [sum(t).double() / len(t) for t in zip(*starts)])  # noqa: B905
+        error = distance(model, means)
+        alike = same_everywhere(model.parameters())
+        before = digest(model.parameters())
+        hvd.average_model(model)
+        again = digest(model.parameters()) == before
+        means = [p.detach().clone() for p in model.parameters()]
+        same = same and train(model, optimizer, range(STEPS, STEPS + 10), dtype, pause)
+        hvd.average_model(model)
+        later = distance(model, expected(dtype, STEPS, STEPS + 10, means))
+        numbers = optimizer._averaging.metrics()
+    say(
+        case=name,
+        error=error,
+        later=later,
+        alike=alike,
+        again=again,
+        same=same,
+        apart=spread != before,
+        exchanges=numbers.get("exchanges", 0),
+    )
+
+
+def unfinished(model: torch.nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
+    """Super learner 0 averages gradients and then skips the step, as GradScaler does."""
+    if hvd.super_rank() == 0:
+        optimizer.zero_grad()
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.synchronize()
+
+
+def main() -> None:
+    hvd.init()
+    pause = pauses()
+    often = {"exchanges_per_step": 2.0}
+    for name, dtype, how in (
+        ("float32", torch.float32, often),
+        ("float64", torch.float64, often),
+        ("random_ring", torch.float64, {"averaging": hvd.RandomRing(seed=5), **often}),
+        ("synchronized", torch.float64, often),
+        ("float16 wire", torch.float32, {"wire_dtype": "float16", **often}),
+        ("bfloat16 wire", torch.float32, {"wire_dtype": "bfloat16", **often}),
+    ):
+        if name in sys.argv[1:] or not sys.argv[1:]:
+            run(name, dtype, pause, **how)
+
+
+if __name__ == "__main__":
+    main()

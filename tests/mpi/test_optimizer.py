@@ -1,0 +1,404 @@
+"""The wrapped optimizer on real learners.
+
+Each launch runs many cases, and the tests look at what the learners said: starting Python, torch
+and MPI takes longer than any case.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import Result, run_learners
+
+from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
+from hvd_adpsgd.torch.parameters import Parameters
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAMS = Path(__file__).with_name("programs")
+SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
+OPTIMIZERS = "SGD nesterov Adam AdamW RMSprop Adagrad Adadelta NAdam RAdam".split()
+STEPS = 12  # of same_in_node.py
+
+Facts = dict[str, Any]
+
+
+def launch(np: int, program: str, *args: str, **env: str) -> Result:
+    """Run one of the programs; its seed is printed, and SEED=n repeats a run."""
+    result = run_learners(np, PROGRAMS / program, args=args, env=env, timeout=240)
+    print(program, "seed 7 (SEED=n chooses another)", result.stderr)
+    return result.checked()
+
+
+def by_case(result: Result) -> dict[str, list[Facts]]:
+    """What the learners said in each case, by rank."""
+    cases: dict[str, list[Facts]] = defaultdict(list)
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        cases[facts["case"]].append(facts)
+    return cases
+
+
+# ---- the same in the node -----------------------------------------------------------------------
+
+
+@functools.cache
+def trained_in_pairs() -> dict[str, list[Facts]]:
+    return by_case(launch(4, "same_in_node.py", **{SIZE: "2"}))
+
+
+@functools.cache
+def trained_in_threes() -> dict[str, list[Facts]]:
+    return by_case(launch(6, "same_in_node.py", *OPTIMIZERS, "growing", **{SIZE: "3"}))
+
+
+def require_trained(said: Sequence[Facts], learners: int) -> None:
+    """Identical in the node after every step; the engines exchanged meanwhile."""
+    assert [facts["rank"] for facts in said] == list(range(learners))
+    for facts in said:
+        assert facts["same"] == [True] * STEPS, facts
+        assert facts["finite"], facts
+        assert facts["warned"] == []
+    assert sum(facts["exchanges"] or 0 for facts in said) >= 2, said
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_in_the_node_with_every_optimizer(name: str) -> None:
+    require_trained(trained_in_pairs()[name], 4)
+    require_trained(trained_in_threes()[name], 6)
+    assert all(facts["is_instance"] for facts in trained_in_pairs()[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("closure", {"returns_loss": True}),
+        ("accumulate", {}),
+        ("clip", {"clipped": True}),
+        ("hooks", {"before": STEPS, "after": STEPS, "lr": pytest.approx(0.01 * 0.9**12)}),
+        ("scaled", {"skipped": 3}),
+        ("dynamic", {}),
+        ("growing", {}),
+        ("loaded", {"kept": True, "keys": ["param_groups", "state"]}),
+        ("mixture", {"frozen_kept": True}),
+        ("mixture_fp16", {"frozen_kept": True}),
+        ("mixture_adam", {"frozen_kept": True}),
+        ("fp16", {}),
+        ("groups", {}),
+        ("list_of_groups", {}),
+        ("predivided", {}),
+        ("sum", {}),
+        ("adasum", {}),
+        ("inner_set", {}),
+        ("fixed_ring", {}),
+        ("wire16", {}),
+        ("sparse", {}),
+        ("sparse_as_dense", {}),
+    ],
+)
+def test_same_in_the_node(name: str, found: Mapping[str, Any]) -> None:
+    said = trained_in_pairs()[name]
+    require_trained(said, 4)
+    for facts in said:
+        assert {key: facts[key] for key in found} == dict(found)
+
+
+def test_groups_added_later_are_averaged() -> None:
+    require_trained(trained_in_threes()["growing"], 6)
+    assert trained_in_pairs()["growing"][0]["groups"] == 4
+
+
+def test_buffers_approach_each_other_if_asked() -> None:
+    averaged, apart = (trained_in_pairs()[name] for name in ("buffers", "no_buffers"))
+    require_trained(averaged, 4)
+    require_trained(apart, 4)
+    assert averaged[0]["spread"] < 0.4 * apart[0]["spread"]
+
+
+# ---- the mean -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("np", "k", "names"), [(4, 1, ()), (4, 2, ()), (3, 1, ("float64",))])
+def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -> None:
+    env = {SIZE: str(k), "HVD_ADPSGD_CHUNK_KIB": "64"}
+    cases = by_case(launch(np, "mean_of_models.py", *names, **env))
+    exact = {"float64": 1e-12, "random_ring": 1e-12, "synchronized": 1e-12}
+    assert set(cases) == set(names or {"float32", "float16 wire", "bfloat16 wire", *exact})
+    for name, said in cases.items():
+        assert len(said) == np
+        assert sum(facts["exchanges"] for facts in said) > 20, "the engines did nothing"
+        assert any(facts["apart"] for facts in said), "models were equal before average_model"
+        for facts in said:
+            assert facts["error"] < exact.get(name, 1e-6), facts
+            assert facts["later"] < exact.get(name, 1e-6), facts
+            assert facts["alike"], "average_model left learners apart"
+            assert facts["again"], "average_model changed equal models"
+            assert facts["same"], "learners of a node differ"
+
+
+# ---- one super learner --------------------------------------------------------------------------
+
+
+def like_horovod(np: int, *args: str, **env: str) -> tuple[list[Facts], str]:
+    result = launch(np, "like_horovod.py", *args, **env)
+    return result.by_rank(), result.stderr
+
+
+def test_one_super_learner_is_plain_horovod() -> None:
+    plain, _ = like_horovod(2, "horovod.torch")
+    ours, stderr = like_horovod(2, "hvd_adpsgd.torch")
+    assert len(ours) == 2
+    assert ours == plain
+    lines = [line for line in stderr.splitlines() if "nothing to average" in line]
+    assert len(lines) == 1, stderr
+    assert "HVD_ADPSGD_SUPER_LEARNER_SIZE=k" in lines[0]
+
+
+def test_synchronous_is_plain_horovod() -> None:
+    plain, _ = like_horovod(4, "horovod.torch")
+    named, _ = like_horovod(
+        4, "hvd_adpsgd.torch", **{SIZE: "1", "HVD_ADPSGD_AVERAGING": "synchronous"}
+    )
+    given, stderr = like_horovod(4, "hvd_adpsgd.torch", "Synchronous", **{SIZE: "1"})
+    assert len(plain) == 4
+    assert named == plain
+    assert given == plain
+    assert "nothing to average" not in stderr
+
+
+# ---- a Horovod script ---------------------------------------------------------------------------
+
+
+def horovod_script(np: int, folder: Path, epochs: int, **env: str) -> Facts:
+    args = ["--epochs", str(epochs), "--checkpoint-format", str(folder / "{epoch}.pt")]
+    result = run_learners(
+        np,
+        PROGRAMS / "horovod_script.py",
+        args=args,
+        env=env,
+        timeout=120,
+        launcher="horovodrun" if np > 1 else None,
+    )
+    said = result.checked().by_rank()
+    assert [facts["size"] for facts in said] == [np] * np
+    assert all(facts["losses"] == said[0]["losses"] for facts in said), (
+        "metrics are of all learners"
+    )
+    return said[0]
+
+
+OURS = {"HOROVOD_MODULE": "hvd_adpsgd.torch"}
+
+
+def test_horovod_script_trains_and_resumes(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("plain", "pairs", "singles")}
+    for folder in folders.values():
+        folder.mkdir()
+    trained = [
+        horovod_script(4, folders["plain"], 3),
+        horovod_script(4, folders["pairs"], 3, **OURS, **{SIZE: "2"}),
+        horovod_script(4, folders["singles"], 3, **OURS, **{SIZE: "1"}),
+    ]
+    for facts in trained:
+        assert facts["resumed"] == 0
+        assert facts["at_start"] < 0.7
+        assert facts["losses"][-1] < 0.25 * facts["losses"][0]
+        assert facts["accuracy"] > 0.95
+    resumed = horovod_script(4, folders["plain"], 4, **OURS, **{SIZE: "2"})
+    assert resumed["resumed"] == 3
+    assert resumed["at_start"] > 0.95
+    assert len(resumed["losses"]) == 1
+    assert resumed["losses"][0] < 1.2 * trained[0]["losses"][-1]
+
+
+def test_checkpoint_of_plain_horovod_continues_identically(tmp_path: Path) -> None:
+    horovod_script(1, tmp_path, 1)
+    ours = horovod_script(1, tmp_path, 2, **OURS)
+    (tmp_path / "2.pt").unlink()
+    plain = horovod_script(1, tmp_path, 2)
+    assert plain["resumed"] == 1
+    assert ours == plain
+
+
+# ---- wrong use ----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "before_init": ("NotInitializedError", ("hvd.init()",)),
+    "other_names": ("ModelMismatchError", ("tensor 0", "weightx", "learner 3", "same names")),
+    "other_shapes": ("ModelMismatchError", ("weight float32[2, 3]", "learner 2", "[3, 3]")),
+    "other_shapes_in_the_node": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),
+    "other_dtypes": ("ModelMismatchError", ("float32", "learner 1", "float64")),
+    "other_count": ("ModelMismatchError", ("2 tensors", "learner 3", "bias", "only on learner 0")),
+    "other_frozen": ("ModelMismatchError", ("bias", "only on learner 0")),
+    "other_strategies": ("StrategyMismatchError", ("seed=0", "learner 2", "seed=1", "averaging=")),
+    "other_wires": ("StrategyMismatchError", ("wire_dtype=None", "wire_dtype=float16")),
+    "complex_numbers": ("ModelMismatchError", ("weight", "complex64", "float32", "Convert it")),
+    "complex_numbers_on_one": ("ModelMismatchError", ("learner 1", "complex64")),
+    "lbfgs": ("UnsupportedOptimizerError", ("LBFGS", "Use SGD")),
+    "lbfgs_on_one": ("UnsupportedOptimizerError", ("LBFGS", "Use SGD")),
+    "twice": ("UnsupportedOptimizerError", ("SGD", "wrapped already", "pass the plain")),
+    "shared_memory": ("ModelMismatchError", ("'other'", "'weight'", "Parameter")),
+    "part_of_the_learners": ("InnerOnlyError", ("process_set", "2 super learners", "Leave")),
+    "value_on_one": ("ConfigError", ("exchanges_per_step", "-1", "> 0")),
+    "synchronous_beside_another": ("StrategyMismatchError", ("synchronous", "one strategy")),
+    "other_group_in_the_node": ("ModelMismatchError", ("add_param_group", "[2]", "[3]")),
+    "average_other_models": ("ModelMismatchError", ("average_model", "learner 1", "[3, 3]")),
+    "no_exchanges": ("ConfigError", ("exchanges_per_step", "is 0", "> 0 and <= 64")),
+    "no_staleness": ("ConfigError", ("max_staleness", "is 0", ">= 1")),
+    "no_wire": ("ConfigError", ("wire_dtype", "int8", "float16")),
+    "no_strategy": ("ConfigError", ("random_pair'", "Did you mean random_pairs")),
+    "no_seed": ("ConfigError", ("seed=x", "seed=<int>")),
+    "copy": ("CopyError", ("state_dict()",)),
+    "deepcopy": ("CopyError", ("state_dict()",)),
+    "pickle": ("CopyError", ("state_dict()",)),
+    "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
+    "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
+    "no_timeline": ("ConfigError", ("HVD_ADPSGD_TIMELINE", "/nowhere", "Name a file")),
+}
+
+
+@functools.cache
+def refused() -> dict[str, list[Facts]]:
+    return by_case(launch(4, "bad_uses.py", **{SIZE: "2"}))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
+    kind, words = REFUSED[name]
+    said = refused()[name]
+    assert [facts.get("error") for facts in said] == [kind] * 4, said
+    for facts in said:
+        for word in words:
+            assert word in facts["text"], facts["text"]
+
+
+def test_model_that_is_not_finite_raises_on_its_super_learner_only() -> None:
+    said = [{k: v for k, v in facts.items() if k != "case"} for facts in refused()["not_finite"]]
+    raised = [facts for facts in said if "error" in facts]
+    assert [facts["rank"] for facts in raised] == [0, 1]
+    for facts in raised:
+        assert facts["error"] == "NonFiniteModelError"
+        for word in ("weight", "bias", "super learner 0", "HVD_ADPSGD_NONFINITE"):
+            assert word in facts["text"]
+    finite = [facts["finite"] for facts in said if "finite" in facts]
+    assert finite == [1, 1], "the others stay whole"
+
+
+def test_model_that_is_not_finite_stays_out() -> None:
+    said = refused()["stay_out"]
+    assert [facts["nonfinite_steps"] for facts in said] == [6, 6, 0, 0]
+    assert all(facts["finite"] and facts["same"] for facts in said)
+
+
+def test_tensors_that_changed_are_named() -> None:
+    first, second = torch.zeros(3), torch.zeros(2, 2)
+    parameters = Parameters()
+    parameters.add([("first", first), ("second", second)])
+    parameters.check()
+    torch.utils.swap_tensors(second, torch.zeros(2, 2, device="meta"))
+    with pytest.raises(DeviceMovedError, match=r"'second' is on meta, it was on cpu"):
+        parameters.check()
+    torch.utils.swap_tensors(second, torch.zeros(2, 2, dtype=torch.float64))
+    with pytest.raises(ModelMismatchError, match=r"'second' is torch.float64\[2, 2\]"):
+        parameters.check()
+
+
+def test_a_tensor_given_twice_is_averaged_once() -> None:
+    tensor, parameters = torch.zeros(3), Parameters()
+    assert len(parameters.add([("a", tensor), ("b", tensor), ("empty", torch.zeros(0))])) == 2
+    with pytest.raises(ModelMismatchError, match="'a' and 'c' share memory"):
+        parameters.add([("c", tensor[1:])])
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+KEYS_OF_ALL = (
+    "steps steps_per_s inner_allreduce_s optimizer_s collect_s offer_s inner_allreduce_ema_s "
+    "optimizer_ema_s collect_ema_s offer_ema_s nonfinite_steps"
+).split()
+KEYS_OF_LEADERS = (
+    "exchanges exchanges_active exchanges_passive refused declined parked bytes_sent "
+    "bytes_received staleness staleness_mean consensus_distance partners engine_cpu_s"
+).split()
+CHUNKS, ELEMENTS = 7, 100_000  # of counts.py
+
+
+@functools.cache
+def counted(path: Path) -> dict[str, list[Facts]]:
+    return by_case(launch(4, "counts.py", str(path)))
+
+
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("counts")) / "trace.json"
+
+
+def test_metrics_while_training(timeline: Path) -> None:
+    said = counted(timeline)["counted"]
+    for facts in said:
+        live = facts["live"]
+        assert live["steps"] == 50
+        assert len(live["optimizers"]) == 2
+        assert set(KEYS_OF_ALL) <= set(live)
+        parts = sum(live[f"{part}_s"] for part in "inner_allreduce optimizer collect offer".split())
+        assert 0 < parts < 1.2 * live["seconds"] + 1
+        leads = facts["rank"] in (0, 2)
+        assert set(live).isdisjoint(KEYS_OF_LEADERS) != leads
+        assert not leads or set(KEYS_OF_LEADERS) <= set(live)
+
+
+@pytest.mark.parametrize(("which", "itemsize"), [("first", 4), ("second", 2)])
+def test_metrics_add_up(timeline: Path, which: str, itemsize: int) -> None:
+    leaders = [facts[which] for facts in counted(timeline)["counted"] if facts["rank"] in (0, 2)]
+    for numbers in leaders:
+        exchanges = numbers["exchanges"]
+        assert exchanges == numbers["exchanges_active"] + numbers["exchanges_passive"] > 10
+        assert exchanges == sum(numbers["partners"])
+        assert numbers["void_chunks"] == numbers["parked"] == 0
+        assert numbers["chunks"] == exchanges * CHUNKS == sum(numbers["staleness"])
+        assert numbers["bytes_sent"] == exchanges * ELEMENTS * itemsize
+        assert numbers["bytes_received"] == numbers["bytes_sent"]
+        assert numbers["consensus_distance"] >= 0
+    for side, other in (("active", "passive"), ("passive", "active")):
+        assert leaders[0][f"exchanges_{side}"] == leaders[1][f"exchanges_{other}"]
+
+
+def test_timeline_shows_trainer_and_engine_of_all(timeline: Path) -> None:
+    said = counted(timeline)["counted"]
+    events = json.loads(timeline.read_text())
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {(r, t): ("trainer", "engine")[t] for r in range(4) for t in (0, 1)}
+    shown = Counter((e["pid"], e["name"]) for e in events if e["ph"] == "X")
+    for rank in range(4):
+        for part in ("inner_allreduce", "optimizer", "collect", "offer"):
+            assert shown[rank, part] == 100  # two optimizers, 50 steps each
+    for rank in (0, 2):
+        numbers = [said[rank]["first"], said[rank]["second"]]
+        for name, side in (("asked", "active"), ("answered", "passive")):
+            expected = sum(n[f"exchanges_{side}"] for n in numbers)
+            assert shown[rank, f"exchange ({name})"] == expected
+        assert shown[rank, "merge"] == sum(n["chunks"] for n in numbers)
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_staleness_is_bounded(timeline: Path, bound: int) -> None:
+    said = counted(timeline)[f"bound {bound}"]
+    assert len(said) == 4
+    for facts in said:
+        assert sum(facts["staleness"]) > 0
+        assert sum(facts["staleness"][bound + 1 :]) == 0, facts["staleness"]
+
+
+def test_waiting_for_fresh_models_ends_at_the_deadline(timeline: Path) -> None:
+    said = counted(timeline)["bounded"]
+    stopped = [facts for facts in said if facts["rank"] != 0]
+    assert all(facts["stopped"] > 0 for facts in stopped), "learner 0 was not stopped"
+    for facts in stopped:
+        assert facts["longest"] < 0.4 + 0.6, "deadline_s, and a busy machine"
+        assert facts["steps"] > 5
