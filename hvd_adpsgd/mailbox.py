@@ -97,22 +97,14 @@ def _host() -> str:
 
 
 def _try_file(nbytes: int) -> str | None:
-    """A new file in shared memory, or None. Its pages are taken when they are first used."""
+    """A new file in shared memory, or None if that would take more than half of what is free."""
     try:
         free = os.statvfs(SHARED_FOLDER)
         if free.f_bavail * free.f_frsize < 2 * nbytes:
             return None
-        handle, path = tempfile.mkstemp(prefix="hvd_adpsgd.", dir=SHARED_FOLDER)
+        return _reserve(nbytes)
     except OSError:
         return None
-    try:
-        os.ftruncate(handle, nbytes)
-    except OSError:
-        os.unlink(path)
-        return None
-    finally:
-        os.close(handle)
-    return path
 
 
 def _try_map(path: str, nbytes: int) -> mmap.mmap | None:

@@ -87,7 +87,7 @@ cdef enum:
     HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
     EVENTS = 16384          # timeline records kept until the trainer takes them
     SPARES = 2              # sets of buffers kept for the next exchange
-    SETS = 16               # sets of buffers in the memory shared on a host
+    SETS = 8                # sets of buffers in the memory shared on a host
     NOBODY = -1
 
 cdef double IDLE_S = 0.9e-3         # sleep when nothing is on its way
