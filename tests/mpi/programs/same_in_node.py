@@ -17,6 +17,7 @@ from torch import nn
 import hvd_adpsgd.torch as hvd
 
 STEPS = 12
+DEADLINE_S = 30.0
 Facts = dict[str, Any]
 
 
@@ -203,7 +204,7 @@ class Growing(Case):
     def loss(self, step: int) -> torch.Tensor:
         loss = super().loss(step)
         for p in self.extra[: len(self.optimizer.param_groups) - 1]:
-            loss = loss + (p - hvd.super_rank()).square().sum()
+            loss = loss + (p - hvd.rank()).square().sum()
         return loss
 
     def step(self, step: int) -> None:
@@ -270,6 +271,9 @@ class Mixture(Case):
     def step(self, step: int) -> None:
         super().step(step)
         self.facts["frozen_kept"] = torch.equal(self.model.frozen, self.frozen)  # type: ignore
+        trained = [p.detach().float() for p in self.averaged() if p.requires_grad and p.numel()]
+        models = hvd.allgather_object([p.mean().item() for p in trained])
+        self.facts["spread"] = (torch.tensor(models[0]) - torch.tensor(models[-1])).abs().tolist()
 
 
 class Embedding(Case):
@@ -368,6 +372,9 @@ def train(case: Case, pause: Iterator[None]) -> Iterator[bool]:
         next(pause)
         case.step(step)
         yield same_in_node(case.averaged())
+        if step == STEPS // 2:  # on a busy machine the other super learner may not have begun
+            engine = case.optimizer._averaging.engine  # type: ignore[attr-defined]
+            assert not engine.is_leader or engine.wait_finished(1, DEADLINE_S)
 
 
 if __name__ == "__main__":
