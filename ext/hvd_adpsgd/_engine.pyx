@@ -455,6 +455,7 @@ cdef void hear_no(State* e, int partner, Message* m) noexcept nogil:
         return
     x.phase = IDLE
     e.counters.refused += 1
+    same_model(e, partner, m)       # a partner with another model says NO for ever
     if e.asking == partner:
         e.asking = NOBODY
         e.ask_after = now() + e.retry_s

@@ -176,6 +176,7 @@ class Averaging:
         self.parameters.check()
         self.engine.pause(2 * self._config.deadline_s)
         self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
+        self.engine.pause(2 * self._config.deadline_s)  # what was parked may have gone on meanwhile
         if self._slot != _NO_SLOT:  # synchronize() was called, step() was not
             self._absorb()
         self._publish()

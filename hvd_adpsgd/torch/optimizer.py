@@ -64,8 +64,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         optimizer: any torch optimizer but LBFGS.
-        named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
-            num_groups, groups, sparse_as_dense: as in Horovod, inside the super learner.
+        named_parameters: names for messages and for Horovod; the same on all learners.
+        compression: of gradients, inside the super learner.
+        backward_passes_per_step: backward passes whose gradients one step adds up.
+        op: reduction of gradients inside the super learner.
+        gradient_predivide_factor: how much of the mean is divided before the sum.
+        num_groups: older form of `groups`.
+        groups: gradients that Horovod reduces together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: all learners (default) or `hvd.super_learner`; others only with one super
             learner.
         averaging: a strategy or its name; default HVD_ADPSGD_AVERAGING, else RandomPairs().
