@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch the learners, print what they measured. Returns the exit status."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    beside = os.path.dirname(sys.executable)  # mpirun's folder, whether or not it is activated
+    path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     if args.kind == "exchange":
         learners = 2
         options = {"mib": args.mib, "rounds": args.rounds, "chunk-kib": args.chunk_kib}
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = str(args.super_learner_size)
         options = {"blocks": args.blocks, "steps": args.steps, "straggler": args.straggler}
         options["averaging"] = args.averaging
-    command = [_horovodrun(), "-np", str(learners), sys.executable]
+    command = [shutil.which("horovodrun", path=path) or "horovodrun", "-np", str(learners), sys.executable]
     command += ["-m", f"hvd_adpsgd.bench.{args.kind}"]
     command += [f"--{name}={value}" for name, value in options.items()]
     if getattr(args, "through_mpi", False):
@@ -72,11 +74,6 @@ def run(args: argparse.Namespace) -> int:
     result = {**json.loads(found[0]), "machine": _machine()}
     print(json.dumps(result) if args.json else _table(result))
     return 0
-
-
-def _horovodrun() -> str:
-    beside = Path(sys.executable).with_name("horovodrun")
-    return str(beside) if beside.exists() else shutil.which("horovodrun") or "horovodrun"
 
 
 def _machine() -> str:
