@@ -13,6 +13,7 @@ def snapshot(
     mirror: Any,
     first: Any = None,
     second: Any = None,
+    keep: Any = None,
     stream: bool = False,
 ) -> bool: ...
 def merge(

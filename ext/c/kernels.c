@@ -150,15 +150,16 @@ static void stream_fence(void) {
     return bad != 0;                                                                          \
   }                                                                                           \
   static int snapshot_##T##_##W(W *out, const T *mirror, const T *first, const T *second,     \
-                                int64_t n, int stream) {                                      \
+                                W *keep, int64_t n, int stream) {                             \
     uint32_t bad = 0;                                                                         \
     W block[BLOCK];                                                                           \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
       const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      bad |= add_##T##_##W(stream ? block : out + start, mirror + start,                      \
-                           first ? first + start : NULL, second ? second + start : NULL,      \
-                           count);                                                            \
-      if (stream) stream_copy(out + start, block, (size_t)count * sizeof(W));                 \
+      W *near = keep ? keep + start : stream ? block : out + start;                           \
+      bad |= add_##T##_##W(near, mirror + start, first ? first + start : NULL,                \
+                           second ? second + start : NULL, count);                            \
+      if (stream) stream_copy(out + start, near, (size_t)count * sizeof(W));                  \
+      if (keep && !stream) memcpy(out + start, near, (size_t)count * sizeof(W));              \
     }                                                                                         \
     return bad != 0;                                                                          \
   }
@@ -273,7 +274,7 @@ int adpsgd_itemsize(int dtype) {
   CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)
 
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, int64_t n, int stream) {
+                    const void *second, void *keep, int64_t n, int stream) {
   int bad = 1;
   if (!first) {
     first = second;
@@ -283,7 +284,7 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 #define CASE(D, V, T, W)                                                                      \
   case PAIR(D, V):                                                                            \
     bad = snapshot_##T##_##W((W *)out, (const T *)mirror, (const T *)first,                   \
-                             (const T *)second, n, stream);                                   \
+                             (const T *)second, (W *)keep, n, stream);                        \
     break;
     EACH_PAIR(CASE)
 #undef CASE

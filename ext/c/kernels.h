@@ -21,10 +21,11 @@ enum {
 /* Bytes of one element, 0 for an unknown type. */
 int adpsgd_itemsize(int dtype);
 
-/* out = round_wire(mirror + first + second); first and second may be NULL.
+/* out = round_wire(mirror + first + second); first and second may be NULL. `keep`, if not NULL,
+ * gets a second copy, in the caches.
  * Returns 1 if any element of out is infinite or not a number, else 0. */
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, int64_t n, int stream);
+                    const void *second, void *keep, int64_t n, int stream);
 
 /* `stream` writes past the caches: right for models larger than they are. */
 

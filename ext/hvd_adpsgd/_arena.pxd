@@ -23,7 +23,7 @@ cdef struct Memory:
     int stream              # the model is larger than the caches
 
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil
-cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out,
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
                          int64_t* step) noexcept nogil
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil

@@ -49,7 +49,7 @@ cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil:
     return nbytes
 
 
-cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out,
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
                          int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks. Returns 1 if out is not finite."""
     cdef Chunk* c
@@ -64,8 +64,8 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
         if c.full[m.open][0]:
             pending = c.slot[m.open]
     step[0] = c.step
-    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, c.count,
-                          stream)
+    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, keep,
+                          c.count, stream)
     pthread_mutex_unlock(&m.lock)
     return bad
 
@@ -218,7 +218,7 @@ cdef class Arena:
     def snapshot(self, int chunk, int wire, unsigned char[::1] out, bint offered_only=False):
         """Test door of the engine's snapshot. Returns (finite, step)."""
         cdef int64_t step = 0
-        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0],
+        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0], NULL,
                                   &step)
         return not bad, step
 

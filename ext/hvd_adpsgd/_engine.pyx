@@ -151,6 +151,7 @@ cdef struct Lane:
     int64_t step
     double began
     char* out
+    char* keep              # our snapshot once more, in the caches: `out` is written past them
     char* inp
     Place here              # on a shared host: of our snapshot, and of the partner's
     Place there
@@ -477,7 +478,7 @@ cdef char* take_buffers(State* e) noexcept nogil:
             buffers = e.spares[i]
             e.spares[i] = NULL
             return buffers
-    return <char*>malloc(2 * LANES * e.lane_nbytes)
+    return <char*>malloc(3 * LANES * e.lane_nbytes)
 
 
 cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
@@ -513,18 +514,21 @@ cdef bint equip(State* e, int partner) noexcept nogil:
     cdef Exchange* x = &e.exchanges[partner]
     cdef int i
     x.set = NOBODY
-    if e.mapped[partner] != NULL:
-        for i in range(SETS):
-            if not e.taken[i]:
-                e.taken[i] = True
-                x.set = i
-                return True
-        return False
     x.buffers = take_buffers(e)
+    if x.buffers == NULL:
+        return False
     for i in range(LANES):
-        x.lanes[i].out = x.buffers + 2 * i * e.lane_nbytes
+        x.lanes[i].out = x.buffers + 3 * i * e.lane_nbytes
         x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
-    return x.buffers != NULL
+        x.lanes[i].keep = x.lanes[i].inp + e.lane_nbytes
+    if e.mapped[partner] == NULL:
+        return True
+    for i in range(SETS):
+        if not e.taken[i]:
+            e.taken[i] = True
+            x.set = i
+            return True
+    return False
 
 
 cdef void begin(State* e, int partner, int number, int nchunks, bint active) noexcept nogil:
@@ -591,7 +595,7 @@ cdef int start_sent(State* e, Exchange* x, Lane* lane, int partner, int64_t nbyt
     if code != mpi.MPI_SUCCESS:
         return code
     lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
-                                &lane.step)
+                                lane.keep, &lane.step)
     return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
                      &lane.send_request)
 
@@ -607,7 +611,7 @@ cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
     lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * e.lane_nbytes
     lane.out = e.shared + lane.here.offset
     lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
-                                &lane.step)
+                                lane.keep, &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
     return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
 
@@ -666,7 +670,7 @@ cdef void merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nog
         e.counters.void_chunks += 1
         return
     began = now()
-    x.square += memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.out)
+    x.square += memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.keep)
     pthread_mutex_lock(&e.memory.lock)      # the trainer may be adding chunks
     x.elements += e.memory.chunks[lane.chunk].count
     pthread_mutex_unlock(&e.memory.lock)

@@ -28,13 +28,14 @@ cdef const void* pointer(const unsigned char[::1] buffer) noexcept:
 
 
 def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::1] mirror,
-             const unsigned char[::1] first=None, const unsigned char[::1] second=None, bint stream=False):
+             const unsigned char[::1] first=None, const unsigned char[::1] second=None,
+             unsigned char[::1] keep=None, bint stream=False):
     """out = wire(mirror + first + second). Returns True if out holds an Inf or a NaN."""
     cdef int64_t n = elements(mirror, dtype)
     if elements(out, wire) != n:
         raise ValueError("out and mirror differ in length")
     return bool(adpsgd_snapshot(dtype, wire, <void*>pointer(out), pointer(mirror), pointer(first),
-                                pointer(second), n, stream))
+                                pointer(second), <void*>pointer(keep), n, stream))
 
 
 def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] received,

@@ -62,6 +62,18 @@ def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending, stream):
     infinite = kernels.snapshot(
         DTYPES[dtype], DTYPES[wire], raw(out), raw(mirror), *map(raw, corrections), stream=stream
     )
+    keep, again = encode(np.zeros(n), wire), encode(np.zeros(n), wire)
+    kernels.snapshot(
+        DTYPES[dtype],
+        DTYPES[wire],
+        raw(again),
+        raw(mirror),
+        *map(raw, corrections),
+        keep=raw(keep),
+        stream=stream,
+    )
+    np.testing.assert_array_equal(keep, out)
+    np.testing.assert_array_equal(again, out)
     expected = encode(arithmetic(mirror, *corrections, dtype=dtype), wire)
     assert not infinite
     np.testing.assert_array_equal(out, expected)
