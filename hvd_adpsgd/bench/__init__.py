@@ -60,7 +60,12 @@ def run(args: argparse.Namespace) -> int:
         environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = str(args.super_learner_size)
         options = {"blocks": args.blocks, "steps": args.steps, "straggler": args.straggler}
         options["averaging"] = args.averaging
-    command = [shutil.which("horovodrun", path=path) or "horovodrun", "-np", str(learners), sys.executable]
+    command = [
+        shutil.which("horovodrun", path=path) or "horovodrun",
+        "-np",
+        str(learners),
+        sys.executable,
+    ]
     command += ["-m", f"hvd_adpsgd.bench.{args.kind}"]
     command += [f"--{name}={value}" for name, value in options.items()]
     if getattr(args, "through_mpi", False):
