@@ -50,7 +50,7 @@ class Mailbox:
     def __init__(self, nbytes: int, nflags: int, inner: Any = None):
         row = -(-nflags // 64) * 64
         slot = -(-nbytes // 4096) * 4096
-        total = 2 * slot + 2 * row
+        total = max(2 * slot + 2 * row, 1)  # a model may have nothing to average
         alone = inner is None or inner.Get_size() == 1
         self.memory = private_memory(total) if alone else _shared_memory(total, inner)
         self.slots = [self.memory[i * slot : i * slot + nbytes] for i in (0, 1)]
