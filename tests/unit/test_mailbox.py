@@ -6,10 +6,10 @@ from hvd_adpsgd import mailbox
 class TwoLearners:
     """What a mailbox asks of a communicator, as the leader of two sees it."""
 
-    def Get_size(self):  # noqa: N802 (mpi4py's name)
+    def Get_size(self):
         return 2
 
-    def Get_rank(self):  # noqa: N802
+    def Get_rank(self):
         return 0
 
     def bcast(self, value):
