@@ -200,6 +200,7 @@ class Engine:
     def stop(self) -> None:
         """Leave: finish what runs, tell the others, end the thread. Bounded; idempotent."""
         if self._loop is not None:
+            self._arena.reopen()  # what is on its way can still be merged
             self._loop.stop()
             self._log_partners()
             atexit.unregister(self.stop)
@@ -217,7 +218,11 @@ class Engine:
         if self.options.max_staleness is not None:
             # what is merged after this publication is applied one step later
             self._loop.wait_fresh(step + 1 - self.options.max_staleness, self.options.deadline_s)
-        self._arena.publish()
+        self._arena.publish(hold=self._inner is not None and self._inner.Get_size() > 1)
+
+    def reopen(self) -> None:
+        """The all-reduce after `publish` is over: nobody reads the other slot any longer."""
+        self._arena.reopen()
 
     def published(self) -> int:
         """Count one publication, on every learner. Returns the slot it went to."""

@@ -20,6 +20,7 @@ cdef struct Memory:
     int nchunks
     int capacity
     int open
+    bint held               # the open slot may still be read: nothing is merged
     int stream              # the model is larger than the caches
 
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil

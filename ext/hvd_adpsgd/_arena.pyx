@@ -11,8 +11,9 @@ change places. Then it absorbs the published slot: parameter += correction, mirr
     absorb chunk 0 (lock)            snapshot chunk 7 (lock): mirror + published + open
     absorb chunk 1 (lock)            snapshot chunk 1: mirror + open, published is in the mirror
 
-A published slot is read without a lock: nobody writes it until the publication after next, and
-the learners of a node pass an all-reduce between any two publications.
+A published slot is read without a lock by all learners of the node. The next publication makes it
+the open one, but some learner may still read it then: it is held, and nothing is merged, until the
+all-reduce that follows the publication has shown that everybody is past it.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
@@ -61,7 +62,7 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
     if not offered_only:
         if c.full[1 - m.open][0] and not c.absorbed:
             published = c.slot[1 - m.open]
-        if c.full[m.open][0]:
+        if c.full[m.open][0] and not m.held:
             pending = c.slot[m.open]
     step[0] = c.step
     bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, keep,
@@ -72,10 +73,13 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
 
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil:
-    """open slot += weight (received - sent). Returns sum((received - sent)^2)."""
+    """open slot += weight (received - sent). Returns sum((received - sent)^2), -1 if held."""
     cdef Chunk* c
     cdef double square
     pthread_mutex_lock(&m.lock)
+    if m.held:
+        pthread_mutex_unlock(&m.lock)
+        return -1.0
     c = &m.chunks[chunk]
     square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
                           c.count, not c.full[m.open][0], m.stream)
@@ -127,6 +131,7 @@ cdef class Arena:
         self.memory.capacity = 0
         self.memory.open = 0
         self.memory.stream = 0
+        self.memory.held = False
 
     def __dealloc__(self):
         free(self.memory.chunks)
@@ -166,19 +171,35 @@ cdef class Arena:
         """Write mirror and corrections past the caches, for models larger than those are."""
         self.memory.stream = past_the_caches
 
-    def publish(self):
-        """Let the slots change places. Returns the index of the published one (leader only)."""
+    def publish(self, bint hold=False):
+        """Let the slots change places. Returns the index of the published one (leader only).
+
+        With `hold` nothing is merged into the other slot before `reopen`."""
         cdef Memory* m = &self.memory
         cdef int i, published
         with nogil:
             pthread_mutex_lock(&m.lock)
             published = m.open
             m.open = 1 - published
+            m.held = hold
             for i in range(m.nchunks):
-                m.chunks[i].full[m.open][0] = 0
                 m.chunks[i].absorbed = False
+                if not hold:
+                    m.chunks[i].full[m.open][0] = 0
             pthread_mutex_unlock(&m.lock)
         return published
+
+    def reopen(self):
+        """Every learner of the node has read the slot that is open now: fill it anew."""
+        cdef Memory* m = &self.memory
+        cdef int i
+        with nogil:
+            pthread_mutex_lock(&m.lock)
+            if m.held:
+                for i in range(m.nchunks):
+                    m.chunks[i].full[m.open][0] = 0
+                m.held = False
+            pthread_mutex_unlock(&m.lock)
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
                int64_t step):

@@ -146,6 +146,8 @@ cdef struct Lane:
     bint busy
     bint sent
     bint received
+    bint merged
+    int nbytes              # received
     bint void               # one of the two snapshots was not finite: nobody merges
     int chunk
     int64_t step
@@ -573,6 +575,7 @@ cdef bint start_lane(State* e, int partner) noexcept nogil:
     lane.busy = True
     lane.sent = False
     lane.received = False
+    lane.merged = False
     lane.began = now()
     if not x.parked:                        # before the snapshot: the trainer must not miss it
         store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
@@ -643,7 +646,11 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
             if x.set != NOBODY:
                 arrival.nbytes = open_place(e, partner, lane)
             e.counters.bytes_received += arrival.nbytes
-            merge_lane(e, partner, lane, arrival.nbytes)
+            lane.nbytes = arrival.nbytes
+    if lane.received and not lane.merged:
+        lane.merged = merge_lane(e, partner, lane, lane.nbytes)
+        x.moved = now()             # waiting for the node's own all-reduce is not silence
+        moved |= lane.merged
     if not lane.sent:
         code = test(&lane.send_request, &done, NULL)
         if code != mpi.MPI_SUCCESS:
@@ -652,31 +659,37 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
         if done:
             lane.sent = True
             moved = True
-    if lane.received and lane.sent:
+    if lane.merged and lane.sent:
         lane.busy = False
         x.done += 1
     return moved
 
 
-cdef void merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
-    """correction += w (received - sent), unless one of the two snapshots was void."""
+cdef bint merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
+    """correction += w (received - sent), unless one of the two snapshots was void.
+
+    False if the open slot is held: try again later."""
     cdef Exchange* x = &e.exchanges[partner]
     cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
-    cdef double began
+    cdef double began, square
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
         latch(e, FAULT_LAYOUT, 0, partner)  # the two models are cut into different chunks
         nbytes = 0
     if lane.void or nbytes == 0:
         e.counters.void_chunks += 1
-        return
+        return True
     began = now()
-    x.square += memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.keep)
+    square = memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.keep)
+    if square < 0:
+        return False
+    x.square += square
     pthread_mutex_lock(&e.memory.lock)      # the trainer may be adding chunks
     x.elements += e.memory.chunks[lane.chunk].count
     pthread_mutex_unlock(&e.memory.lock)
     e.counters.chunks += 1
     e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
     record(e, 2, partner, began, now(), nbytes, lane.step)
+    return True
 
 
 cdef bint advance(State* e, int partner) noexcept nogil:

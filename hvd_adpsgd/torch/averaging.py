@@ -100,8 +100,10 @@ class Averaging:
         """The node's all-reduces that began at `began` are done."""
         self._count("inner_allreduce", began)
         self._submitted = 0
-        if gradients and self._slot == _NO_SLOT:
-            self._slot = self.engine.published()
+        if gradients:
+            self.engine.reopen()
+            if self._slot == _NO_SLOT:
+                self._slot = self.engine.published()
 
     def count_optimizer(self, began: float) -> None:
         self._count("optimizer", began)
@@ -181,6 +183,7 @@ class Averaging:
             self._absorb()
         self._publish()
         wait(self._world.inner.Ibarrier())
+        self.engine.reopen()
         self._slot = self.engine.published()
         self._absorb()
 
