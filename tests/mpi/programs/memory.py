@@ -49,6 +49,7 @@ def main() -> None:
         if leads:
             engine.publish(step)
         comm.Barrier()
+        engine.reopen()
         engine.absorb(addresses, engine.published(), step)
         engine.offer(step)
         exchanges = comm.allreduce(engine.metrics().get("exchanges", 0))
