@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,33 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.faults import PartnerTable
 from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.mailbox import Mailbox, Outboxes, private_memory
+from hvd_adpsgd.metrics import STALENESS_BINS
 from hvd_adpsgd.mixing import consensus_from_exchanges
 from hvd_adpsgd.strategies.plan import Plan
 
-__all__ = ["Engine", "EngineOptions"]
+__all__ = ["Engine", "EngineOptions", "exchange_metrics"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY = 1, 2, 3, 4
+_COUNTED = (
+    "exchanges_active",
+    "exchanges_passive",
+    "exchange_s",
+    "refused",
+    "declined",
+    "parked",
+    "void_chunks",
+    "chunks",
+    "bytes_sent",
+    "bytes_received",
+)
+_NO_COUNTERS: dict[str, Any] = {
+    **dict.fromkeys(_COUNTED, 0),
+    "staleness": [0] * STALENESS_BINS,
+    "met": [],
+}
 _ALIVE, _LOST = 0, 3  # of the thread's partner states alive, suspect, left, lost
 
 
@@ -130,7 +148,8 @@ class Engine:
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
         self._seen_events = 0
-        self._seen_counters = {"square": 0.0, "exchanges": 0}
+        self._seen: dict[str, Any] = {"square": 0.0, "compared": 0}
+        self._told_void = False
         self._distance = float("nan")
 
     # ---- set-up and tear-down ------------------------------------------------------------
@@ -255,6 +274,20 @@ class Engine:
         self._loop.offer(step, fit)
         if self._loop.partner_events() != self._seen_events:
             self._log_partners()
+        if not self._told_void and self._loop.void_exchanges():
+            self._told_void = True
+            self._warn_void()
+
+    def _warn_void(self) -> None:
+        wire = self.options.wire_dtype
+        cure = "Look at the parameters for huge values."
+        if wire == "float16":
+            cure = 'Values above 65504 do not fit: use wire_dtype="bfloat16", or None.'
+        log.warning(
+            "an exchange averaged nothing: no chunk of the two models was finite%s. %s",
+            f" in {wire}" if wire else "",
+            cure,
+        )
 
     # ---- driven by hand ----------------------------------------------------------------------
 
@@ -336,38 +369,23 @@ class Engine:
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """Counters of the thread; {} on learners that are not leaders."""
+        """See exchange_metrics; of zeros on learners that are not leaders."""
         if self._loop is None:
-            return {}
+            return exchange_metrics(None)
         counters = self._loop.counters()
-        exchanges = counters["exchanges_active"] + counters["exchanges_passive"]
-        histogram = np.array(counters["staleness"])
         return {
-            "exchanges": exchanges,
-            "exchanges_active": counters["exchanges_active"],
-            "exchanges_passive": counters["exchanges_passive"],
-            "exchange_s": counters["exchange_s"],
-            "refused": counters["refused"],
-            "declined": counters["declined"],
-            "parked": counters["parked"],
-            "void_chunks": counters["void_chunks"],
-            "chunks": counters["chunks"],
-            "bytes_sent": counters["bytes_sent"],
-            "bytes_received": counters["bytes_received"],
-            "staleness": histogram.tolist(),
-            "staleness_mean": _histogram_mean(histogram),
-            "consensus_distance": self._consensus_distance(counters["square"], exchanges),
-            "partners": counters["met"],
+            **exchange_metrics(counters),
+            "consensus_distance": self._consensus_distance(counters),
             "engine_cpu_s": self._loop.cpu_s(),
         }
 
-    def _consensus_distance(self, square: float, exchanges: int) -> float:
-        """From the exchanges since the last look; the last value if there were none."""
-        new = exchanges - self._seen_counters["exchanges"]
-        if new > 0:
-            mean_square = (square - self._seen_counters["square"]) / new
+    def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
+        """From the exchanges since the last look; the last value if none compared anything."""
+        compared = counters["compared"] - self._seen["compared"]
+        if compared > 0:
+            mean_square = (counters["square"] - self._seen["square"]) / compared
             self._distance = consensus_from_exchanges(max(mean_square, 0.0), len(self._names))
-            self._seen_counters = {"square": square, "exchanges": exchanges}
+            self._seen = dict(counters)
         return self._distance
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
@@ -377,6 +395,21 @@ class Engine:
     def cpu_s(self) -> float:
         """CPU seconds of the thread so far."""
         return float(self._loop.cpu_s()) if self._loop is not None else 0.0
+
+
+def exchange_metrics(counters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Numbers of an engine from the counters of its thread; all 0 or NaN without one."""
+    counters = counters or _NO_COUNTERS
+    histogram = np.array(counters["staleness"])
+    return {
+        "exchanges": counters["exchanges_active"] + counters["exchanges_passive"],
+        **{name: counters[name] for name in _COUNTED},
+        "staleness": histogram.tolist(),
+        "staleness_mean": _histogram_mean(histogram),
+        "consensus_distance": float("nan"),
+        "partners": counters["met"],
+        "engine_cpu_s": 0.0,
+    }
 
 
 def _histogram_mean(histogram: NDArray[np.int64]) -> float:

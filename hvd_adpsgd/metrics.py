@@ -43,8 +43,8 @@ class Timeline:
         2. after that the others open it, and all append;
         3. the others close; last of all rank 0 closes with `final=True`, which adds "]".
 
-    If a learner dies before step 3 the "]" is missing, or comes before somebody's last lines;
-    viewers accept that, strict JSON parsers do not. O_APPEND is atomic on local file systems, not
+    If a learner dies before step 3 the "]" is missing; viewers accept that, strict JSON parsers do
+    not. O_APPEND is atomic on local file systems, not
     on NFS. Learners of several hosts need a clock that the hosts share (time.time, say).
 
     Args:

@@ -200,6 +200,7 @@ cdef struct Counters:
     int64_t declined        # questions we answered with NO
     int64_t parked
     int64_t void_chunks
+    int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
     int64_t bytes_sent
     int64_t bytes_received
@@ -767,6 +768,7 @@ cdef void finish(State* e, int partner) noexcept nogil:
     e.counters.bytes_sent += x.nbytes
     e.counters.exchange_s += ended - x.began
     if x.elements:
+        e.counters.compared += 1
         e.counters.square += x.square
         e.counters.square_elements += x.elements
         e.counters.last_square = x.square
@@ -1187,12 +1189,17 @@ cdef class Loop:
         clock_gettime(clock, &t)
         return t.tv_sec + 1e-9 * t.tv_nsec
 
+    def void_exchanges(self):
+        """Exchanges of which no chunk was merged."""
+        cdef Counters* c = &self.state.counters
+        return c.exchanges_active + c.exchanges_passive - c.compared
+
     def counters(self):
         cdef Counters* c = &self.state.counters
         return {
             "exchanges_active": c.exchanges_active, "exchanges_passive": c.exchanges_passive,
             "refused": c.refused, "declined": c.declined, "parked": c.parked,
-            "void_chunks": c.void_chunks, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
+            "void_chunks": c.void_chunks, "compared": c.compared, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
             "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
             "square_elements": c.square_elements, "last_square": c.last_square,
             "exchange_s": c.exchange_s,

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd import errors
 from hvd_adpsgd import world as worlds
-from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.engine import Engine, EngineOptions, exchange_metrics
 from hvd_adpsgd.errors import (
     AdpsgdError,
     ModelMismatchError,
     NonFiniteModelError,
+    NotInitializedError,
     StrategyMismatchError,
 )
 from hvd_adpsgd.metrics import Counters, Timeline
@@ -60,6 +61,7 @@ class Averaging:
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._published = False  # the leader has published for the step under way
         self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
+        self._stopped = False
         self._timeline = _timeline(world)
         specs = unanimous(world, "averaging", lambda: self.parameters.add(wish.named))
         self.engine = _engine(world, wish)
@@ -70,11 +72,35 @@ class Averaging:
 
     # ---- the step, in order ----------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Nothing may be done with a failed engine, nor with tensors that have changed."""
+    def begin_step(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Nothing may be done with a failed engine, nor with tensors that have changed.
+
+        Args:
+            groups: the optimizer's param_groups.
+        """
+        self._require_running()
         self.engine.check()
+        self._require_known(groups)
         if self.inner_size == 1:
             self.parameters.check()
+
+    def _require_running(self) -> None:
+        if self._stopped:
+            raise NotInitializedError(
+                "hvd.shutdown() was called after this optimizer was wrapped. Call hvd.init() and "
+                "wrap a new optimizer."
+            )
+
+    def _require_known(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise ModelMismatchError if a parameter is trained now that was frozen when wrapped."""
+        for i, group in enumerate(groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self.parameters:
+                    raise ModelMismatchError(
+                        f"parameter {j} of group {i}, shape {list(p.shape)}, is trained now and was "
+                        "frozen (requires_grad=False) when the optimizer was wrapped, so nobody "
+                        "averages it. Wrap first and freeze then, or wrap a new optimizer."
+                    )
 
     def before_gradient(self, count: int, total: int) -> None:
         """`count` of the step's `total` gradients go to Horovod now.
@@ -83,6 +109,7 @@ class Averaging:
         the published slot.
         """
         if self._submitted == 0:
+            self._require_running()
             self.parameters.check()
         self._submitted += count
         if self._submitted >= total:
@@ -96,14 +123,18 @@ class Averaging:
             self.engine.publish(self._step)
         self._published = True
 
+    def _count_published(self) -> None:
+        """On every learner, once per publication, when all may read it."""
+        if self._published and self._slot == _NO_SLOT:
+            self._slot = self.engine.published()
+
     def synchronized(self, began: float, gradients: int) -> None:
         """The node's all-reduces that began at `began` are done."""
         self._count("inner_allreduce", began)
         self._submitted = 0
         if gradients:
             self.engine.reopen()
-            if self._slot == _NO_SLOT:
-                self._slot = self.engine.published()
+            self._count_published()
 
     def count_optimizer(self, began: float) -> None:
         self._count("optimizer", began)
@@ -118,7 +149,7 @@ class Averaging:
         began = time.monotonic()
         if self.inner_size == 1:
             self._publish()
-            self._slot = self.engine.published()
+            self._count_published()
         fit = self._absorb()
         self._count("collect", began)
         began = time.monotonic()
@@ -174,17 +205,37 @@ class Averaging:
         self.engine.extend(self.parameters.add(named))
 
     def settle(self) -> None:
-        """Pause the engine and take in every correction. All learners call it together."""
+        """Pause the engine and take in every correction. All learners call it together.
+
+        It may come at any place of a step, also when that step's corrections are published but not
+        yet applied.
+        """
+        self._require_running()
         self.parameters.check()
-        self.engine.pause(2 * self._config.deadline_s)
+        self._meet_in_node()  # exchanges may be waiting for the slot that is held
+        self._pause()
         self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
-        self.engine.pause(2 * self._config.deadline_s)  # what was parked may have gone on meanwhile
-        if self._slot != _NO_SLOT:  # synchronize() was called, step() was not
-            self._absorb()
-        self._publish()
+        if not self._pause():  # what was parked may have gone on meanwhile
+            log.warning(
+                "average_model: an exchange is still under way after %g s; what it brings later is "
+                "not in the mean.",
+                2 * self._config.deadline_s,
+            )
+        self._take_in()  # what is published for the step under way
+        self._take_in()  # and what was merged after that
+
+    def _pause(self) -> bool:
+        return self.engine.pause(2 * self._config.deadline_s)
+
+    def _meet_in_node(self) -> None:
+        """All learners of the node are past the slot that is held."""
         wait(self._world.inner.Ibarrier())
         self.engine.reopen()
-        self._slot = self.engine.published()
+
+    def _take_in(self) -> None:
+        self._publish()
+        self._meet_in_node()
+        self._count_published()
         self._absorb()
 
     def resume(self) -> None:
@@ -194,6 +245,7 @@ class Averaging:
 
     def stop(self) -> None:
         """Leave the others; bounded. Called by hvd.shutdown()."""
+        self._stopped = True
         if self in _live:
             _live.remove(self)
         self.engine.stop()
@@ -367,15 +419,15 @@ def _timeline(world: Any) -> Timeline | None:
 
 
 def _close_timeline(comm: Any) -> None:
-    """Learner 0 closes last, when the others have written theirs or 5 s have passed."""
+    """Learner 0 closes last, and ends the file only if the others have written theirs by then."""
     global _shared_timeline
     timeline, _shared_timeline = _shared_timeline, None
     if timeline is None:
         return
     if timeline.rank > 0:
         timeline.close()
-    worlds._meet(comm, time.monotonic() + 5.0)
-    timeline.close(final=True)
+    met = worlds._meet(comm, time.monotonic() + 5.0)
+    timeline.close(final=met)
 
 
 # ---- for the user --------------------------------------------------------------------------------
@@ -388,18 +440,22 @@ def metrics() -> dict[str, Any]:
     node's gradients), optimizer_s (the user's), collect_s (corrections in, model into the mirror),
     offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps.
 
-    On leaders also: exchanges (active + passive), refused and declined questions, parked partners,
-    bytes_sent and bytes_received, staleness (chunks by age in steps, 0 to 63 and more) and
-    staleness_mean, consensus_distance (estimated from the exchanges since the last call; NaN before
-    the first exchange), partners (exchanges with each), engine_cpu_s.
+    Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
+    and declined questions, parked partners, bytes_sent and bytes_received, staleness (chunks by age
+    in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
+    since the last call; NaN if no element was compared yet), partners (exchanges with each),
+    engine_cpu_s.
 
     Returns:
         The numbers; with several wrapped optimizers those of the first, and all in "optimizers".
-        {} if nothing is averaged between super learners.
+        All 0 or NaN if nothing is averaged between super learners.
     """
     every = [averaging.metrics() for averaging in _live]
+    if not every:
+        nothing = Counters(time.monotonic).to_dict()
+        return {**nothing, "nonfinite_steps": 0, **exchange_metrics(None)}
     if len(every) < 2:
-        return every[0] if every else {}
+        return every[0]
     return {**every[0], "optimizers": every}
 
 

@@ -266,7 +266,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     once, around the optimizer's own step.
     """
     averaging = self._averaging
-    averaging.begin_step()
+    averaging.begin_step(self.param_groups)
     if closure is None:
         _synchronize_for_step(self)
     began = time.monotonic()
@@ -419,7 +419,7 @@ _METHODS = {
 def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Horovod's Adasum optimizer steps parameter by parameter while backward runs; then as ever."""
     averaging = self._averaging
-    averaging.begin_step()
+    averaging.begin_step(self.param_groups)
     began = time.monotonic()
     loss = self._horovod.step(self, closure)
     averaging.synchronized(began, len(self._requires_update))

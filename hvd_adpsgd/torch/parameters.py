@@ -49,6 +49,7 @@ class Parameters:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
+        self._known: set[int] = set()
         self._devices: list[torch.device] = []
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []
@@ -63,12 +64,11 @@ class Parameters:
         """
         named = list(named)
         _require_own_memory(zip(self.names, self.tensors, strict=True), named)
-        known = {id(t) for t in self.tensors}
         specs = []
         for name, tensor in named:
-            if id(tensor) in known:
+            if tensor in self:
                 continue
-            known.add(id(tensor))
+            self._known.add(id(tensor))
             specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
             self.names.append(name)
             self.tensors.append(tensor)
@@ -79,7 +79,7 @@ class Parameters:
         return specs
 
     def __contains__(self, tensor: object) -> bool:
-        return any(t is tensor for t in self.tensors)
+        return id(tensor) in self._known  # self.tensors keeps them alive
 
     def addresses(self) -> NDArray[np.uintp]:
         """Address of each tensor's memory, host copies filled."""

@@ -159,6 +159,14 @@ def reshaped() -> None:
         optimizer.step()
 
 
+def unfrozen() -> None:
+    model = linear()
+    model.bias.requires_grad_(False)  # type: ignore[operator, union-attr]
+    with training(model) as optimizer:
+        model.bias.requires_grad_(True)  # type: ignore[operator, union-attr]
+        step(model, optimizer)
+
+
 def other_group_elsewhere() -> None:
     """Found when super learners next exchange; each notices by itself, so nobody waits."""
     model = linear()
@@ -209,6 +217,7 @@ CASES: dict[str, Any] = {
         synchronous_beside_another,
         not_finite,
         other_group_in_the_node,
+        unfrozen,
         average_other_models,
     )
 } | {
@@ -256,8 +265,12 @@ def main() -> None:
     say(case="before_init", **before)
     for name, case in CASES.items():
         say(case=name, **outcome(case))
+    model = linear()
+    optimizer = wrap(model)
+    step(model, optimizer)
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=2, nonfinite="stay_out"))
+    say(case="after_shutdown", **outcome(lambda: step(model, optimizer)))
     stay_out()
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))

@@ -5,6 +5,7 @@ with what average_model gives. Arguments: names of the cases to run, all without
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,8 +55,14 @@ def train(
     dtype: torch.dtype,
     pause: Iterator[None],
     skips: bool = False,
+    between: bool = False,
 ) -> bool:
-    """Train with the known gradients. True if the node's learners were alike after every step."""
+    """Train with the known gradients. True if the node's learners were alike after every step.
+
+    Args:
+        skips: some steps are given up after their gradients were averaged.
+        between: some steps call average_model between backward() and step().
+    """
     same = True
     for step in steps:
         next(pause)
@@ -64,6 +71,8 @@ def train(
         optimizer.zero_grad()
         pairs = zip(model.parameters(), gradients(step, hvd.rank(), dtype), strict=True)
         sum((p * g).sum() for p, g in pairs).backward()
+        if between and step % 8 == 7:
+            hvd.average_model(model)
         optimizer.step()
         same = same and same_in_node(model.parameters())
     return same
@@ -75,7 +84,9 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
     named = model.named_parameters()
     with retired(hvd.DistributedOptimizer(plain, named_parameters=named, **how)) as optimizer:
         skips = name == "synchronized"
-        same = train(model, optimizer, range(STEPS), dtype, pause, skips)
+        began = time.monotonic()
+        same = train(model, optimizer, range(STEPS), dtype, pause, skips, name == "between")
+        took = time.monotonic() - began
         if skips:  # corrections published for a step that never comes
             unfinished(model, optimizer)
         spread = max(worlds.current().comm.allgather(digest(model.parameters())))
@@ -100,6 +111,7 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
         again=again,
         same=same,
         apart=spread != before,
+        took=took,
         exchanges=numbers.get("exchanges", 0),
     )
 
@@ -130,6 +142,7 @@ def main() -> None:
         ("float64", torch.float64, often),
         ("random_ring", torch.float64, {"averaging": hvd.RandomRing(seed=5), **often}),
         ("synchronized", torch.float64, often),
+        ("between", torch.float64, often),
         ("float16 wire", torch.float32, {"wire_dtype": "float16", **often}),
         ("bfloat16 wire", torch.float32, {"wire_dtype": "bfloat16", **often}),
     ):
