@@ -22,6 +22,7 @@ __all__ = [
     "complete_event_contraction",
     "consensus_distance",
     "consensus_from_exchanges",
+    "edge_vector",
     "event_contraction",
     "kappa_fixed",
     "kappa_random",
@@ -33,6 +34,7 @@ __all__ = [
     "permuted_contraction",
     "permuted_ring_matrix",
     "randomised_ring_contraction",
+    "require_mixing",
     "ring_eigenvalues",
     "ring_event_contraction",
     "ring_matrix",
@@ -69,7 +71,7 @@ def pair_matrix(n: int, i: int, j: int, weight: float = 0.5) -> Matrix:
     Source: Lian et al., AD-PSGD, arXiv:1710.06952, section 3.
     """
     _require_weight(weight)
-    edge = _edge_vector(n, i, j)
+    edge = edge_vector(n, i, j)
     return np.eye(n) - weight * np.outer(edge, edge)
 
 
@@ -91,7 +93,7 @@ def ring_matrix(n: int) -> Matrix:
     weight = 1 / 2 if n == 2 else 1 / 3
     matrix = np.eye(n) if n > 0 else np.zeros((0, 0))
     for i, j in ring_edges(n):
-        edge = _edge_vector(n, i, j)
+        edge = edge_vector(n, i, j)
         matrix -= weight * np.outer(edge, edge)
     return matrix
 
@@ -179,7 +181,7 @@ def second_eigenvalue(matrix: npt.ArrayLike) -> float:
 
     Source: Lian et al., D-PSGD, arXiv:1705.09056, assumption 1.
     """
-    mixing = _require_mixing(matrix)
+    mixing = require_mixing(matrix)
     return float(np.abs(np.linalg.eigvalsh(mixing - 1 / len(mixing))).max())
 
 
@@ -209,7 +211,7 @@ def permuted_contraction(matrix: npt.ArrayLike) -> float:
 
     Source: the law is derived above; the scheme is Zhang et al., arXiv:2002.01119.
     """
-    mixing = _require_mixing(matrix)
+    mixing = require_mixing(matrix)
     n = len(mixing)
     return float((np.sum(mixing**2) - 1) / (n - 1)) if n > 1 else 0.0
 
@@ -232,7 +234,7 @@ def stationary_kappa(matrix: npt.ArrayLike) -> float:
 
     Source: the law is derived above, for the update of D-PSGD, arXiv:1705.09056.
     """
-    mixing = _require_mixing(matrix)
+    mixing = require_mixing(matrix)
     n = len(mixing)
     modes = np.linalg.eigvalsh(mixing - 1 / n)
     if np.abs(modes).max() > 1 - 1e-12:
@@ -337,7 +339,7 @@ def event_contraction(n: int, edges: Iterable[tuple[int, int]], weight: float = 
         52(6), 2006; AD-PSGD's event view, arXiv:1710.06952.
     """
     _require_weight(weight)
-    vectors = np.array([_edge_vector(n, i, j) for i, j in edges])
+    vectors = np.array([edge_vector(n, i, j) for i, j in edges])
     if vectors.size == 0:
         raise TopologyError(
             "no exchange possible: event_contraction got 0 edges, needed is at least 1. "
@@ -495,8 +497,12 @@ def straggler_epoch_factor(n: int, slowdown: float) -> float:
 # ---- checks -------------------------------------------------------------------------------------
 
 
-def _edge_vector(n: int, i: int, j: int) -> Matrix:
-    """e_i - e_j, shape (n,), or TopologyError."""
+def edge_vector(n: int, i: int, j: int) -> Matrix:
+    """The direction in which an exchange between i and j moves: e_i - e_j, shape (n,).
+
+    Raises:
+        TopologyError: if i = j or a rank is out of range.
+    """
     require_rank(n, i)
     require_rank(n, j)
     if i == j:
@@ -526,8 +532,12 @@ def _require_weight(weight: float) -> None:
         )
 
 
-def _require_mixing(matrix: npt.ArrayLike) -> Matrix:
-    """The matrix as float64, symmetric and doubly stochastic, or TopologyError."""
+def require_mixing(matrix: npt.ArrayLike) -> Matrix:
+    """The matrix as float64, shape (n, n), once it is known to mix.
+
+    Raises:
+        TopologyError: if it is not symmetric and doubly stochastic.
+    """
     mixing = np.asarray(matrix, dtype=np.float64)
     if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.size == 0:
         raise TopologyError(

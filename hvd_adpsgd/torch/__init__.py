@@ -108,6 +108,10 @@ from hvd_adpsgd.torch.ranks import (
     super_rank,
     super_size,
 )
+from hvd_adpsgd.torch.schedules import (
+    Newbob,
+    WarmupAnneal,
+)
 
 __all__ = [
     "Adasum",
@@ -119,6 +123,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "Newbob",
     "ProcessSet",
     "Product",
     "RandomPairs",
@@ -126,6 +131,7 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "Synchronous",
+    "WarmupAnneal",
     "add_process_set",
     "allgather",
     "allgather_async",

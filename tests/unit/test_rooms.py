@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hvd_adpsgd"
 DESIGN = ROOT / "docs" / "design.md"
 
-PURE = {"config", "errors", "topology", "mixing", "layout", "faults", "metrics", "strategies"}
+PURE = {"config", "errors", "topology", "mixing", "theory", "layout", "faults", "metrics",
+        "strategies"}  # fmt: skip
 CLOCKS = {"time", "datetime"}
 COMPILED = {"libc", "cython", "cpython", "numpy", "posix"}
 
@@ -292,6 +293,8 @@ def test_cython_imports(source, expected):
         ("_engine", "_transport", True),
         ("config", "errors", True),
         ("strategies", "mixing", True),
+        ("theory", "mixing", True),
+        ("mixing", "theory", False),
         ("errors", "mixing", False),
         ("mixing", "strategies", False),
         ("engine", "torch", False),

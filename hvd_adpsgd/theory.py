@@ -1,0 +1,736 @@
+"""What theory predicts for the schemes: step limits, spread, stragglers, gossip with acceleration.
+
+Closed forms to set against a run, as in `mixing`, which holds the matrices and their spectra.
+Everything is float64 and small; nothing here runs inside training.
+
+Legend: n super learners (flat: learners), models x_i, mean m, mixing matrix T (n, n) with
+eigenvalues lambda_j, lambda_1 = 1 being the mean's; learning rate alpha, curvature h of a
+quadratic loss h x^2 / 2, and a = alpha h, a pure number, called the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.errors import ConfigError, TopologyError
+from hvd_adpsgd.mixing import edge_vector, require_mixing, straggler_epoch_factor, uniform_matrix
+from hvd_adpsgd.topology import require_size
+
+__all__ = [
+    "Acceleration",
+    "accelerated_decay",
+    "acceleration",
+    "acceleration_gain",
+    "adapt_then_combine_limit",
+    "adapt_while_communicate_limit",
+    "allreduce_share",
+    "averaging_speedup",
+    "delay_by_one_limit",
+    "delayed_limit",
+    "drift_gain",
+    "expected_staleness",
+    "gossip_decay",
+    "kappa_delay_by_one",
+    "kappa_on_quadratic",
+    "laplacian",
+    "loss_gap",
+    "require_acceleration",
+    "rounds_to_shrink",
+    "straggler_epoch_time",
+    "straggler_staleness",
+    "straggler_throughput",
+]
+
+Matrix = npt.NDArray[np.float64]
+Edges = Iterable[tuple[int, int]]
+
+# ---- how large a step a quadratic bears ---------------------------------------------------------
+
+
+def adapt_while_communicate_limit(matrix: npt.ArrayLike) -> float:
+    """Step at which descent that mixes meanwhile stops being stable: X <- T X - alpha g(X).
+
+    Mode j follows x <- (lambda_j - a) x, stable for |lambda_j - a| < 1. The binding mode has the
+    smallest eigenvalue, hence a < 1 + lambda_n: 2/3 on a fixed ring of even n, 1 for an exact
+    average. The mean alone would bear a < 2.
+
+    Args:
+        matrix: T, shape (n, n), symmetric and doubly stochastic.
+
+    Returns:
+        The limit on a = alpha h, in [0, 2]; 2 for n = 1 (plain SGD).
+
+    Raises:
+        TopologyError: if T is not symmetric and doubly stochastic.
+
+    Source: the law is derived above, for the update of D-PSGD, arXiv:1705.09056.
+    """
+    return float(1 + np.linalg.eigvalsh(require_mixing(matrix)).min())
+
+
+def adapt_then_combine_limit(matrix: npt.ArrayLike) -> float:
+    """Step at which descent that mixes afterwards stops being stable: X <- T (X - alpha g(X)).
+
+    Mode j follows x <- lambda_j (1 - a) x. Since |lambda_j| <= 1, the mean binds: a < 2, whatever
+    T, as for synchronous SGD (T = 11^T / n).
+
+    Args:
+        matrix: T, shape (n, n), symmetric and doubly stochastic.
+
+    Returns:
+        2.
+
+    Raises:
+        TopologyError: if T is not symmetric and doubly stochastic.
+    """
+    require_mixing(matrix)
+    return 2.0
+
+
+def delayed_limit(delay: int) -> float:
+    """Step at which SGD on gradients that are `delay` steps old stops being stable.
+
+    x_{k+1} = x_k - a x_{k-tau} has its first root on the unit circle at
+    a = 2 sin(pi / (2 (2 tau + 1))): 2 without delay, 1 for tau = 1, near pi / (2 tau) for large.
+
+    Args:
+        delay: tau >= 0, in steps.
+
+    Returns:
+        The limit on a = alpha h.
+
+    Raises:
+        ConfigError: if the delay is negative.
+    """
+    _require(delay >= 0, "delayed_limit", f"delay = {delay}", ">= 0", "Pass steps of delay.")
+    return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
+
+
+def delay_by_one_limit(n: int, gradient_at: Literal["own", "mean"] = "own") -> float:
+    """Step at which delay-by-one stops being stable: the mean is taken while the gradient is.
+
+    With "own", x_i <- m - alpha g(x_i): the gradient belongs to the model that has not been
+    averaged yet. Disagreement follows x <- -a x, hence a < 1 (for n = 1, plain SGD: 2). With
+    "mean", all learners hold the same model and m <- m - alpha g(previous m): a < 1 by
+    `delayed_limit(1)`.
+
+    Args:
+        n: number of learners.
+        gradient_at: where the gradient is taken.
+
+    Returns:
+        The limit on a = alpha h.
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: if `gradient_at` is neither "own" nor "mean".
+
+    Source: the law is derived above. The scheme is named in Zhang et al., arXiv:2002.01119 and
+        arXiv:2110.11199; which of the two forms is theirs is not settled here.
+    """
+    _require(
+        gradient_at in ("own", "mean"),
+        "delay_by_one_limit",
+        f"gradient_at = {gradient_at!r}",
+        '"own" or "mean"',
+        "Pass the model at which the gradient is taken.",
+    )
+    if gradient_at == "mean":
+        require_size(n)
+        return delayed_limit(1)
+    return adapt_while_communicate_limit(uniform_matrix(n))
+
+
+# ---- how far the models stay apart --------------------------------------------------------------
+
+
+def kappa_on_quadratic(
+    matrix: npt.ArrayLike, step: float, order: Literal["while", "then"] = "while"
+) -> float:
+    """Stationary disagreement under gradient noise on a quadratic.
+
+    As `mixing.stationary_kappa`, in which (1/n) sum_i E|x_i - m|^2 / d = alpha^2 s^2 kappa, with
+    curvature. Adapt-while-communicate, T X - alpha (h X + N):
+        kappa = (1/n) sum over j >= 2 of 1 / (1 - (lambda_j - a)^2);
+    adapt-then-combine, T (X - alpha (h X + N)):
+        kappa = (1/n) sum over j >= 2 of lambda_j^2 / (1 - lambda_j^2 (1 - a)^2).
+
+    Args:
+        matrix: T, shape (n, n), symmetric and doubly stochastic.
+        step: a = alpha h >= 0; 0 for no curvature.
+        order: "while" or "then", as above.
+
+    Returns:
+        kappa, a pure number; 0 for n = 1.
+
+    Raises:
+        TopologyError: if T is not symmetric and doubly stochastic.
+        ConfigError: if the order is unknown, the step is negative, or disagreement diverges.
+
+    Source: the law is derived above, for the update of D-PSGD, arXiv:1705.09056.
+    """
+    _require(
+        order in ("while", "then"),
+        "kappa_on_quadratic",
+        f"order = {order!r}",
+        '"while" or "then"',
+        "Say whether gradients are added while mixing, or mixed with the models.",
+    )
+    modes = _disagreement_modes(matrix)
+    factors, noise = (modes - step, 1.0) if order == "while" else (modes * (1 - step), modes**2)
+    largest = float(np.abs(factors).max(initial=0))
+    _require(
+        step >= 0 and largest < 1 - 1e-12,
+        "kappa_on_quadratic",
+        f"step = {step}, by which the largest factor on disagreement is {largest:.6g}",
+        "step >= 0 and a factor < 1",
+        "Lower the learning rate, or connect all learners.",
+    )
+    return float(np.sum(noise / (1 - factors**2)) / (len(modes) + 1))
+
+
+def kappa_delay_by_one(n: int, step: float = 0.0) -> float:
+    """Stationary disagreement of delay-by-one; see `kappa_on_quadratic`.
+
+    x_i - m is alpha times what the last gradient had of its own: kappa = (n - 1) / (n (1 - a^2)),
+    which without curvature is one step of noise, (n - 1) / n.
+
+    Args:
+        n: number of learners.
+        step: a = alpha h in [0, 1).
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: if the step is not in [0, 1).
+    """
+    require_size(n)
+    _require(
+        0 <= step < 1,
+        "kappa_delay_by_one",
+        f"step = {step}",
+        ">= 0 and < 1",
+        "Lower the learning rate.",
+    )
+    return (n - 1) / (n * (1 - step**2))
+
+
+def loss_gap(hessian: npt.ArrayLike, models: npt.ArrayLike) -> float:
+    """By how much disagreement raises the mean loss of the models above the loss of their mean.
+
+    (1/n) sum_i f(x_i) - f(m) = Tr(H Xi) / 2 with Xi = (1/n) sum_i (x_i - m)(x_i - m)^T; exact for
+    a quadratic f, of third order in x_i - m otherwise. It is the term by which the mean model of
+    decentralised SGD descends a flattened loss, f + Tr(H Xi) / 2.
+
+    Args:
+        hessian: H at the mean, shape (d, d).
+        models: X, shape (n, d), one model per row.
+
+    Returns:
+        The gap, in the unit of the loss.
+
+    Raises:
+        TopologyError: if the shapes do not fit.
+
+    Source: "Decentralized SGD and average-direction SAM are asymptotically equivalent", ICML 2023.
+    """
+    rows, curvature = np.asarray(models, np.float64), np.asarray(hessian, np.float64)
+    if rows.ndim != 2 or len(rows) == 0 or curvature.shape != (rows.shape[1],) * 2:
+        raise TopologyError(
+            f"shapes do not fit: loss_gap got hessian {curvature.shape} and models {rows.shape}, "
+            "needed are (d, d) and (n, d) with n >= 1. Stack one flat model per row."
+        )
+    away = rows - rows.mean(axis=0)
+    return float(np.sum(away @ curvature * away) / (2 * len(rows)))
+
+
+def rounds_to_shrink(factor: float, by: float = 10.0) -> int:
+    """Rounds of mixing after which disagreement is `by` times smaller.
+
+    The least k with factor^k <= 1 / by, that is ceil(ln by / -ln factor).
+
+    Args:
+        factor: on disagreement per round, in [0, 1), as `mixing.second_eigenvalue(T)`. Take the
+            root of a factor on squared disagreement, as sqrt(randomised_ring_contraction(n)).
+        by: how many times smaller, >= 1.
+
+    Raises:
+        ConfigError: if the factor is not in [0, 1) or `by` is less than 1.
+    """
+    _require(
+        0 <= factor < 1,
+        "rounds_to_shrink",
+        f"factor = {factor}",
+        ">= 0 and < 1",
+        "Connect all super learners, else disagreement stays.",
+    )
+    _require(1 <= by < math.inf, "rounds_to_shrink", f"by = {by}", ">= 1", "Pass a ratio.")
+    if by == 1 or factor == 0:
+        return int(by > 1)
+    return math.ceil(math.log(by) / -math.log(factor) - 1e-9)  # 1/8 by halves is 3, not 4
+
+
+# ---- one slow learner ---------------------------------------------------------------------------
+
+
+def straggler_throughput(
+    learners: int, slowdown: float, *, super_learners: int | None = None, waits: bool = False
+) -> float:
+    """Gradients per unit of time of all learners when one of them is s times slower.
+
+    The slow one holds up its super learner, which waits for its gradient, and nobody else: with n
+    super learners of G learners, G (n - 1 + 1/s). If all wait for all (synchronous SGD, model
+    averaging, delay-by-one), learners / s.
+
+    Args:
+        learners: number of learners, each with a pace of 1.
+        slowdown: s >= 1; may be infinite (it stopped).
+        super_learners: how many equal super learners they form; None: each is its own (flat).
+        waits: whether super learners wait for each other.
+
+    Raises:
+        TopologyError: if learners < 1, the super learners are not equal, or s < 1 (or infinite
+            for a single super learner that nobody waits for).
+
+    Source: ideal model of the straggler experiments of AD-PSGD, arXiv:1710.06952.
+    """
+    return learners / straggler_epoch_time(
+        learners, slowdown, super_learners=super_learners, waits=waits
+    )
+
+
+def straggler_epoch_time(
+    learners: int, slowdown: float, *, super_learners: int | None = None, waits: bool = False
+) -> float:
+    """How much longer an epoch takes when one learner is s times slower.
+
+    n / (n - 1 + 1/s) with n super learners that do not wait for each other, and s if they do:
+    learners / `straggler_throughput`, where arguments and errors are explained.
+
+    Returns:
+        The ratio to an epoch without a slow learner, in [1, s].
+    """
+    n = learners if super_learners is None else super_learners
+    require_size(n)
+    if learners % n or learners < n:
+        raise TopologyError(
+            f"no equal super learners: got {learners} learners in {n} super learners, needed is "
+            "a multiple. Pass learners = super_learners x learners of one."
+        )
+    free_running = straggler_epoch_factor(n, slowdown)  # checks the slowdown for both
+    return float(slowdown) if waits else free_running
+
+
+def expected_staleness(paces: Sequence[float]) -> Matrix:
+    """Updates of others that a gradient misses, for learners of given paces that do not wait.
+
+    While i computes one gradient, for a time 1 / r_i, the others apply sum over j != i of r_j / r_i
+    updates. Averaged over all gradients that is n - 1, whatever the paces.
+
+    Args:
+        paces: r_i > 0, gradients per unit of time, length n >= 1.
+
+    Returns:
+        Mean staleness of each one's gradients, in updates, shape (n,).
+
+    Raises:
+        ConfigError: if there is no pace, or one is not positive and finite.
+    """
+    rates = np.asarray(paces, dtype=np.float64)
+    _require(
+        rates.ndim == 1 and rates.size > 0 and bool(np.all((rates > 0) & np.isfinite(rates))),
+        "expected_staleness",
+        f"paces = {rates.tolist()}",
+        "> 0 and finite, at least one",
+        "Pass gradients per second.",
+    )
+    return (rates.sum() - rates) / rates
+
+
+def straggler_staleness(n: int, slowdown: float) -> float:
+    """Updates that the others apply while a learner that is s times slower computes one gradient.
+
+    s (n - 1); see `expected_staleness`, also for the others' own, n - 2 + 1/s.
+
+    Args:
+        n: number of (super) learners.
+        slowdown: s >= 1.
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: if s < 1.
+    """
+    require_size(n)
+    _require(
+        slowdown >= 1,
+        "straggler_staleness",
+        f"slowdown = {slowdown}",
+        ">= 1",
+        "Pass how many times slower the learner is.",
+    )
+    return slowdown * (n - 1)
+
+
+# ---- averaging now and then ---------------------------------------------------------------------
+
+
+def averaging_speedup(n: int, period: int, step_s: float, allreduce_s: float) -> float:
+    """How many times faster n learners go through the data that average every `period` steps.
+
+    S(n) = n K t / (K t + t_allreduce(n)).
+
+    Args:
+        n: number of learners.
+        period: K >= 1, local steps between two averages.
+        step_s: t > 0, seconds of a local step.
+        allreduce_s: seconds of one average over n learners, >= 0.
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: if an argument is out of its range.
+    """
+    require_size(n)
+    _require(
+        period >= 1 and 0 < step_s < math.inf and 0 <= allreduce_s < math.inf,
+        "averaging_speedup",
+        f"period = {period}, step_s = {step_s}, allreduce_s = {allreduce_s}",
+        "period >= 1, step_s > 0, allreduce_s >= 0, all finite",
+        "Pass measured seconds.",
+    )
+    return n * period * step_s / (period * step_s + allreduce_s)
+
+
+def allreduce_share(n: int, speedup: float) -> float:
+    """What a measured speed-up says about the cost of averaging: t_allreduce / (K t) = n/S - 1.
+
+    The inverse of `averaging_speedup`.
+
+    Args:
+        n: number of learners.
+        speedup: S in (0, n].
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: if the speed-up is not in (0, n].
+    """
+    require_size(n)
+    _require(
+        0 < speedup <= n,
+        "allreduce_share",
+        f"speedup = {speedup} of n = {n}",
+        "> 0 and <= n",
+        "A speed-up above n has another cause than this model knows.",
+    )
+    return n / speedup - 1
+
+
+# ---- gossip, plain and accelerated --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """Constants of A2CiD2, the continuous momentum that accelerates gossip on sparse graphs.
+
+    Each learner keeps a second model xt. Between events dx = eta (xt - x) dt and
+    dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with j moves x by -(x - x_j)/2
+    and xt by -alpha_tilde (x - x_j).
+
+    Attributes:
+        chi1: 1 / (smallest eigenvalue > 0 of the Laplacian), in units of time.
+        chi2: largest effective resistance of an edge, halved, in units of time; chi2 <= chi1.
+        eta: 1 / (2 sqrt(chi1 chi2)), per unit of time.
+        alpha_tilde: sqrt(chi1 / chi2) / 2, a pure number >= 1/2.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
+    """
+
+    chi1: float
+    chi2: float
+    eta: float
+    alpha_tilde: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether there is anything to gain: chi1 > chi2.
+
+        Both are equal where every exchange helps every mode alike, as on complete graphs (the
+        ring of three among them).
+        """
+        return self.chi1 > self.chi2 * (1 + 1e-9)
+
+
+def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
+    """Expected pull of random exchanges: dE[x]/dt = -(1/2) Lap x for weights 1/2.
+
+    Lap = sum over edges of r_ij (e_i - e_j)(e_i - e_j)^T with r_ij = (rate/2)(1/deg_i + 1/deg_j):
+    everybody asks a uniformly random neighbour, so often that an exchange per unit of time and
+    rate falls to each on average. Where all have as many neighbours, Lap = rate (I - W) with W
+    uniform over the neighbours.
+
+    Args:
+        n: number of super learners, n >= 2.
+        edges: pairs that may exchange.
+        rate: exchanges per super learner and unit of time, asked and answered together, > 0.
+
+    Returns:
+        Lap, shape (n, n), symmetric, of zero row sums.
+
+    Raises:
+        TopologyError: if n < 2, there is no edge, or a rank is out of range.
+        ConfigError: if the rate is not positive and finite.
+    """
+    vectors, rates = _rated(n, edges, rate)
+    return vectors * rates @ vectors.T
+
+
+def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
+    """Constants of A2CiD2 on a graph, from its `laplacian`, where arguments are explained.
+
+    chi1 = 1 / lambda_2(Lap), chi2 = (1/2) max over edges of (e_i - e_j)^T Lap^+ (e_i - e_j).
+
+    Raises:
+        TopologyError: if the graph is not connected, or as `laplacian`.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, and their code for the constants.
+    """
+    edges = list(edges)
+    pull = laplacian(n, edges, rate)
+    slowest = float(np.linalg.eigvalsh(pull)[1])
+    if slowest <= 1e-12 * rate:
+        raise TopologyError(
+            f"not connected: the {len(edges)} edges given leave {n} super learners in several "
+            "parts, needed is one. Pass topology.ring_edges(n)."
+        )
+    # shifting the mean's eigenvalue from 0 to 1 makes Lap invertible and changes no e_i - e_j
+    inverse = np.linalg.inv(pull + 1 / n)
+    vectors, _ = _rated(n, edges, rate)
+    chi1, chi2 = 1 / slowest, float(np.sum(vectors * (inverse @ vectors), axis=0).max()) / 2
+    return Acceleration(chi1, chi2, 0.5 / math.sqrt(chi1 * chi2), 0.5 * math.sqrt(chi1 / chi2))
+
+
+def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
+    """The constants of `acceleration`, if there is anything to gain from them.
+
+    Raises:
+        ConfigError: if chi1 = chi2, as on complete graphs: accelerated gossip is then no faster
+            than plain gossip; or as `acceleration`.
+        TopologyError: as `acceleration`.
+    """
+    constants = acceleration(n, edges, rate)
+    if not constants.pays:
+        raise ConfigError(
+            f"nothing to accelerate: among {n} super learners on this graph chi1 = "
+            f"{constants.chi1:.6g} and chi2 = {constants.chi2:.6g}, needed is chi1 > chi2. Every "
+            "pair meets often enough; average without acceleration, or on a ring of 4 or more."
+        )
+    return constants
+
+
+def drift_gain(constants: Acceleration) -> float:
+    """How much less squared disagreement a constant drift leaves with acceleration.
+
+    Under a drift b_i of each learner (data that differ), the expected models rest at
+    2 Lap^+ b / (1/2 + alpha_tilde) from their mean, plain ones (alpha_tilde = 1/2) at 2 Lap^+ b:
+    the ratio of squares is (1/2 + alpha_tilde)^2.
+
+    Returns:
+        The ratio, >= 1.
+    """
+    return (0.5 + constants.alpha_tilde) ** 2
+
+
+def gossip_decay(n: int, edges: Edges, rate: float = 1.0) -> float:
+    """Rate at which the expected squared disagreement of plain gossip decays in the long run.
+
+    E[sum_i |x_i - m|^2] ~ exp(-decay t), where every edge exchanges at the times of a Poisson
+    process, at the rates of `laplacian`, with weights 1/2. On complete graphs it is
+    rate n / (2 (n - 1)). A single run decays at least as fast, and on small rings a tenth faster:
+    the expectation is carried by the unlucky ones.
+
+    Args:
+        n: number of super learners, 2 <= n <= 24, or up to 64 if the graph is circulant (the
+            same after turning the ring of ranks, as the ring itself).
+        edges: pairs that may exchange.
+        rate: exchanges per super learner and unit of time, > 0.
+
+    Returns:
+        The decay per unit of time; 0 if the graph is not connected.
+
+    Raises:
+        TopologyError: as `laplacian`, or if n is too large.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: the equation of second moments, see `_moment_rates`; averaging by Poisson clocks is
+        Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
+    """
+    return _decay(n, edges, rate, np.zeros((1, 1)), np.array([0.5]))
+
+
+def accelerated_decay(
+    n: int, edges: Edges, rate: float = 1.0, constants: Acceleration | None = None
+) -> float:
+    """As `gossip_decay`, with A2CiD2.
+
+    Args:
+        n: as in `gossip_decay`.
+        edges: as in `gossip_decay`.
+        rate: as in `gossip_decay`.
+        constants: eta and alpha_tilde to use; default: those of `acceleration`.
+
+    Returns:
+        The decay per unit of time; negative if the constants make disagreement grow.
+
+    Raises:
+        TopologyError: as `gossip_decay`, or if the graph is not connected.
+        ConfigError: if the rate is not positive and finite.
+    """
+    edges = list(edges)
+    used = constants or acceleration(n, edges, rate)
+    coupling = used.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
+    return _decay(n, edges, rate, coupling, np.array([0.5, used.alpha_tilde]))
+
+
+def acceleration_gain(n: int, edges: Edges) -> float:
+    """How many times faster squared disagreement decays with A2CiD2: a ratio, free of the rate.
+
+    accelerated_decay / gossip_decay; 1 where `Acceleration.pays` is false. On rings it exceeds 1.3
+    from n = 8 on.
+
+    Raises:
+        TopologyError: as `accelerated_decay`.
+    """
+    edges = list(edges)
+    return accelerated_decay(n, edges) / gossip_decay(n, edges)
+
+
+# ---- the equation of second moments -------------------------------------------------------------
+
+
+def _decay(n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix) -> float:
+    """Minus the largest eigenvalue of `_moment_rates` on disagreement.
+
+    It is real, with a positive semidefinite eigenvector. That one may be averaged over the
+    symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
+    """
+    edges = list(edges)
+    vectors, rates = _rated(n, edges, rate)
+    circulant = _is_circulant(n, edges)
+    _require_tractable(n, circulant)
+    patterns = list(_patterns(n, len(weights), circulant))
+    away = np.eye(n) - 1 / n
+    # what is not disagreement would stay, and hide the decay: let it decay faster than anything
+    sink = 10 * (rates.sum() * (1 + weights @ weights) + np.abs(coupling).sum())
+    columns = []
+    for pattern in patterns:
+        apart = away @ pattern @ away
+        changed = _moment_rates(apart, vectors, rates, coupling, weights) - sink * (pattern - apart)
+        columns.append([changed[tuple(np.argwhere(p)[0])] for p in patterns])
+    return float(-np.linalg.eigvals(np.array(columns).T).real.max())
+
+
+def _moment_rates(
+    moments: Matrix, vectors: Matrix, rates: Matrix, coupling: Matrix, weights: Matrix
+) -> Matrix:
+    """dM/dt of the second moments M[a, b] = E[z_a z_b^T] of copies z_a of all models.
+
+    Copies drift by dz_a = sum_b coupling_ab z_b dt; at rate r_e the exchange over e = e_i - e_j
+    moves z_a by -weights_a e (e^T z_0). With U_a = M[a, 0] e and q = e^T M[0, 0] e,
+    dM[a, b] = (coupling M)[a, b] + (M coupling^T)[a, b]
+               + sum over e of r_e (w_a w_b q e e^T - w_b U_a e^T - w_a e U_b^T).
+
+    Args:
+        moments: M, shape (copies, copies, n, n).
+        vectors: e as columns, shape (n, edges).
+        rates: r_e, shape (edges,).
+        coupling: shape (copies, copies).
+        weights: shape (copies,).
+    """
+    drift = np.einsum("ac,cbij->abij", coupling, moments)
+    seen = moments[:, 0] @ vectors
+    square = np.sum(vectors * seen[0], axis=0)
+    lost = np.einsum("b,aij->abij", weights, seen * rates @ vectors.T)
+    kept = np.multiply.outer(np.outer(weights, weights), vectors * (rates * square) @ vectors.T)
+    return drift + _turned(drift) + kept - lost - _turned(lost)
+
+
+def _turned(moments: Matrix) -> Matrix:
+    """The transpose as one large matrix: [a, b, i, j] becomes [b, a, j, i]."""
+    return moments.transpose(1, 0, 3, 2)
+
+
+def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
+    """A basis of the symmetric moments, of zeros and ones without overlap."""
+    seat = np.arange(n)
+    turns = (seat[:, None] - seat) % n
+    if circulant:
+        labels = np.minimum(turns, n - turns)
+    else:
+        labels = seat[:, None] * n + seat
+    for a in range(copies):
+        for b in range(a, copies):
+            own = np.minimum(labels, labels.T) if a == b else labels
+            for label in np.unique(own):
+                pattern = np.zeros((copies, copies, n, n))
+                pattern[a, b] = own == label
+                pattern[b, a] = pattern[a, b].T
+                yield pattern
+
+
+def _is_circulant(n: int, edges: Sequence[tuple[int, int]]) -> bool:
+    """Whether every rank sees the same graph by turning the ring of ranks."""
+    here = sorted(_sorted_pair(i, j) for i, j in edges)
+    return here == sorted(_sorted_pair((i + 1) % n, (j + 1) % n) for i, j in edges)
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _rated(n: int, edges: Edges, rate: float) -> tuple[Matrix, Matrix]:
+    """Directions e_i - e_j as columns, shape (n, edges), and the edges' rates; see `laplacian`."""
+    require_size(n, 2)
+    _require(
+        0 < rate < math.inf,
+        "laplacian",
+        f"rate = {rate}",
+        "> 0 and finite",
+        "Pass exchanges per super learner and unit of time.",
+    )
+    vectors = np.array([edge_vector(n, i, j) for i, j in edges]).reshape(-1, n).T
+    if vectors.size == 0:
+        raise TopologyError(
+            "no exchange possible: got 0 edges, needed is at least 1. "
+            "Pass topology.ring_edges(n) or topology.complete_edges(n)."
+        )
+    ends = np.abs(vectors)
+    return vectors, rate / 2 * ((1 / np.maximum(ends.sum(axis=1), 1)) @ ends)
+
+
+def _disagreement_modes(matrix: npt.ArrayLike) -> Matrix:
+    """Eigenvalues of T without the mean's, shape (n - 1,)."""
+    mixing = require_mixing(matrix)
+    # the mean's is moved from 1 to 3, behind all others, and cut off
+    return np.asarray(np.linalg.eigvalsh(mixing + 2 / len(mixing))[:-1], dtype=np.float64)
+
+
+def _require_tractable(n: int, circulant: bool) -> None:
+    most = 64 if circulant else 24
+    if n > most:
+        raise TopologyError(
+            f"too many super learners: the decay of gossip was asked for n = {n}, allowed is "
+            f"<= {most} on such a graph. Take a smaller one, or a ring."
+        )
+
+
+def _sorted_pair(i: int, j: int) -> tuple[int, int]:
+    return (min(i, j), max(i, j))
+
+
+def _require(holds: bool, where: str, value: str, allowed: str, cure: str) -> None:
+    if not holds:
+        raise ConfigError(f"bad argument: {where} got {value}, allowed is {allowed}. {cure}")

@@ -1,0 +1,209 @@
+"""Learning-rate schedules of the papers, as torch schedulers: warm-up and annealing, and Newbob.
+
+Both keep the rate with which every parameter group started and compute each new rate from it, not
+from the last one: a resumed run takes the same rates to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["Newbob", "WarmupAnneal"]
+
+
+class _Resumable(LRScheduler):
+    """A scheduler that sets the rates when its state is loaded, not at the next step.
+
+    With torch's own, the rates of a resumed run are right only if the optimizer's state is loaded
+    after the scheduler was made.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+
+class WarmupAnneal(_Resumable):
+    """From a single learner's rate up to `scale` times it, then down by `decay` per epoch.
+
+    With W = warmup_epochs x steps_per_epoch steps of warm-up, step k = 0, 1, ... of training takes
+        lr_k = lr (1 + (scale - 1) k / (W - 1))                                for k < W
+        lr_k = lr scale decay^(1 + floor((k - W) / steps_per_epoch))           for k >= W.
+    So the last step of the warm-up takes the whole lr x scale, and the first epoch after it is
+    the first that is annealed. scale = 1 is the schedule of a single learner: constant, then
+    annealed. Call `step()` after each training step, or once per epoch with steps_per_epoch = 1.
+
+    A warm-up of one step (W = 1) starts at lr x scale.
+
+    Args:
+        optimizer: its rates are those of a single learner; one per parameter group.
+        scale: B / B0, the batch of all learners over the batch that suits the single rate; > 0.
+        warmup_epochs: length of the warm-up, at least one step; need not be whole.
+        decay: factor per epoch after the warm-up, in (0, 1].
+        steps_per_epoch: calls of `step()` per epoch, >= 1.
+        last_epoch: steps taken already, less one, as in all torch schedulers.
+
+    Raises:
+        ConfigError: if an argument is out of its range.
+
+    Source: linear warm-up for large batches, then annealing by 1/sqrt(2), as in Zhang et al.,
+        arXiv:1907.05701.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        scale: float = 1.0,
+        warmup_epochs: float = 10,
+        decay: float = 1 / math.sqrt(2),
+        steps_per_epoch: int = 1,
+        last_epoch: int = -1,
+    ) -> None:
+        _require(0 < scale < math.inf, "scale", scale, "> 0", "Pass B / B0.")
+        _require(0 < decay <= 1, "decay", decay, "> 0 and <= 1", "Pass a factor per epoch.")
+        _require(
+            steps_per_epoch >= 1 and steps_per_epoch % 1 == 0,
+            "steps_per_epoch",
+            steps_per_epoch,
+            "a whole number >= 1",
+            "Pass the calls of step() per epoch, 1 to call it once.",
+        )
+        _require(
+            1 <= warmup_epochs * steps_per_epoch < math.inf,
+            "warmup_epochs",
+            warmup_epochs,
+            f">= {1 / steps_per_epoch:.6g}, one step",
+            "Pass scale=1 for no warm-up, and the epochs before annealing here.",
+        )
+        self.scale, self.decay = scale, decay
+        self.warmup_steps = round(warmup_epochs * steps_per_epoch)
+        self.steps_per_epoch = int(steps_per_epoch)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Rate of every parameter group at the current step."""
+        factor = self._factor(self.last_epoch)
+        return [lr * factor for lr in self.base_lrs]
+
+    def _factor(self, step: int) -> float:
+        after = step - self.warmup_steps
+        if after >= 0:
+            return self.scale * self.decay ** (1 + after // self.steps_per_epoch)
+        warmed = step / (self.warmup_steps - 1) if self.warmup_steps > 1 else 1.0
+        return 1 + (self.scale - 1) * warmed
+
+
+class Newbob(_Resumable):
+    """Constant until the held-out loss gains too little, then halved after every epoch.
+
+    The gain of an epoch is (best - loss) / |best|, best being the least loss before it; a worse
+    loss gains 0. The first gain under `threshold` starts the halving; a gain under `stop` while
+    halving ends it: `finished` is then true, and the rate stays. A large gain in between does not
+    undo anything.
+
+    Call `step(held_out_loss)` after each epoch. The first call only remembers: call it before
+    training if the first epoch is to be judged too. Give every learner the same loss
+    (`hvd.allreduce` it), else their rates part. Kaldi also throws away an epoch that made the loss
+    worse; whoever wants that keeps the last good model and loads it.
+
+    Args:
+        optimizer: the optimizer; it starts at its own rates.
+        threshold: gain under which halving starts, >= 0.
+        stop: gain under which training is finished, in [0, threshold].
+        factor: on all rates at each halving, in (0, 1).
+
+    Attributes:
+        best: the least loss so far, None before the first.
+        stage: "constant", "halving" or "finished".
+        halvings: how often the rates were multiplied by `factor`.
+
+    Raises:
+        ConfigError: if an argument is out of its range.
+
+    Source: steps/nnet/train_scheduler.sh of Kaldi (start_halving_impr 0.01, end_halving_impr
+        0.001, halving_factor 0.5).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        threshold: float = 0.01,
+        stop: float = 0.001,
+        factor: float = 0.5,
+    ) -> None:
+        _require(0 <= threshold < math.inf, "threshold", threshold, ">= 0", "Pass a share.")
+        _require(
+            0 <= stop <= threshold, "stop", stop, f">= 0 and <= threshold = {threshold}",
+            "Halving starts before training stops.",
+        )  # fmt: skip
+        _require(0 < factor < 1, "factor", factor, "> 0 and < 1", "Pass 0.5 to halve.")
+        self.threshold, self.stop, self.factor = threshold, stop, factor
+        self.best: float | None = None
+        self.stage: Literal["constant", "halving", "finished"] = "constant"
+        self.halvings = 0
+        super().__init__(optimizer)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the gain fell under `stop` while halving: end the training."""
+        return self.stage == "finished"
+
+    def step(self, held_out_loss: float | Tensor | None = None) -> None:
+        """Take the held-out loss of the epoch that has ended, and set the rates of the next.
+
+        Args:
+            held_out_loss: a number or a tensor of one element; finite. None only when torch
+                calls this for the first time, in the constructor.
+
+        Raises:
+            ConfigError: if the loss is missing or not finite.
+        """
+        if held_out_loss is None and self.last_epoch < 0:
+            super().step()
+            return
+        loss = math.nan if held_out_loss is None else float(held_out_loss)
+        _require(
+            math.isfinite(loss),
+            "step(held_out_loss)",
+            held_out_loss,
+            "a finite number",
+            "Pass the loss on held-out data; a model that has diverged needs a lower rate.",
+        )
+        if self.best is None:
+            self.best = loss
+        else:
+            self._judge(self.best, loss)
+            super().step()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Rate of every parameter group after the halvings so far."""
+        return [lr * self.factor**self.halvings for lr in self.base_lrs]
+
+    def _judge(self, best: float, loss: float) -> None:
+        """Move on to the stage that the loss of an epoch calls for."""
+        gain = (best - loss) / abs(best) if best and loss < best else 0.0
+        self.best = min(best, loss)
+        if self.stage == "halving" and gain < self.stop:
+            self.stage = "finished"
+        elif self.stage == "constant" and gain < self.threshold:
+            self.stage = "halving"
+        if self.stage == "halving":
+            self.halvings += 1
+
+
+def _require(holds: bool, name: str, value: object, allowed: str, cure: str) -> None:
+    if not holds:
+        raise ConfigError(f"bad argument: {name} = {value}, allowed is {allowed}. {cure}")

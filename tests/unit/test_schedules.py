@@ -1,0 +1,292 @@
+"""Schedules against sequences worked out by hand."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from hvd_adpsgd.errors import ConfigError
+
+pytest.importorskip("horovod.torch")
+from hvd_adpsgd.torch import Newbob, WarmupAnneal
+
+ROOT = 0.5**0.5
+
+
+def optimizer(*rates):
+    """SGD with one group per rate."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups)
+
+
+def rates_of(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def run(scheduler, steps):
+    """First group's rate at each of the steps."""
+    taken = []
+    for _ in range(steps):
+        taken.append(rates_of(scheduler.optimizer)[0])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return taken
+
+
+@pytest.fixture(autouse=True)
+def _no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# ---- warm-up and annealing
+
+
+def test_a_single_learner_is_constant_for_ten_epochs_then_annealed():
+    taken = run(WarmupAnneal(optimizer(0.1)), 16)
+    expected = [0.1] * 10 + [0.1 * ROOT, 0.05, 0.05 * ROOT, 0.025, 0.025 * ROOT, 0.0125]
+    assert taken == pytest.approx(expected)
+
+
+def test_ten_times_the_batch_warms_up_to_ten_times_the_rate():
+    taken = run(WarmupAnneal(optimizer(0.1), scale=10), 13)
+    expected = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, ROOT, 0.5, 0.5 * ROOT]
+    assert taken == pytest.approx(expected)
+
+
+def test_by_step_it_climbs_within_epochs_and_is_annealed_once_per_epoch():
+    schedule = WarmupAnneal(optimizer(1.0), scale=6, warmup_epochs=2, decay=0.5, steps_per_epoch=3)
+    assert run(schedule, 12) == pytest.approx([1, 2, 3, 4, 5, 6, 3, 3, 3, 1.5, 1.5, 1.5])
+
+
+def test_part_of_an_epoch_is_a_warm_up_too():
+    schedule = WarmupAnneal(
+        optimizer(1.0), scale=3, warmup_epochs=0.75, decay=0.5, steps_per_epoch=4
+    )
+    assert run(schedule, 8) == pytest.approx([1, 2, 3, 1.5, 1.5, 1.5, 1.5, 0.75])
+
+
+def test_a_warm_up_of_one_step_starts_at_the_top():
+    schedule = WarmupAnneal(optimizer(1.0), scale=4, warmup_epochs=1, decay=0.5)
+    assert run(schedule, 3) == [4, 2, 1]
+
+
+def test_every_group_has_its_own_rate():
+    opt = optimizer(0.1, 1.0, 0.0)
+    schedule = WarmupAnneal(opt, scale=3, warmup_epochs=3, decay=0.5)
+    seen = []
+    for _ in range(4):
+        seen.append(rates_of(opt))
+        opt.step()
+        schedule.step()
+    expected = [[0.1, 1, 0], [0.2, 2, 0], [0.3, 3, 0], [0.15, 1.5, 0]]
+    assert torch.tensor(seen).allclose(torch.tensor(expected))
+    assert schedule.get_last_lr() == rates_of(opt)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
+    rate = torch.tensor(0.1)
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    assert run(WarmupAnneal(opt, scale=2, warmup_epochs=2), 3) == pytest.approx(
+        [0.1, 0.2, 0.2 * ROOT]
+    )
+    assert opt.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("cut", [0, 2, 5, 9])
+def test_resumed_anywhere_it_goes_on_alike(cut, optimizer_first):
+    def make(*rates):
+        return WarmupAnneal(optimizer(*rates), scale=5, warmup_epochs=2, steps_per_epoch=3)
+
+    whole = run(make(0.1, 0.2), 12)
+    first = make(0.1, 0.2)
+    assert run(first, cut) == whole[:cut]
+    saved, saved_optimizer = first.state_dict(), first.optimizer.state_dict()
+    if optimizer_first:
+        opt = optimizer(0.7, 0.7)
+        opt.load_state_dict(saved_optimizer)
+        second = WarmupAnneal(opt)
+    else:
+        second = WarmupAnneal(optimizer(0.7, 0.7))
+        second.optimizer.load_state_dict(saved_optimizer)
+    second.load_state_dict(saved)
+    assert rates_of(second.optimizer) == rates_of(first.optimizer)
+    assert run(second, 12 - cut) == whole[cut:]
+
+
+@pytest.mark.parametrize("make", [WarmupAnneal, Newbob])
+def test_loading_the_state_sets_a_rate_that_is_a_tensor(make):
+    first = make(optimizer(0.5))
+    rate = torch.tensor(0.1)
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    make(opt).load_state_dict(first.state_dict())
+    assert opt.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
+
+
+def test_the_state_can_be_saved(tmp_path):
+    schedule = WarmupAnneal(optimizer(0.1), scale=5)
+    run(schedule, 3)
+    torch.save(schedule.state_dict(), tmp_path / "state")
+    assert torch.load(tmp_path / "state", weights_only=True) == schedule.state_dict()
+
+
+def test_last_epoch_continues_from_an_optimizer_alone():
+    first = WarmupAnneal(optimizer(0.1), scale=10)
+    run(first, 4)
+    opt = optimizer(0.7)
+    opt.load_state_dict(first.optimizer.state_dict())
+    second = WarmupAnneal(opt, scale=10, last_epoch=first.last_epoch - 1)
+    assert rates_of(opt) == pytest.approx([0.5])
+    assert run(second, 2) == pytest.approx([0.5, 0.6])
+
+
+# ---- newbob
+
+
+def fed(scheduler, losses):
+    """First group's rate and the stage after each loss."""
+    seen = []
+    for loss in losses:
+        scheduler.optimizer.step()
+        scheduler.step(loss)
+        seen.append((rates_of(scheduler.optimizer)[0], scheduler.stage))
+    return seen
+
+
+# gain of each epoch:      -     10 %  2 %    0.5 %   5 %    0.2 %   0.05 %  10 %
+LOSSES = [100.0, 90.0, 88.2, 87.759, 83.37, 83.203, 83.161, 74.8]
+STAGES = [
+    (0.8, "constant"),
+    (0.8, "constant"),
+    (0.8, "constant"),
+    (0.4, "halving"),
+    (0.2, "halving"),
+    (0.1, "halving"),
+    (0.1, "finished"),
+    (0.1, "finished"),
+]
+
+
+def test_newbob_by_hand():
+    schedule = Newbob(optimizer(0.8))
+    assert fed(schedule, LOSSES) == STAGES
+    assert schedule.finished
+    assert schedule.halvings == 3
+
+
+def test_newbob_counts_gain_from_the_best():
+    """A worse loss gains nothing, and coming back to the best gains nothing either."""
+    schedule = Newbob(optimizer(1.0))
+    assert fed(schedule, [10.0, 12.0]) == [(1, "constant"), (0.5, "halving")]
+    assert schedule.best == 10
+    assert fed(schedule, [10.0]) == [(0.5, "finished")]
+
+
+def test_newbob_with_other_knobs():
+    schedule = Newbob(optimizer(1.0), threshold=0.5, stop=0.2, factor=0.1)
+    assert fed(schedule, [10, 4, 3, 2.7]) == [
+        (1, "constant"),
+        (1, "constant"),
+        (0.1, "halving"),
+        (0.1, "finished"),
+    ]
+
+
+def test_newbob_takes_a_log_likelihood_too():
+    schedule = Newbob(optimizer(1.0))
+    losses = [-10.0, -11.0, -11.05]
+    assert [stage for _, stage in fed(schedule, losses)] == ["constant", "constant", "halving"]
+
+
+def test_newbob_from_a_loss_of_zero_gains_nothing():
+    assert fed(Newbob(optimizer(1.0)), [0.0, -1.0])[-1] == (0.5, "halving")
+
+
+def test_newbob_may_be_told_the_loss_before_training():
+    """No warning that the optimizer has not stepped yet."""
+    schedule = Newbob(optimizer(1.0))
+    schedule.step(torch.tensor([10.0]))
+    assert fed(schedule, [9.99]) == [(0.5, "halving")]
+
+
+def test_newbob_halves_every_group():
+    opt = optimizer(0.8, 0.2)
+    fed(Newbob(opt), LOSSES)
+    assert rates_of(opt) == pytest.approx([0.1, 0.025])
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("cut", range(len(LOSSES) + 1))
+def test_newbob_resumed_anywhere_goes_on_alike(cut, optimizer_first):
+    first = Newbob(optimizer(0.8))
+    fed(first, LOSSES[:cut])
+    opt = optimizer(0.7)
+    if optimizer_first:
+        opt.load_state_dict(first.optimizer.state_dict())
+    second = Newbob(opt, threshold=0.3)
+    second.load_state_dict(first.state_dict())
+    if not optimizer_first:
+        opt.load_state_dict(first.optimizer.state_dict())
+    assert rates_of(opt) == rates_of(first.optimizer)
+    assert fed(second, LOSSES[cut:]) == STAGES[cut:]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": 0},
+        {"scale": float("inf")},
+        {"scale": float("nan")},
+        {"warmup_epochs": 0},
+        {"warmup_epochs": 0.1, "steps_per_epoch": 9},
+        {"warmup_epochs": float("inf")},
+        {"warmup_epochs": float("nan")},
+        {"decay": 0},
+        {"decay": 1.1},
+        {"steps_per_epoch": 0},
+        {"steps_per_epoch": 2.5},
+        {"steps_per_epoch": float("inf")},
+    ],
+)
+def test_wrong_warm_up(wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*, allowed is .*\\. [A-Z]"):
+        WarmupAnneal(optimizer(0.1), **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threshold": -0.1},
+        {"threshold": float("nan")},
+        {"stop": -0.1},
+        {"stop": 0.02},
+        {"factor": 0},
+        {"factor": 1},
+    ],
+)
+def test_wrong_newbob(wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*, allowed is .*\\. [A-Z]"):
+        Newbob(optimizer(0.1), **wrong)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
+def test_newbob_refuses_what_is_no_loss(loss):
+    schedule = Newbob(optimizer(0.1))
+    schedule.step(1.0)
+    before = schedule.state_dict()
+    with pytest.raises(ConfigError, match=r"step\(held_out_loss\) = .*, allowed is a finite"):
+        schedule.step(loss)
+    assert schedule.state_dict() == before
+
+
+def test_not_an_optimizer():
+    with pytest.raises(TypeError):
+        WarmupAnneal([0.1])
