@@ -27,5 +27,20 @@ def merge(
     stream: bool = False,
 ) -> float: ...
 def apply(
-    dtype: int, parameter: Any, correction: Any = None, mirror: Any = None, stream: bool = False
+    dtype: int,
+    parameter: Any,
+    correction: Any = None,
+    mirror: Any = None,
+    replace: bool = False,
+    stream: bool = False,
 ) -> bool: ...
+def widen(dtype: int, out: Any, own: Any, none: bool = False) -> None: ...
+def merge_mean(
+    dtype: int,
+    slot: Any,
+    sum: Any,
+    own: Any,
+    learners: float,
+    fresh: bool,
+    replace: bool = False,
+) -> float: ...

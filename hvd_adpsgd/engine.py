@@ -15,8 +15,10 @@ the mirror, and what it returns is a correction, so local updates made meanwhile
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +40,15 @@ from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.mailbox import Mailbox, Outboxes, private_memory
 from hvd_adpsgd.metrics import STALENESS_BINS
 from hvd_adpsgd.mixing import consensus_from_exchanges
-from hvd_adpsgd.strategies.plan import Plan
+from hvd_adpsgd.strategies.plan import AFTER, NOBODY, Plan, Rounds
+from hvd_adpsgd.strategies.rules import DelayGradients
 
 __all__ = ["Engine", "EngineOptions", "exchange_metrics"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
-_FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY = 1, 2, 3, 4
+_FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
 _COUNTED = (
     "exchanges_active",
     "exchanges_passive",
@@ -57,13 +60,15 @@ _COUNTED = (
     "chunks",
     "bytes_sent",
     "bytes_received",
+    "means",
+    "mean_s",
 )
 _NO_COUNTERS: dict[str, Any] = {
     **dict.fromkeys(_COUNTED, 0),
     "staleness": [0] * STALENESS_BINS,
     "met": [],
 }
-_ALIVE, _LOST = 0, 3  # of the thread's partner states alive, suspect, left, lost
+_ALIVE, _LEFT, _LOST = 0, 2, 3  # alive, suspect, left, lost
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ class Engine:
         self._announced = 0  # generations the thread knows
         self._loop: Loop | None = None
         self._names = list(names) or [str(i) for i in range(outer.Get_size() if outer else 0)]
+        self._awaited: tuple[int, int] | int | None = None  # of the round begun last
+        self._met: dict[int, int] = {}  # exchanges with its partners before that
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
         self._seen_events = 0
@@ -194,7 +201,7 @@ class Engine:
             self._plan.weight,
             options.exchanges_per_step,
             wire,
-            options.offered_only,
+            options.offered_only or _in_pairs(self._plan.in_step),
             options.deadline_s,
             options.leave_deadline_s,
             options.chunk_nbytes,
@@ -312,6 +319,73 @@ class Engine:
         if self._loop is not None:
             self._loop.pause(False)
 
+    # ---- in step with the others -------------------------------------------------------------
+
+    def begin_round(self, number: int) -> None:
+        """Begin a round of the plan with the models offered last (leader only).
+
+        Gossip beside it rests first, until `resume`: the mean is then of all that was owed.
+
+        Args:
+            number: of the round, the same on all super learners.
+
+        Raises:
+            AdpsgdError: the first failure after which averaging cannot go on.
+        """
+        rounds = self._plan.in_step
+        assert rounds is not None
+        if self._loop is None:
+            return
+        if rounds.partners is not None:
+            self._begin_pairs(number, *rounds.row(number))
+            return
+        if self._plan.width:
+            self._loop.pause(True)
+            self._wait(self._loop.wait_quiet)
+        replace = rounds.order == AFTER or isinstance(self._plan.rule, DelayGradients)
+        self._awaited = self._loop.begin_mean(replace)
+
+    def _begin_pairs(self, number: int, asked: int, asker: int) -> None:
+        assert self._loop is not None
+        self._met = {p: self._loop.met(p) for p in (asked, asker) if p != NOBODY}
+        self._awaited = (asked, asker)
+        self._loop.begin_round(number + 1, asked)  # 0 is for gossip without rounds
+
+    def finish_round(self) -> None:
+        """Wait until what the round owes the model is in the open slot; nothing to do without one.
+
+        A partner that has left or is lost is not waited for; the mean of all cannot do without.
+
+        Raises:
+            PeerLostError: if the mean of all needs a super learner that has left or is lost.
+            AdpsgdError: the first failure after which averaging cannot go on.
+        """
+        awaited, self._awaited = self._awaited, None
+        if self._loop is None or awaited is None:
+            return
+        if isinstance(awaited, int):
+            self._wait(functools.partial(self._loop.wait_mean, awaited))
+        else:
+            self._wait(self._pairs_over)
+
+    def _pairs_over(self, seconds: float) -> bool:
+        """Whether every partner of the round has finished its exchange, or never will."""
+        assert self._loop is not None
+        finished = self._loop.finished()
+        states = self._loop.partners()
+        missing = [
+            p for p, met in self._met.items() if self._loop.met(p) == met and states[p] < _LEFT
+        ]
+        if not missing:
+            return True
+        self._loop.wait_finished(finished + 1, min(seconds, 0.05))
+        return False
+
+    def _wait(self, over: Callable[[float], bool]) -> None:
+        """Wait in slices, so that signals and failures are noticed."""
+        while not over(0.1):
+            self.check()
+
     # ---- failures ----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -339,6 +413,14 @@ class Engine:
             return TransportError(
                 f"no memory for the buffers of an exchange with {who}: free memory on this host or "
                 "lower HVD_ADPSGD_CHUNK_KIB."
+            )
+        if kind == _FAULT_GONE:
+            return PeerLostError(
+                f"super learner {who} has left or is lost, and this strategy averages over all super "
+                "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which "
+                "goes on without it.",
+                code=code,
+                partner=partner if partner >= 0 else None,
             )
         cls = PeerLostError if partner >= 0 else TransportError
         return cls(
@@ -380,7 +462,12 @@ class Engine:
         }
 
     def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
-        """From the exchanges since the last look; the last value if none compared anything."""
+        """From the exchanges since the last look; the last value if none compared anything.
+
+        Without any exchange the distance of this model from the last mean of all.
+        """
+        if counters["compared"] == 0 and counters["means"]:
+            return math.sqrt(counters["mean_square"])
         compared = counters["compared"] - self._seen["compared"]
         if compared > 0:
             mean_square = (counters["square"] - self._seen["square"]) / compared
@@ -395,6 +482,10 @@ class Engine:
     def cpu_s(self) -> float:
         """CPU seconds of the thread so far."""
         return float(self._loop.cpu_s()) if self._loop is not None else 0.0
+
+
+def _in_pairs(rounds: Rounds | None) -> bool:
+    return rounds is not None and rounds.partners is not None
 
 
 def exchange_metrics(counters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -227,16 +227,50 @@ static void stream_fence(void) {
 /* Block by block, so that the mirror is copied from the first-level cache. */
 #define APPLY(T)                                                                              \
   CORRECT(T)                                                                                  \
-  static int apply_##T(T *parameter, const T *correction, T *mirror, int64_t n, int stream) { \
+  static int apply_##T(T *parameter, const T *correction, T *mirror, int64_t n, int replace,  \
+                       int stream) {                                                          \
     FLAG_##T bad = 0;                                                                         \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
       const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
       T *p = parameter + start;                                                               \
-      bad |= correction ? correct_##T(p, correction + start, count) : inspect_##T(p, count);  \
+      if (correction && replace) memcpy(p, correction + start, (size_t)count * sizeof(T));    \
+      bad |= correction && !replace ? correct_##T(p, correction + start, count)               \
+                                    : inspect_##T(p, count);                                  \
       if (mirror && stream) stream_copy(mirror + start, p, (size_t)count * sizeof(T));        \
       if (mirror && !stream) memcpy(mirror + start, p, (size_t)count * sizeof(T));            \
     }                                                                                         \
     return bad != 0;                                                                          \
+  }
+
+/* Two passes over a chunk that is in the caches: a sum that is not finite must change nothing. */
+#define MEAN(T)                                                                               \
+  VECTOR static void widen_##T(ACC_##T *restrict out, const T *restrict own, int64_t n) {     \
+    for (int64_t i = 0; i < n; i++) out[i] = load_##T(own[i]);                                \
+  }                                                                                           \
+  VECTOR static double merge_mean_##T(T *restrict slot, const ACC_##T *restrict sum,          \
+                                      const ACC_##T *restrict own, double learners, int64_t n, \
+                                      int fresh, int replace) {                               \
+    const ACC_##T k = (ACC_##T)learners;                                                      \
+    double total = 0;                                                                         \
+    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
+      const int64_t end = n - start < BLOCK ? n : start + BLOCK;                              \
+      ACC_##T square = 0;                                                                     \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = start; i < end; i++) {       \
+        const ACC_##T d = (sum[i] - k * own[i]) / k;                                          \
+        square += d * d;                                                                      \
+      }                                                                                       \
+      total += (double)square;                                                                \
+    }                                                                                         \
+    if (!(total <= 1.7e308)) return -1.0;                                                     \
+    if (replace) {                                                                            \
+      for (int64_t i = 0; i < n; i++) slot[i] = store_##T(sum[i] / k);                        \
+    } else if (fresh) {                                                                       \
+      for (int64_t i = 0; i < n; i++) slot[i] = store_##T((sum[i] - k * own[i]) / k);         \
+    } else {                                                                                  \
+      for (int64_t i = 0; i < n; i++)                                                         \
+        slot[i] = store_##T(load_##T(slot[i]) + (sum[i] - k * own[i]) / k);                   \
+    }                                                                                         \
+    return total;                                                                             \
   }
 
 SNAPSHOT(f32, f32) SNAPSHOT(f32, bf16) SNAPSHOT(f32, f16)
@@ -248,6 +282,7 @@ MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
 MERGE(bf16, bf16)
 MERGE(f16, f16)
 APPLY(f32) APPLY(f64) APPLY(bf16) APPLY(f16)
+MEAN(f32) MEAN(f64) MEAN(bf16) MEAN(f16)
 
 /* ---- dispatch ------------------------------------------------------------------------- */
 
@@ -309,15 +344,54 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
   return square;
 }
 
+#define EACH_TYPE(CASE)                                                                       \
+  CASE(ADPSGD_FLOAT32, f32)                                                                   \
+  CASE(ADPSGD_FLOAT64, f64)                                                                   \
+  CASE(ADPSGD_BFLOAT16, bf16)                                                                 \
+  CASE(ADPSGD_FLOAT16, f16)
+
 int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n,
-                 int stream) {
+                 int replace, int stream) {
   int bad = 1;
   switch (dtype) {
-    case ADPSGD_FLOAT32: bad = apply_f32(parameter, correction, mirror, n, stream); break;
-    case ADPSGD_FLOAT64: bad = apply_f64(parameter, correction, mirror, n, stream); break;
-    case ADPSGD_BFLOAT16: bad = apply_bf16(parameter, correction, mirror, n, stream); break;
-    case ADPSGD_FLOAT16: bad = apply_f16(parameter, correction, mirror, n, stream); break;
+#define CASE(D, T)                                                                            \
+  case D:                                                                                     \
+    bad = apply_##T(parameter, correction, mirror, n, replace, stream);                       \
+    break;
+    EACH_TYPE(CASE)
+#undef CASE
   }
   if (stream) stream_fence();
   return bad;
+}
+
+int adpsgd_sum_itemsize(int dtype) { return dtype == ADPSGD_FLOAT64 ? 8 : 4; }
+
+void adpsgd_widen(int dtype, void *out, const void *own, int64_t n, int none) {
+  if (none) {
+    memset(out, 0, (size_t)n * (size_t)adpsgd_sum_itemsize(dtype));
+    return;
+  }
+  switch (dtype) {
+#define CASE(D, T)                                                                            \
+  case D:                                                                                     \
+    widen_##T(out, own, n);                                                                   \
+    break;
+    EACH_TYPE(CASE)
+#undef CASE
+  }
+}
+
+double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
+                         int64_t n, int fresh, int replace) {
+  double square = -1.0;
+  switch (dtype) {
+#define CASE(D, T)                                                                            \
+  case D:                                                                                     \
+    square = merge_mean_##T(slot, sum, own, learners, n, fresh, replace);                     \
+    break;
+    EACH_TYPE(CASE)
+#undef CASE
+  }
+  return square;
 }

@@ -34,9 +34,22 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream);
 
-/* parameter += correction, then mirror = parameter; correction and mirror may be NULL.
+/* parameter += correction, or parameter = correction if `replace`; then mirror = parameter.
+ * correction and mirror may be NULL.
  * Returns 1 if any parameter is infinite or not a number, else 0. */
 int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n,
-                 int stream);
+                 int replace, int stream);
+
+/* Sums over all learners are made in float64 for float64, in float32 for the other types. */
+int adpsgd_sum_itemsize(int dtype);
+
+/* out = own in the type of sums, or zeros if `none`. */
+void adpsgd_widen(int dtype, void *out, const void *own, int64_t n, int none);
+
+/* With `replace` slot = sum / learners, else slot (+)= (sum - learners own) / learners, where own and
+ * sum are in the type of sums; `fresh` overwrites instead of adding.
+ * Returns sum((sum / learners - own)^2), or -1 and leaves slot alone if that is not finite. */
+double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
+                         int64_t n, int fresh, int replace);
 
 #endif

@@ -2,7 +2,8 @@
 # Why compiled: trainer and engine meet here, chunk by chunk, without the GIL.
 """Where the trainer and the engine meet.
 
-The engine adds what exchanges owe the model to the open slot. The trainer publishes: the slots
+The engine adds what exchanges owe the model to the open slot. (After an exact mean of all the slot holds
+that mean itself, which replaces the model, so that all have the same to the last bit.) The trainer publishes: the slots
 change places. Then it absorbs the published slot: parameter += correction, mirror = parameter.
 
     trainer                          engine
@@ -19,7 +20,8 @@ all-reduce that follows the publication has shown that everybody is past it.
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free, realloc
 
-from hvd_adpsgd._kernels cimport adpsgd_apply, adpsgd_itemsize, adpsgd_merge, adpsgd_snapshot
+from hvd_adpsgd._kernels cimport (adpsgd_apply, adpsgd_itemsize, adpsgd_merge, adpsgd_merge_mean,
+                                  adpsgd_snapshot, adpsgd_sum_itemsize, adpsgd_widen)
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -54,18 +56,27 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
                          int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks. Returns 1 if out is not finite."""
     cdef Chunk* c
+    cdef void* base
     cdef void* published = NULL
     cdef void* pending = NULL
     cdef int bad
     pthread_mutex_lock(&m.lock)
     c = &m.chunks[chunk]
+    base = c.mirror
     if not offered_only:
         if c.full[1 - m.open][0] and not c.absorbed:
             published = c.slot[1 - m.open]
+            if c.full[1 - m.open][0] == REPLACES:
+                base = published
+                published = NULL
         if c.full[m.open][0] and not m.held:
             pending = c.slot[m.open]
+            if c.full[m.open][0] == REPLACES:
+                base = pending
+                published = NULL
+                pending = NULL
     step[0] = c.step
-    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, c.mirror, published, pending, keep,
+    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, base, published, pending, keep,
                           c.count, stream)
     pthread_mutex_unlock(&m.lock)
     return bad
@@ -83,7 +94,56 @@ cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const vo
     c = &m.chunks[chunk]
     square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
                           c.count, not c.full[m.open][0], m.stream)
-    c.full[m.open][0] = 1
+    if not c.full[m.open][0]:
+        c.full[m.open][0] = ADDS
+    pthread_mutex_unlock(&m.lock)
+    return square
+
+
+cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil:
+    """Bytes of one chunk in the type of sums; also its elements, and the size of one there."""
+    pthread_mutex_lock(&m.lock)
+    count[0] = m.chunks[chunk].count
+    itemsize[0] = adpsgd_sum_itemsize(m.chunks[chunk].dtype)
+    pthread_mutex_unlock(&m.lock)
+    return count[0] * itemsize[0]
+
+
+cdef int memory_share(Memory* m, int chunk, bint offered_only, void* own, void* share,
+                      int64_t* step) noexcept nogil:
+    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned.
+
+    `own` is room for the chunk in its own type."""
+    cdef int bad = memory_snapshot(m, chunk, -1, offered_only, False, own, NULL, step)
+    cdef Chunk* c
+    pthread_mutex_lock(&m.lock)
+    c = &m.chunks[chunk]
+    adpsgd_widen(c.dtype, share, own, c.count, bad)
+    pthread_mutex_unlock(&m.lock)
+    return bad
+
+
+cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learners, const void* sum,
+                              const void* share) noexcept nogil:
+    """The open slot takes in the mean sum / learners. Returns the squared distance to it.
+
+    -1 if the slot is held, -2 if the mean is not finite and nothing was done."""
+    cdef Chunk* c
+    cdef double square
+    pthread_mutex_lock(&m.lock)
+    if m.held:
+        pthread_mutex_unlock(&m.lock)
+        return -1.0
+    c = &m.chunks[chunk]
+    square = adpsgd_merge_mean(c.dtype, c.slot[m.open], sum, share, learners, c.count,
+                               not c.full[m.open][0], replace)
+    if square < 0:
+        pthread_mutex_unlock(&m.lock)
+        return -2.0
+    if replace:
+        c.full[m.open][0] = REPLACES
+    elif not c.full[m.open][0]:
+        c.full[m.open][0] = ADDS
     pthread_mutex_unlock(&m.lock)
     return square
 
@@ -94,7 +154,7 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
 
     Returns 1 if any parameter is not finite."""
     cdef int64_t i = 0, chunk
-    cdef int bad = 0, size
+    cdef int bad = 0, size, replace
     cdef Chunk* c
     cdef char* correction
     cdef char* mirror
@@ -107,12 +167,14 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
         while i < nspans and spans[i].chunk == chunk:
             correction = NULL
             mirror = NULL
+            replace = 0
             if published >= 0 and c.full[published][0]:
                 correction = c.slot[published] + spans[i].place * size
+                replace = c.full[published][0] == REPLACES
             if c.mirror != NULL:
                 mirror = c.mirror + spans[i].place * size
             bad |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * size,
-                                correction, mirror, spans[i].count, m.stream)
+                                correction, mirror, spans[i].count, replace, m.stream)
             i += 1
         if c.mirror != NULL:
             c.absorbed = True
@@ -228,7 +290,7 @@ cdef class Arena:
         """How many chunks of `slot` (0 or 1) hold a correction."""
         cdef int i, count = 0
         for i in range(self.memory.nchunks):
-            count += self.memory.chunks[i].full[slot][0]
+            count += self.memory.chunks[i].full[slot][0] != 0
         return count
 
     @property

@@ -19,6 +19,12 @@ merged all.
 
 A partner that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
 finished when the partner answers, but the side it occupied is free again.
+
+In rounds the trainer says who asks whom; an engine says NO to the question of another round.
+
+The mean of all is a sum by MPI, chunk after chunk, LANES of them on their way at once. Each chunk
+carries two more numbers: how many contribute (a model that is not finite does not), and the sum of
+a number that belongs to the layout, which shows whether all average the same tensors.
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -27,10 +33,12 @@ from libc.string cimport memcpy, memset
 from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd._arena cimport (Arena, Memory, memory_merge, memory_nbytes, memory_snapshot,
+                                memory_merge_mean, memory_share, memory_sum_nbytes,
                                 pthread_mutex_t)
 from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_NONE, FAILURE_PARTNER,
                                     FAILURE_PENDING, TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
-                                    classify, data_tag, give_up, post_receive, post_send, test,
+                                    classify, data_tag, give_up, post_receive, post_send, post_sum,
+                                    test,
                                     transport_open)
 
 cdef extern from "<time.h>" nogil:
@@ -95,6 +103,7 @@ cdef double LONG_IDLE_S = 4e-3      # when nothing was for LULL_S: well under 1 
 cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6
+cdef double SLOW_POLL_S = 500e-6    # when nothing moved for LULL_S
 cdef double RETRY_FIRST_S = 50e-6   # pause after a NO, doubled up to the last
 cdef double RETRY_LAST_S = 2e-3
 cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
@@ -124,6 +133,7 @@ cdef enum Fault:
     FAULT_LAYOUT = 2
     FAULT_WEIGHT = 3
     FAULT_MEMORY = 4
+    FAULT_GONE = 5
 
 cdef struct Message:
     int kind
@@ -132,6 +142,7 @@ cdef struct Message:
     int generation
     uint64_t fingerprint
     double weight
+    int64_t round
 
 cdef struct Outgoing:
     Message message
@@ -181,12 +192,41 @@ cdef struct Exchange:
     mpi.MPI_Request last_receive
     Lane lanes[LANES]
 
+cdef struct Share:          # one chunk on its way to the mean of all
+    bint busy
+    bint void               # ours was not finite
+    int64_t count
+    int itemsize
+    int64_t step
+    double began
+    char* own               # our chunk; then in the type of sums, with two numbers behind it
+    char* mine
+    char* total
+    mpi.MPI_Request request
+
+cdef struct Mean:
+    int64_t wanted          # means that the trainer asked for, and those that are over
+    int64_t finished
+    bint running
+    bint replace            # the model becomes the mean; else the difference is a correction
+    int nchunks
+    int next
+    int done
+    double began
+    double moved
+    double square
+    int64_t nbytes
+    int64_t lane_nbytes
+    char* buffers
+    Share shares[LANES]
+
 cdef struct Generation:
     int nchunks
     uint64_t fingerprint
 
 cdef struct Event:
-    int kind                # 0 exchange asked by us, 1 exchange asked by the partner, 2 merge, 3 parked
+    int kind                # 0 exchange asked by us, 1 exchange asked by the partner, 2 merge, 3 parked,
+                            # 4 mean of all (partner is NOBODY)
     int partner
     double began
     double ended
@@ -209,6 +249,9 @@ cdef struct Counters:
     double square
     double last_square
     double exchange_s
+    int64_t means
+    double mean_s
+    double mean_square      # of the last mean: squared distance of our model to it
     int64_t staleness[HISTOGRAM]
 
 cdef struct State:
@@ -239,6 +282,7 @@ cdef struct State:
     bint leaving
     bint halted             # end the thread at once, without goodbye
     int wanted              # partner of an explicit question
+    int64_t round           # of those driven by hand
     double credit
     int64_t step
     # the thread's own
@@ -246,6 +290,7 @@ cdef struct State:
     mpi.MPI_Request inbox_request
     Outgoing* outgoing
     Exchange* exchanges     # one per partner
+    Mean mean
     char* spares[SPARES]
     char* shared            # our memory that partners on this host have mapped, or NULL
     char** mapped           # theirs, by partner; NULL: reached through MPI
@@ -342,6 +387,7 @@ cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexc
     out.message.generation = e.ngenerations - 1
     out.message.fingerprint = generation.fingerprint
     out.message.weight = e.weight
+    out.message.round = e.round
     code = post_send(&e.transport, &out.message, sizeof(Message), partner, TAG_CONTROL, &out.request)
     if code != mpi.MPI_SUCCESS:
         free(out)
@@ -430,7 +476,8 @@ cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
     cdef Exchange* x = &e.exchanges[partner]
     cdef int mine = e.generations[e.ngenerations - 1].nchunks
     cdef bint crossed = x.phase == ASKED and e.transport.rank > partner
-    if (not able(e) or e.serving != NOBODY or not (x.phase == IDLE or crossed)
+    if (not able(e) or m.round != e.round or e.serving != NOBODY
+            or not (x.phase == IDLE or crossed)
             or not has_room(e, partner)
             or not same_model(e, partner, m)):
         e.counters.declined += 1
@@ -772,7 +819,7 @@ cdef void finish(State* e, int partner) noexcept nogil:
         e.counters.square += x.square
         e.counters.square_elements += x.elements
         e.counters.last_square = x.square
-    e.met[partner] += 1
+    store(&e.met[partner], e.met[partner] + 1)
     record(e, 0 if x.active else 1, partner, x.began, ended, x.nbytes, e.step)
     return_buffers(e, x)
     x.phase = IDLE
@@ -827,6 +874,174 @@ cdef bint ask_if_due(State* e) noexcept nogil:
     e.asking = partner
     say(e, partner, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
     return True
+
+
+# ---- the mean of all -----------------------------------------------------------------------
+
+cdef bint reserve_mean(State* e) noexcept nogil:
+    """Room for LANES chunks: each in its own type, and twice in the type of sums."""
+    cdef Mean* m = &e.mean
+    cdef int i
+    cdef int64_t sums = 2 * e.lane_nbytes + 16      # a 16-bit chunk doubles
+    if m.buffers != NULL:
+        return True
+    m.lane_nbytes = e.lane_nbytes + 2 * sums
+    m.buffers = <char*>malloc(LANES * m.lane_nbytes)
+    if m.buffers == NULL:
+        return False
+    for i in range(LANES):
+        m.shares[i].own = m.buffers + i * m.lane_nbytes
+        m.shares[i].mine = m.shares[i].own + e.lane_nbytes
+        m.shares[i].total = m.shares[i].mine + sums
+    return True
+
+
+cdef bint begin_mean(State* e) noexcept nogil:
+    cdef Mean* m = &e.mean
+    if m.running or m.finished >= load(&m.wanted) or e.fault != FAULT_NONE:
+        return False
+    if not reserve_mean(e):
+        latch(e, FAULT_MEMORY, 0, NOBODY)
+        return False
+    m.running = True
+    m.nchunks = e.generations[e.ngenerations - 1].nchunks
+    m.next = 0
+    m.done = 0
+    m.began = now()
+    m.moved = m.began
+    m.square = 0
+    m.nbytes = 0
+    return True
+
+
+cdef double layout_mark(State* e, int chunk) noexcept nogil:
+    """A small whole number, whose sum over all is exact also in float32."""
+    cdef uint64_t number = e.generations[e.ngenerations - 1].fingerprint
+    cdef uint64_t modulus = 4093
+    return 1.0 + <double>((number + <uint64_t>chunk * 31) % modulus)
+
+
+cdef void put_number(Share* s, char* where, int i, double value) noexcept nogil:
+    if s.itemsize == 8:
+        (<double*>where)[s.count + i] = value
+    else:
+        (<float*>where)[s.count + i] = <float>value
+
+
+cdef double get_number(Share* s, char* where, int i) noexcept nogil:
+    return (<double*>where)[s.count + i] if s.itemsize == 8 else (<float*>where)[s.count + i]
+
+
+cdef bint start_share(State* e) noexcept nogil:
+    """Contribute the next chunk."""
+    cdef Mean* m = &e.mean
+    cdef Share* s = &m.shares[m.next % LANES]
+    cdef int code
+    if m.next >= m.nchunks or s.busy:
+        return False
+    m.nbytes += memory_sum_nbytes(e.memory, m.next, &s.count, &s.itemsize)
+    s.void = memory_share(e.memory, m.next, e.offered_only, s.own, s.mine, &s.step)
+    put_number(s, s.mine, 0, 0 if s.void else 1)
+    put_number(s, s.mine, 1, layout_mark(e, m.next))
+    s.began = now()
+    s.busy = True
+    m.next += 1
+    code = post_sum(&e.transport, s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
+    if code != mpi.MPI_SUCCESS:
+        break_mean(e, code)
+        return False
+    return True
+
+
+cdef bint advance_share(State* e, int lane) noexcept nogil:
+    """Merge the chunk of a lane if its sum has arrived."""
+    cdef Mean* m = &e.mean
+    cdef Share* s = &m.shares[lane]
+    cdef int chunk = m.done                 # sums are taken in in order
+    cdef bint arrived = False
+    cdef double square, learners, began = now()
+    cdef int code
+    if not s.busy or chunk % LANES != lane:
+        return False
+    if s.request != mpi.MPI_REQUEST_NULL:
+        code = test(&s.request, &arrived, NULL)
+        if code != mpi.MPI_SUCCESS:
+            break_mean(e, code)
+            return True
+        if not arrived:
+            return False
+    learners = get_number(s, s.total, 0)
+    square = -2.0
+    if get_number(s, s.total, 1) != e.transport.size * layout_mark(e, chunk):
+        latch(e, FAULT_LAYOUT, 0, NOBODY)
+    elif not s.void and learners > 0:
+        square = memory_merge_mean(e.memory, chunk, m.replace, learners, s.total, s.mine)
+    if square == -1.0:
+        return False                        # the slot is held: later
+    if square >= 0:
+        m.square += square
+        e.counters.chunks += 1
+        record(e, 2, NOBODY, began, now(), s.count * s.itemsize, s.step)
+    else:
+        e.counters.void_chunks += 1
+    s.busy = False
+    m.done += 1
+    return True
+
+
+cdef bint advance_mean(State* e) noexcept nogil:
+    """Whatever can be done now for the mean of all. True if something was."""
+    cdef Mean* m = &e.mean
+    cdef bint moved = begin_mean(e)
+    cdef int i
+    if not m.running or e.fault != FAULT_NONE:
+        return moved
+    for i in range(LANES):
+        if e.fault == FAULT_NONE:
+            moved |= advance_share(e, i)
+    while e.fault == FAULT_NONE and start_share(e):
+        moved = True
+    if moved:
+        m.moved = now()
+    if m.done == m.nchunks:
+        finish_mean(e)
+    else:
+        require_everybody(e)
+    return moved
+
+
+cdef void finish_mean(State* e) noexcept nogil:
+    cdef Mean* m = &e.mean
+    cdef double ended = now()
+    m.running = False
+    e.counters.means += 1
+    e.counters.mean_s += ended - m.began
+    e.counters.mean_square = m.square
+    e.counters.bytes_sent += m.nbytes
+    e.counters.bytes_received += m.nbytes
+    record(e, 4, NOBODY, m.began, ended, m.nbytes, e.step)
+    store(&m.finished, m.finished + 1)
+
+
+cdef void require_everybody(State* e) noexcept nogil:
+    """A mean waits for the slow, but not for whoever will never come."""
+    cdef int partner = find_gone(e)
+    if partner != NOBODY and now() - e.mean.moved > e.deadline_s:   # what it sent may still arrive
+        latch(e, FAULT_GONE, 0, partner)
+
+
+cdef int find_gone(State* e) noexcept nogil:
+    cdef int partner
+    for partner in range(e.transport.size):
+        if e.partners[partner] >= LEFT:
+            return partner
+    return NOBODY
+
+
+cdef void break_mean(State* e, int code) noexcept nogil:
+    """A sum without one of the learners is not the mean: the trainer must know."""
+    handle_failure(e, code, NOBODY)
+    latch(e, FAULT_GONE, code, find_gone(e))
 
 
 # ---- failures ------------------------------------------------------------------------------
@@ -898,6 +1113,8 @@ cdef bint turn(State* e) noexcept nogil:
                     if x.lanes[i].busy and not x.lanes[i].received:
                         oldest = min(oldest, x.lanes[i].step)
     moved |= ask_if_due(e)
+    moved |= advance_mean(e)
+    busy = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):
         x = &e.exchanges[partner]
         busy |= (x.phase == ASKED or x.phase == RUNNING) and e.partners[partner] < LEFT
@@ -916,6 +1133,7 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         e.leave_by = t + e.leave_deadline_s
     if t > e.leave_by:
         return True
+    waiting = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):     # also what was parked and has come back
         waiting |= (e.exchanges[partner].phase in (ASKED, RUNNING)
                     and e.partners[partner] == ALIVE)
@@ -940,7 +1158,7 @@ cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
         until.tv_nsec -= 1000000000
         until.tv_sec += 1
     pthread_mutex_lock(&e.gate)
-    if not due(e):
+    if not due(e) and e.mean.finished >= e.mean.wanted:
         pthread_cond_timedwait(&e.wake, &e.gate, &until)
     pthread_mutex_unlock(&e.gate)
 
@@ -959,14 +1177,14 @@ cdef void* live(void* argument) noexcept nogil:
             continue
         if e.leaving and say_goodbye(e):
             break
-        if e.asking == NOBODY and e.serving == NOBODY and not e.leaving:
+        if e.asking == NOBODY and e.serving == NOBODY and not e.mean.running and not e.leaving:
             sleep_until_woken(e, IDLE_S if now() - moved < LULL_S else LONG_IDLE_S)
         elif poll_s == 0:
             sched_yield()
             poll_s = POLL_FIRST_S
         else:
             rest(poll_s)
-            poll_s = min(2 * poll_s, POLL_LAST_S)
+            poll_s = min(2 * poll_s, POLL_LAST_S if now() - moved < LULL_S else SLOW_POLL_S)
     if e.inbox_request != mpi.MPI_REQUEST_NULL:
         give_up(&e.inbox_request)
     store(&e.in_flight_step, NO_STEP)
@@ -1052,6 +1270,8 @@ cdef class Loop:
         cdef int i
         for i in range(SPARES):
             free(self.state.spares[i])
+        if not self.state.mean.running:
+            free(self.state.mean.buffers)
         for i in range(self.state.transport.size):
             if self.state.exchanges[i].phase != IDLE:
                 return
@@ -1103,6 +1323,36 @@ cdef class Loop:
         e.wanted = partner
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
+
+    def begin_round(self, int64_t round, int partner):
+        """From now on exchange with whoever is in the same round; ask `partner` (-1: nobody)."""
+        cdef State* e = &self.state
+        pthread_mutex_lock(&e.gate)
+        e.round = round
+        e.wanted = partner
+        pthread_cond_signal(&e.wake)
+        pthread_mutex_unlock(&e.gate)
+
+    def begin_mean(self, bint replace):
+        """Take part in the next mean of all, as every other engine must. Returns its number."""
+        cdef State* e = &self.state
+        pthread_mutex_lock(&e.gate)
+        e.mean.replace = replace
+        store(&e.mean.wanted, e.mean.wanted + 1)
+        store(&e.at_rest, 0)
+        pthread_cond_signal(&e.wake)
+        pthread_mutex_unlock(&e.gate)
+        return e.mean.wanted
+
+    def wait_mean(self, int64_t number, double seconds):
+        """Wait until that mean is over. Returns False after `seconds`, and after a failure."""
+        cdef State* e = &self.state
+        cdef double until = now() + seconds
+        with nogil:
+            while (load(&e.mean.finished) < number and not e.fault and not load(&e.ended)
+                   and now() < until):
+                rest(50e-6)
+        return load(&e.mean.finished) >= number
 
     def pause(self, bint paused):
         """Begin no exchange and answer NO, until told otherwise."""
@@ -1164,7 +1414,7 @@ cdef class Loop:
         for i in range(self.state.transport.size):
             if self.state.exchanges[i].phase != IDLE:
                 return False
-        return True
+        return not self.state.mean.running
 
     def fault(self):
         """(kind, MPI code, partner) of the latched failure; kind 0 is none."""
@@ -1176,6 +1426,10 @@ cdef class Loop:
     def partners(self):
         """State of each partner: 0 alive, 1 suspect, 2 left, 3 lost."""
         return [self.state.partners[i] for i in range(self.state.transport.size)]
+
+    def met(self, int partner):
+        """Exchanges finished with `partner`."""
+        return load(&self.state.met[partner])
 
     def finished(self):
         return load(&self.state.finished)
@@ -1202,7 +1456,8 @@ cdef class Loop:
             "void_chunks": c.void_chunks, "compared": c.compared, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
             "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
             "square_elements": c.square_elements, "last_square": c.last_square,
-            "exchange_s": c.exchange_s,
+            "exchange_s": c.exchange_s, "means": c.means, "mean_s": c.mean_s,
+            "mean_square": c.mean_square,
             "staleness": [c.staleness[i] for i in range(HISTOGRAM)],
             "met": [self.state.met[i] for i in range(self.state.transport.size)],
         }

@@ -8,4 +8,8 @@ cdef extern from "kernels.h" nogil:
     double adpsgd_merge(int dtype, int wire, void* correction, const void* received,
                         const void* sent, double weight, int64_t n, int fresh, int stream)
     int adpsgd_apply(int dtype, void* parameter, const void* correction, void* mirror, int64_t n,
-                     int stream)
+                     int replace, int stream)
+    int adpsgd_sum_itemsize(int dtype)
+    void adpsgd_widen(int dtype, void* out, const void* own, int64_t n, int none)
+    double adpsgd_merge_mean(int dtype, void* slot, const void* sum, const void* own,
+                             double learners, int64_t n, int fresh, int replace)

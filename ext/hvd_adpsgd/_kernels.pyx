@@ -49,8 +49,31 @@ def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned cha
 
 
 def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] correction=None,
-          unsigned char[::1] mirror=None, bint stream=False):
-    """parameter += correction; mirror = parameter. Returns True if a parameter is Inf or NaN."""
+          unsigned char[::1] mirror=None, bint replace=False, bint stream=False):
+    """parameter += correction (or = correction, to `replace`); mirror = parameter.
+
+    Returns True if a parameter is Inf or NaN."""
     cdef int64_t n = elements(parameter, dtype)
     return bool(adpsgd_apply(dtype, <void*>pointer(parameter), pointer(correction),
-                             <void*>pointer(mirror), n, stream))
+                             <void*>pointer(mirror), n, replace, stream))
+
+
+def widen(int dtype, unsigned char[::1] out, const unsigned char[::1] own, bint none=False):
+    """out = own in the type of sums (float64 for float64, else float32), zeros if `none`."""
+    cdef int64_t n = elements(own, dtype)
+    if out.shape[0] != n * adpsgd_sum_itemsize(dtype):
+        raise ValueError("out and own differ in length")
+    adpsgd_widen(dtype, <void*>pointer(out), pointer(own), n, none)
+
+
+def merge_mean(int dtype, unsigned char[::1] slot, const unsigned char[::1] sum,
+               const unsigned char[::1] own, double learners, bint fresh, bint replace=False):
+    """slot (+)= sum / learners - own, or slot = sum / learners to `replace`.
+
+    Returns sum((sum / learners - own)^2), or -1 and does nothing if that is not finite."""
+    cdef int64_t n = elements(slot, dtype)
+    cdef int size = adpsgd_sum_itemsize(dtype)
+    if sum.shape[0] != n * size or own.shape[0] != n * size:
+        raise ValueError("slot, sum and own differ in length")
+    return adpsgd_merge_mean(dtype, <void*>pointer(slot), pointer(sum), pointer(own), learners, n,
+                             fresh, replace)

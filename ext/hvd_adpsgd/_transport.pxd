@@ -26,6 +26,8 @@ cdef struct Arrival:
 cdef int transport_open(Transport* t, mpi.MPI_Comm comm) noexcept nogil
 cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int tag,
                       mpi.MPI_Request* request) noexcept nogil
+cdef int post_sum(Transport* t, const void* mine, void* total, int count, bint double_precision,
+                  mpi.MPI_Request* request) noexcept nogil
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
                    mpi.MPI_Request* request) noexcept nogil
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil

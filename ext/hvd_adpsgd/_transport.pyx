@@ -50,6 +50,15 @@ cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int ta
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, t.comm, request)
 
 
+cdef int post_sum(Transport* t, const void* mine, void* total, int count, bint double_precision,
+                  mpi.MPI_Request* request) noexcept nogil:
+    """total = the sum over all leaders, who post their sums in one order."""
+    request[0] = mpi.MPI_REQUEST_NULL
+    return mpi.MPI_Iallreduce(<void*>mine, total, count,
+                              mpi.MPI_DOUBLE if double_precision else mpi.MPI_FLOAT, mpi.MPI_SUM,
+                              t.comm, request)
+
+
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
                    mpi.MPI_Request* request) noexcept nogil:
     request[0] = mpi.MPI_REQUEST_NULL

@@ -1,33 +1,64 @@
 """Averaging strategies: which super learners average their models, when, with what weight.
 
-`parse` reads the spec strings of the `averaging` knob: a name, or `name:key=value,key=value`.
+`parse` reads the spec strings of the `averaging` knob: a name, or `name:key=value,key=value`. A
+strategy on top of another is joined to it by "+": `global_average:every=50+random_pairs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.plan import Plan, Strategy
+from hvd_adpsgd.strategies.a2cid2 import A2CiD2
+from hvd_adpsgd.strategies.everybody import DelayByOne, GlobalAverageEvery, PeriodicAveraging
+from hvd_adpsgd.strategies.lock_step import LockStep
+from hvd_adpsgd.strategies.noloco import NoLoCo
+from hvd_adpsgd.strategies.plan import Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.ring import FixedRing, RandomRing
 from hvd_adpsgd.strategies.synchronous import Synchronous
 
 __all__ = [
     "STRATEGIES",
+    "A2CiD2",
+    "DelayByOne",
     "FixedRing",
+    "GlobalAverageEvery",
+    "LockStep",
+    "NoLoCo",
+    "PeriodicAveraging",
     "Plan",
     "RandomPairs",
     "RandomRing",
+    "Rounds",
     "Strategy",
     "Synchronous",
     "parse",
 ]
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (RandomPairs, FixedRing, RandomRing, Synchronous)
+    kind.name: kind
+    for kind in (
+        RandomPairs,
+        FixedRing,
+        RandomRing,
+        DelayByOne,
+        PeriodicAveraging,
+        GlobalAverageEvery,
+        LockStep,
+        A2CiD2,
+        NoLoCo,
+        Synchronous,
+    )
+}
+_KINDS: dict[Any, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda text: bool(int(text)),
 }
 
 
@@ -35,40 +66,58 @@ def parse(spec: str) -> Strategy:
     """The strategy that a spec string names; the inverse of `Strategy.spec`.
 
     Args:
-        spec: for instance "random_pairs", "random_pairs:seed=3", "fixed_ring", "synchronous".
+        spec: for instance "random_pairs", "random_pairs:seed=3", "synchronous",
+            "periodic_averaging:period=20,block_momentum=0.75", "lock_step:order=atc+fixed_ring".
 
     Raises:
         ConfigError: for an unknown name or key, or an unreadable or bad value.
     """
-    name, _, tail = spec.strip().partition(":")
-    kind = STRATEGIES.get(name)
+    *upper, lowest = spec.split("+")
+    strategy = _one(spec, lowest)
+    for piece in reversed(upper):
+        strategy = _one(spec, piece, strategy)
+    return strategy
+
+
+def _one(spec: str, piece: str, of: Strategy | None = None) -> Strategy:
+    """The strategy of one piece of a spec, on top of `of`."""
+    name, _, tail = piece.strip().partition(":")
+    kind: Any = STRATEGIES.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, STRATEGIES, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"unknown strategy {name!r} in averaging spec {spec!r}: known are "
             f"{', '.join(STRATEGIES)}. Did you mean {near}?"
         )
-    return kind(**_arguments(spec, kind, tail))
+    arguments = _arguments(spec, kind, tail)
+    if of is None:
+        return cast(Strategy, kind(**arguments))
+    if "of" not in (f.name for f in dataclasses.fields(kind)):
+        raise ConfigError(
+            f"{name} in averaging spec {spec!r} is not on top of another strategy. Put it last, or "
+            "leave the other out."
+        )
+    return cast(Strategy, kind(of=of, **arguments))
 
 
-def _arguments(spec: str, kind: Any, tail: str) -> dict[str, int]:
-    """The keyword arguments in the part of a spec behind the colon; all are integers."""
-    known = [f.name for f in dataclasses.fields(kind)]
-    arguments: dict[str, int] = {}
+def _arguments(spec: str, kind: Any, tail: str) -> dict[str, Any]:
+    """The keyword arguments in the part of a spec behind the colon."""
+    known = {f.name: f.type for f in dataclasses.fields(kind) if f.name != "of"}
+    arguments: dict[str, Any] = {}
     for item in filter(None, (piece.strip() for piece in tail.split(","))):
         key, _, text = item.partition("=")
         if key not in known or key in arguments:
             raise _bad_item(spec, item, known)
         try:
-            arguments[key] = int(text)
+            arguments[key] = _KINDS[known[key]](text)
         except ValueError:
             raise _bad_item(spec, item, known) from None
     return arguments
 
 
-def _bad_item(spec: str, item: str, known: list[str]) -> ConfigError:
-    keys = ", ".join(f"{key}=<int>" for key in known) or "nothing after its name"
+def _bad_item(spec: str, item: str, known: dict[str, Any]) -> ConfigError:
+    keys = ", ".join(f"{key}=<{kind}>" for key, kind in known.items())
     return ConfigError(
-        f"bad argument {item!r} in averaging spec {spec!r}: the strategy takes {keys}, each once. "
-        "Correct or remove it."
+        f"bad argument {item!r} in averaging spec {spec!r}: the strategy takes "
+        f"{keys or 'nothing after its name'}, each once. Correct or remove it."
     )

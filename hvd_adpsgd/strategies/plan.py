@@ -12,10 +12,76 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.strategies.rules import Rule
 
-__all__ = ["SEED_BOUND", "Plan", "Strategy", "checked_seed"]
+__all__ = ["AFTER", "DURING", "NOBODY", "SEED_BOUND", "Plan", "Rounds", "Strategy", "checked_seed"]
 
 SEED_BOUND = 2**32
+NOBODY = -1
+DURING, AFTER = "awc", "atc"  # adapt while communicating; adapt, then communicate
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """What super learners do in step with each other; each waits for its partners of the round.
+
+    A round comes after every `period`-th step. Its models are those that the step has left.
+
+    Attributes:
+        period: steps between rounds, >= 1.
+        order: DURING: the round runs while the next gradient is computed, and what comes of it is
+            added at the end of that step, W' = W T - lr g(W). AFTER: the step waits for it,
+            W' = (W - lr g(W)) T.
+        partners: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
+            and who asks it; NOBODY for none. None: the exact mean of all super learners.
+
+    Raises:
+        ConfigError: for a bad period, order or table.
+
+    Source: for the two orders Sayed, Adaptation, learning, and optimization over networks, 2014.
+    """
+
+    period: int = 1
+    order: str = AFTER
+    partners: npt.NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.order not in (DURING, AFTER):
+            raise ConfigError(
+                f"bad rounds: period {self.period} and order {self.order!r}, allowed are period >= 1 "
+                f"and order {DURING!r} or {AFTER!r}. Use period 1 for a round after every step."
+            )
+        if self.order == DURING and self.period != 1:
+            raise ConfigError(
+                f"bad rounds: order {DURING!r} with period {self.period}: what a round owes the model "
+                f"is added one step later, so rounds come after every step. Use order {AFTER!r}."
+            )
+        if self.partners is not None:
+            table = np.array(self.partners, dtype=np.int32, order="C")
+            if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] != 2:
+                raise ConfigError(
+                    f"bad rounds: partners of shape {table.shape}, needed is (rounds >= 1, 2). Give "
+                    "whom to ask and who asks, one row per round."
+                )
+            table.setflags(write=False)
+            object.__setattr__(self, "partners", table)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rounds):
+            return NotImplemented
+        same = (self.period, self.order) == (other.period, other.order)
+        if self.partners is None or other.partners is None:
+            return same and self.partners is other.partners
+        return same and np.array_equal(self.partners, other.partners)
+
+    def __hash__(self) -> int:
+        return hash((self.period, self.order))
+
+    def row(self, number: int) -> tuple[int, int]:
+        """Whom to ask in round `number`, and who asks; NOBODY for none."""
+        assert self.partners is not None
+        asked, asker = self.partners[number % len(self.partners)]
+        return int(asked), int(asker)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +96,9 @@ class Plan:
         weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 if width is 0.
             With w <= 1/2 an exchange never moves a model past the middle, so that one active and
             one passive exchange at the same time cannot enlarge the disagreement.
+        in_step: what is done in step with the others, beside the exchanges of the schedule or, with
+            width 0, instead of them; None for nothing.
+        rule: what each super learner does to its own model when it has averaged; None for nothing.
 
     Raises:
         ConfigError: if the schedule has another shape or a negative rank, or the weight is out
@@ -38,18 +107,23 @@ class Plan:
 
     schedule: npt.NDArray[np.int32]
     weight: float
+    in_step: Rounds | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         table = np.array(self.schedule, dtype=np.int32, order="C")
         _require_schedule(table)
-        _require_plan_weight(self.weight, table.shape[1])
+        exchanging = self.in_step is not None and self.in_step.partners is not None
+        _require_plan_weight(self.weight, table.shape[1] or int(exchanging))
         table.setflags(write=False)
         object.__setattr__(self, "schedule", table)  # frozen: the plan's own, read-only copy
 
     @classmethod
-    def nobody(cls) -> Plan:
-        """The plan that asks nobody: one row of width 0."""
-        return cls(np.empty((1, 0), dtype=np.int32), 0.0)
+    def nobody(
+        cls, in_step: Rounds | None = None, weight: float = 0.0, rule: Rule | None = None
+    ) -> Plan:
+        """The plan that asks nobody, or only in rounds: one row of width 0."""
+        return cls(np.empty((1, 0), dtype=np.int32), weight, in_step, rule)
 
     @property
     def rounds(self) -> int:
@@ -64,7 +138,11 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return self.weight == other.weight and np.array_equal(self.schedule, other.schedule)
+        return (self.weight, self.in_step, self.rule) == (
+            other.weight,
+            other.in_step,
+            other.rule,
+        ) and np.array_equal(self.schedule, other.schedule)
 
     def __hash__(self) -> int:
         return hash((self.weight, self.schedule.shape, self.schedule.tobytes()))
@@ -87,10 +165,18 @@ class Strategy(ABC):
     def spec(self) -> str:
         """The canonical spec string, `name` or `name:key=value,...`; `parse` reads it back.
 
+        A strategy `of` another is `name:key=value+other`.
+
         Two super learners average in the same way exactly if their specs are equal.
         """
-        values = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(_instance(self))]
-        return f"{self.name}:{','.join(values)}" if values else self.name
+        of = getattr(self, "of", None)
+        values = [
+            f"{f.name}={_plain(getattr(self, f.name))}"
+            for f in dataclasses.fields(_instance(self))
+            if f.name != "of"
+        ]
+        mine = f"{self.name}:{','.join(values)}" if values else self.name
+        return mine if of is None else f"{mine}+{of.spec()}"
 
     @abstractmethod
     def plan(self, outer_rank: int, outer_size: int) -> Plan:
@@ -116,6 +202,20 @@ class Strategy(ABC):
         Raises:
             TopologyError: if n < 1 or round < 0.
         """
+
+    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """Whom super learner i asks in one lock-step round, and who asks it; NOBODY for none.
+
+        Raises:
+            ConfigError: if the strategy has no rounds of pairs.
+        """
+        raise ConfigError(
+            f"{self.name} has no rounds of pairs. Use fixed_ring, random_ring or random_pairs there."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
 
 
 def checked_seed(strategy: str, seed: Any) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd import mixing, topology
-from hvd_adpsgd.strategies.plan import Plan, Strategy, checked_seed
+from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
 
 __all__ = ["RandomPairs"]
 
@@ -50,3 +50,11 @@ class RandomPairs(Strategy):
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's perfect matching."""
         return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
+
+    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The partner of this round's perfect matching; the lower rank asks."""
+        topology.require_rank(n, i)
+        partner = topology.perfect_matching(n, self.seed, round)[i]
+        if partner is None:
+            return NOBODY, NOBODY
+        return (partner, NOBODY) if i < partner else (NOBODY, partner)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd import mixing, topology
-from hvd_adpsgd.strategies.plan import Plan, Strategy, checked_seed
+from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
 
 __all__ = ["FixedRing", "RandomRing"]
 
@@ -36,6 +36,10 @@ class FixedRing(Strategy):
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The ring's matrix, the same for every round."""
         return mixing.ring_matrix(n)
+
+    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The right neighbour is asked, the left one asks."""
+        return _asked_and_asker(topology.ring_neighbours(n, i), i)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,20 @@ class RandomRing(Strategy):
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's ring; the table's period does not apply to it."""
         return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
+
+    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The right neighbour on the ring of the round is asked, the left one asks."""
+        return _asked_and_asker(topology.permuted_ring_neighbours(n, i, self.seed, round), i)
+
+
+def _asked_and_asker(neighbours: tuple[int, ...], i: int) -> tuple[int, int]:
+    """On a ring of two the lower rank asks."""
+    if len(neighbours) == 2:
+        return neighbours[1], neighbours[0]
+    if not neighbours:
+        return NOBODY, NOBODY
+    (other,) = neighbours
+    return (other, NOBODY) if i < other else (NOBODY, other)
 
 
 def _ring_plan(n: int, rows: list[tuple[int, ...]]) -> Plan:

@@ -14,7 +14,13 @@ from horovod.torch import (
 )
 
 from hvd_adpsgd.strategies import (
+    A2CiD2,
+    DelayByOne,
     FixedRing,
+    GlobalAverageEvery,
+    LockStep,
+    NoLoCo,
+    PeriodicAveraging,
     RandomPairs,
     RandomRing,
     Synchronous,
@@ -25,7 +31,6 @@ from hvd_adpsgd.torch import (
     mpi_ops,
 )
 from hvd_adpsgd.torch.averaging import (
-    average_model,
     metrics,
 )
 from hvd_adpsgd.torch.collectives import (
@@ -89,6 +94,11 @@ from hvd_adpsgd.torch.inner import (
     stop_timeline,
     synchronize,
 )
+from hvd_adpsgd.torch.means import (
+    average_model,
+    consensus_distance,
+    settled,
+)
 from hvd_adpsgd.torch.optimizer import (
     DistributedOptimizer,
 )
@@ -114,16 +124,22 @@ from hvd_adpsgd.torch.schedules import (
 )
 
 __all__ = [
+    "A2CiD2",
     "Adasum",
     "Average",
     "CollectiveMismatchError",
     "Compression",
+    "DelayByOne",
     "DistributedOptimizer",
     "FixedRing",
+    "GlobalAverageEvery",
     "HorovodInternalError",
+    "LockStep",
     "Max",
     "Min",
     "Newbob",
+    "NoLoCo",
+    "PeriodicAveraging",
     "ProcessSet",
     "Product",
     "RandomPairs",
@@ -154,6 +170,7 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "compression",
+    "consensus_distance",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -191,6 +208,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "settled",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hvd_adpsgd import errors
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.engine import Engine, EngineOptions, exchange_metrics
 from hvd_adpsgd.errors import (
-    AdpsgdError,
     ModelMismatchError,
     NonFiniteModelError,
     NotInitializedError,
-    StrategyMismatchError,
+    UnsupportedOptimizerError,
 )
-from hvd_adpsgd.metrics import Counters, Timeline
+from hvd_adpsgd.metrics import Counters
+from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.together import allgather_object, mpi_failures, wait
-from hvd_adpsgd.torch.parameters import Parameters, Wish, averaged_dtype
+from hvd_adpsgd.torch.agreement import described, difference, unanimous
+from hvd_adpsgd.torch.parameters import Parameters, Wish
+from hvd_adpsgd.torch.rules import DelayGradients, NoRule, make_rule
+from hvd_adpsgd.torch.trace import open_timeline
 
-__all__ = ["Averaging", "agree", "average_model", "live", "metrics", "unanimous"]
-
-T = TypeVar("T")
+__all__ = ["Averaging", "live", "metrics"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _live: list[Averaging] = []
-_EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked")
+_EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
 _NO_SLOT = -1
 
 
@@ -62,9 +58,15 @@ class Averaging:
         self._published = False  # the leader has published for the step under way
         self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
         self._stopped = False
-        self._timeline = _timeline(world)
-        specs = unanimous(world, "averaging", lambda: self.parameters.add(wish.named))
-        self.engine = _engine(world, wish)
+        self._timeline = open_timeline(world)
+        plan = wish.strategy.plan(world.super_rank, world.super_size)
+        self._in_step = plan.in_step
+        self._spec = wish.strategy.spec()
+        self._trained = {id(tensor) for _, tensor in wish.named}
+        self.rule = make_rule(plan.rule, wish.named, wish.config.exchanges_per_step)
+        averaged = self.rule.averaged()
+        specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
+        self.engine = _engine(world, wish, plan)
         self.engine.extend(specs)
         self.engine.start()
         world.at_shutdown(self.stop)
@@ -83,6 +85,9 @@ class Averaging:
         self._require_known(groups)
         if self.inner_size == 1:
             self.parameters.check()
+        if self._step == 0:
+            with torch.no_grad():
+                self.rule.start()
 
     def _require_running(self) -> None:
         if self._stopped:
@@ -95,7 +100,7 @@ class Averaging:
         """Raise ModelMismatchError if a parameter is trained now that was frozen when wrapped."""
         for i, group in enumerate(groups):
             for j, p in enumerate(group["params"]):
-                if p.requires_grad and p not in self.parameters:
+                if p.requires_grad and id(p) not in self._trained:
                     raise ModelMismatchError(
                         f"parameter {j} of group {i}, shape {list(p.shape)}, is trained now and was "
                         "frozen (requires_grad=False) when the optimizer was wrapped, so nobody "
@@ -120,6 +125,7 @@ class Averaging:
         if self._published:
             return
         if self.engine.is_leader:
+            self.engine.finish_round()
             self.engine.publish(self._step)
         self._published = True
 
@@ -136,30 +142,82 @@ class Averaging:
             self.engine.reopen()
             self._count_published()
 
+    @torch.no_grad()
+    def before_optimizer(self) -> bool:
+        """The node's gradients are averaged. False if there is nothing to step with."""
+        if not self._averages_gradients:
+            return True
+        if self.inner_size == 1:
+            self._publish()
+            self._count_published()
+        self._absorb()
+        self.rule.before_optimizer()
+        return self._step > 0
+
+    def require_whole_step(self) -> None:
+        """A closure's gradients cannot be used one step late.
+
+        Raises:
+            UnsupportedOptimizerError: with DelayByOne(reading="b").
+        """
+        if self._averages_gradients:
+            raise UnsupportedOptimizerError(
+                "step(closure) with delay_by_one:reading=b: the closure's gradients would be used one "
+                "step later. Call backward() and then step(), or use reading=a."
+            )
+
     def count_optimizer(self, began: float) -> None:
         self._count("optimizer", began)
 
+    @torch.no_grad()
     def finish_step(self) -> None:
-        """Take the published corrections in and offer the model.
+        """Take the published corrections in, offer the model, and do what comes in step with others.
 
         Raises:
             NonFiniteModelError: if a parameter is infinite or not a number, and the configuration
                 says "raise". The model was not offered.
         """
         began = time.monotonic()
-        if self.inner_size == 1:
-            self._publish()
-            self._count_published()
-        fit = self._absorb()
+        fit = self._collect()
         self._count("collect", began)
         began = time.monotonic()
         self.engine.offer(self._step, fit)
+        self._round()
         self._count("offer", began)
         self.counters.end_step()
         self._trace_engine()
         self._step += 1
         if not fit:
             self._nonfinite()
+
+    def _collect(self) -> bool:
+        """Apply what exchanges owe the model; it is in the mirror then. True if all is finite."""
+        if self._averages_gradients:  # applied before the optimizer; these are the next ones
+            return self._refresh()
+        if self.inner_size == 1:
+            self._publish()
+            self._count_published()
+        self.rule.before_corrections()
+        fit = self._absorb()
+        self.rule.after_corrections()
+        return fit
+
+    def _round(self) -> None:
+        """Begin the round that follows this step, if one does; wait for it if the law says so."""
+        if self._in_step is None or (self._step + 1) % self._in_step.period:
+            return
+        self.engine.begin_round(self._step // self._in_step.period)
+        if self._in_step.order != AFTER:
+            return
+        self.rule.before_round()
+        self._take_in()  # publishing waits for the round
+        self.rule.after_round()
+        self._refresh()
+        self.engine.resume()
+
+    def _refresh(self) -> bool:
+        """The mirror holds what the tensors hold now. True if all of it is finite."""
+        return self.engine.absorb(self.parameters.addresses(), _NO_SLOT, self._step)
 
     def _absorb(self) -> bool:
         """Apply what was published, if anything was. True if every parameter is finite."""
@@ -195,13 +253,19 @@ class Averaging:
             ModelMismatchError: on every learner of the node, if they add different tensors.
         """
         named = list(named)
-        told = allgather_object(self._world.inner, _described(named))
+        if type(self.rule) is not NoRule:
+            raise UnsupportedOptimizerError(
+                "add_param_group with a strategy that keeps models of its own (block momentum, noloco, "
+                "a2cid2, delay_by_one:reading=b): wrap a new optimizer with all groups instead."
+            )
+        told = allgather_object(self._world.inner, described(named))
         for inner_rank, other in enumerate(told):
             if other != told[0]:
                 raise ModelMismatchError(
                     "add_param_group: "
-                    + _difference(told[0], other, f"inner learner {inner_rank}", "inner learner 0")
+                    + difference(told[0], other, f"inner learner {inner_rank}", "inner learner 0")
                 )
+        self._trained.update(id(tensor) for _, tensor in named)
         self.engine.extend(self.parameters.add(named))
 
     def settle(self) -> None:
@@ -240,8 +304,30 @@ class Averaging:
 
     def resume(self) -> None:
         """Refresh the mirror after the parameters were changed, and go on."""
-        self.engine.absorb(self.parameters.addresses(), _NO_SLOT, self._step)
+        self._refresh()
         self.engine.resume()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model; {} if that is nothing."""
+        held = {name: [t.clone() for t in ts] for name, ts in self.rule.tensors().items()}
+        if not held and self._in_step is None:
+            return {}
+        return {"strategy": self._spec, "step": self._step, "rule": held}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; that of another strategy is of no use and left alone."""
+        if state.get("strategy") != self._spec:
+            log.warning(
+                "the checkpoint is of averaging=%s, this is %s: it starts anew with the model loaded.",
+                state.get("strategy"),
+                self._spec,
+            )
+            return
+        self._step = int(state["step"])
+        for name, tensors in self.rule.tensors().items():
+            for mine, theirs in zip(tensors, state["rule"][name], strict=True):
+                mine.copy_(theirs)
 
     def stop(self) -> None:
         """Leave the others; bounded. Called by hvd.shutdown()."""
@@ -258,6 +344,10 @@ class Averaging:
             "nonfinite_steps": self.nonfinite_steps,
             **self.engine.metrics(),
         }
+
+    @property
+    def _averages_gradients(self) -> bool:
+        return isinstance(self.rule, DelayGradients)
 
     # ---- numbers -----------------------------------------------------------------------------
 
@@ -280,87 +370,7 @@ class Averaging:
 # ---- set-up ----------------------------------------------------------------------------------
 
 
-def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
-    """Act on every learner; what one of them cannot do fails on all, and nobody waits for it.
-
-    Raises:
-        AdpsgdError: a learner's own, or one of the same class that names the learner.
-    """
-    result, error = None, None
-    try:
-        result = act()
-    except AdpsgdError as mine:
-        error = mine
-    told = (type(error).__name__, str(error)) if error else None
-    everybody = world.together(doing, lambda comm: allgather_object(comm, told))
-    if error is not None:
-        raise error
-    for rank, other in zip(world.ranks, everybody, strict=True):
-        if other is not None:
-            raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
-    return result  # type: ignore[return-value]
-
-
-def agree(world: Any, wish: Callable[[], Wish]) -> Wish:
-    """The wish of this learner, if it is equal on all learners in what must be.
-
-    Raises:
-        ModelMismatchError, StrategyMismatchError: on every learner alike.
-        AdpsgdError: on every learner, if a learner's wish cannot be.
-    """
-    doing = "hvd.DistributedOptimizer"
-    mine = unanimous(world, doing, wish)
-    settings = _settings(mine)
-    everybody = world.together(doing, lambda comm: allgather_object(comm, settings))
-    for rank, other in zip(world.ranks, everybody, strict=True):
-        if other != everybody[0]:
-            raise StrategyMismatchError(
-                f"averaging differs: learner {world.ranks[0]} has {everybody[0]}; learner {rank} "
-                f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
-            )
-    _require_same(world, doing, _described(mine.named))
-    return mine
-
-
-def _require_same(world: Any, doing: str, tensors: list[str]) -> None:
-    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
-    everybody = world.together(doing, lambda comm: allgather_object(comm, tensors))
-    for rank, other in zip(world.ranks, everybody, strict=True):
-        if other != everybody[0]:
-            first = f"learner {world.ranks[0]}"
-            raise ModelMismatchError(
-                f"{doing}: " + _difference(everybody[0], other, f"learner {rank}", first)
-            )
-
-
-def _settings(wish: Wish) -> str:
-    return (
-        f"{wish.strategy.spec()}, wire_dtype={wish.config.wire_dtype}, "
-        f"chunk_kib={wish.config.chunk_kib}"
-    )
-
-
-def _described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
-
-
-def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:
-    """Which tensor differs, and where."""
-    for i, (a, b) in enumerate(zip(mine, other, strict=False)):
-        if a != b:
-            return (
-                f"models differ at tensor {i}: {first} has {a}, {who} has {b}. Build the same "
-                "model with the same names on every learner."
-            )
-    i = min(len(mine), len(other))
-    longer, extra = (first, mine[i]) if len(mine) > len(other) else (who, other[i])
-    return (
-        f"models differ: {first} averages {len(mine)} tensors, {who} {len(other)}; {extra} is "
-        f"only on {longer}. Build the same model on every learner."
-    )
-
-
-def _engine(world: Any, wish: Wish) -> Engine:
+def _engine(world: Any, wish: Wish, plan: Plan) -> Engine:
     """An engine with a communicator of its own; not yet started."""
     outer = None
     if world.is_leader:
@@ -372,7 +382,7 @@ def _engine(world: Any, wish: Wish) -> Engine:
     return Engine(
         inner=world.inner,
         outer=outer,
-        plan=wish.strategy.plan(world.super_rank, world.super_size),
+        plan=plan,
         options=EngineOptions.from_config(wish.config),
         names=_leader_names(world),
     )
@@ -384,50 +394,6 @@ def _leader_names(world: Any) -> list[str]:
     everybody = world.together("averaging", lambda comm: allgather_object(comm, told))
     leaders = dict(reversed(everybody))
     return [leaders[i] for i in range(world.super_size)]
-
-
-# ---- the timeline of the process -----------------------------------------------------------------
-
-_shared_timeline: Timeline | None = None
-
-
-def _timeline(world: Any) -> Timeline | None:
-    """The timeline of HVD_ADPSGD_TIMELINE, opened once per job; None without it."""
-    global _shared_timeline
-    path = world.config.timeline
-    if path is None or _shared_timeline is not None:
-        return _shared_timeline
-    offset = time.time() - time.monotonic()  # hosts share the wall clock only
-    starts = world.together("timeline", lambda comm: allgather_object(comm, time.time()))
-    label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
-
-    def open_it(create: bool) -> Timeline:
-        return Timeline(
-            path,
-            rank=world.rank,
-            clock=time.monotonic,
-            origin_s=starts[0] - offset,
-            create=create,
-            label=label,
-        )
-
-    first = world.rank == 0
-    created = unanimous(world, "timeline", lambda: open_it(True) if first else None)
-    _shared_timeline = unanimous(world, "timeline", lambda: created or open_it(False))
-    world.at_shutdown(functools.partial(_close_timeline, world.comm))
-    return _shared_timeline
-
-
-def _close_timeline(comm: Any) -> None:
-    """Learner 0 closes last, and ends the file only if the others have written theirs by then."""
-    global _shared_timeline
-    timeline, _shared_timeline = _shared_timeline, None
-    if timeline is None:
-        return
-    if timeline.rank > 0:
-        timeline.close()
-    met = worlds._meet(comm, time.monotonic() + 5.0)
-    timeline.close(final=met)
 
 
 # ---- for the user --------------------------------------------------------------------------------
@@ -457,57 +423,3 @@ def metrics() -> dict[str, Any]:
     if len(every) < 2:
         return every[0]
     return {**every[0], "optimizers": every}
-
-
-@torch.no_grad()
-def average_model(model: torch.nn.Module) -> None:
-    """Make the model the exact mean over super learners, in place; all learners call it together.
-
-    Parameters and floating-point buffers become the mean of the leaders' values. If the model is
-    being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
-    taken in, so that nothing is lost. Waits for the slowest super learner: use it for evaluation
-    and for the final checkpoint.
-
-    Args:
-        model: the same module on every learner.
-
-    Raises:
-        ModelMismatchError: on every learner, if their models differ.
-    """
-    world = worlds.current()
-    if world.super_size == 1:
-        return
-    named = [*model.named_parameters(), *model.named_buffers()]
-    _require_same(world, "average_model", _described(named))
-    tensors = [tensor for _, tensor in named]
-    concerned = [a for a in _live if any(t in a.parameters for t in tensors)]
-    for averaging in concerned:
-        averaging.settle()
-    _become_means(world, [t for t in tensors if t.is_floating_point()])
-    for averaging in concerned:
-        averaging.resume()
-
-
-def _become_means(world: Any, tensors: list[torch.Tensor]) -> None:
-    """Each tensor becomes its mean over the leaders, in its precision or float32 if it has less."""
-    hosts = [
-        t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
-        for t in tensors
-    ]
-
-    def operation(comm: Any) -> list[NDArray[Any]]:
-        leaders = sum(allgather_object(comm, world.is_leader))
-        return [_mean(comm, world.is_leader, leaders, h.contiguous().numpy()) for h in hosts]
-
-    for tensor, mean in zip(tensors, world.together("average_model", operation), strict=True):
-        tensor.data.copy_(torch.from_numpy(mean))
-
-
-def _mean(comm: Any, is_leader: bool, leaders: int, mine: NDArray[Any]) -> NDArray[Any]:
-    """Mean over the leaders, as a difference to one learner's values: equal models stay as they are."""
-    reference = mine.copy()
-    wait(comm.Ibcast(reference, root=0))
-    difference = mine - reference if is_leader else np.zeros_like(mine)
-    total = np.empty_like(mine)
-    wait(comm.Iallreduce(difference, total))
-    return np.asarray(reference + total / leaders)

@@ -28,7 +28,8 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch.averaging import Averaging, agree, live
+from hvd_adpsgd.torch.agreement import agree
+from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.parameters import Wish
 
@@ -269,6 +270,9 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     averaging.begin_step(self.param_groups)
     if closure is None:
         _synchronize_for_step(self)
+        if not averaging.before_optimizer():
+            averaging.finish_step()
+            return None
     began = time.monotonic()
     loss = super(self.__class__, self).step(_synchronized(self, closure))
     averaging.count_optimizer(began)
@@ -298,6 +302,7 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
         if self._should_synchronize:
             self.synchronize()
             self._synchronized = False
+        self._averaging.require_whole_step()
         return loss
 
     return evaluate
@@ -390,6 +395,21 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
             self._grad_accs.append(node)
 
 
+def _state_dict(self: Any) -> dict[str, Any]:
+    """The optimizer's own; beside it, under "averaging", what the strategy must remember."""
+    state = super(self.__class__, self).state_dict()
+    mine = self._averaging.state()
+    return {**state, "averaging": mine} if mine else state
+
+
+def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    super(self.__class__, self).load_state_dict(
+        {key: value for key, value in state_dict.items() if key != "averaging"}
+    )
+    if state_dict.get("averaging"):
+        self._averaging.load_state(state_dict["averaging"])
+
+
 def _refuse_copy(self: Any, *args: Any) -> Any:
     raise CopyError(
         "a wrapped optimizer cannot be copied or pickled: it owns an averaging engine and gradient "
@@ -404,6 +424,8 @@ _METHODS = {
     "synchronize": _synchronize,
     "zero_grad": _zero_grad,
     "add_param_group": _add_param_group,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
     "_allreduce_grad_async": _allreduce_grad_async,
     "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
     "__deepcopy__": _refuse_copy,

@@ -1,0 +1,70 @@
+"""A2CiD2: continuous local momentum that accelerates gossip on sparse graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd import theory, topology
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.strategies.plan import Plan, Strategy
+from hvd_adpsgd.strategies.ring import FixedRing
+from hvd_adpsgd.strategies.rules import Accelerate
+
+__all__ = ["A2CiD2"]
+
+
+@dataclass(frozen=True)
+class A2CiD2(Strategy):
+    """Gossip on a ring with a second model per super learner, coupled to the first.
+
+    Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
+    both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
+    alpha_tilde follow from the ring's Laplacian (theory.acceleration). The mean of the models stays
+    what it is without.
+
+    It pays where averaging is slow: rings of 8 and more, with momentum or shards that differ.
+    Expect nothing of it for plain SGD on shuffled data. Exchanges take the mean of the pair
+    (weight 1/2). Costs memory for two more models on every learner.
+
+    Args:
+        of: FixedRing().
+
+    Raises:
+        ConfigError: for another strategy: on random pairs and random rings everybody meets
+            everybody, and there is nothing to accelerate.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
+    """
+
+    of: Strategy = field(default_factory=FixedRing)
+    name: ClassVar[str] = "a2cid2"
+    weight: ClassVar[float] = 1 / 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, FixedRing):
+            raise ConfigError(
+                f"{self.name} accelerates gossip on sparse graphs, not "
+                f"{getattr(self.of, 'name', self.of)!r}, where everybody meets everybody or nobody "
+                "gossips: nothing to gain. Use it of fixed_ring, or the other strategy alone."
+            )
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """The ring's neighbours with weight 1/2.
+
+        Raises:
+            ConfigError: for rings of 2 or 3, which are complete graphs.
+        """
+        ring = self.of.plan(outer_rank, outer_size)
+        if outer_size == 1:
+            return Plan.nobody()
+        constants = theory.require_acceleration(outer_size, topology.ring_edges(outer_size))
+        rule = Accelerate(constants.eta, constants.alpha_tilde)
+        return Plan(ring.schedule, self.weight, rule=rule)
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The ring's: the second model has no place in it."""
+        return self.of.mixing_matrix(n, round)

@@ -1,0 +1,38 @@
+"""Checks of the arguments of strategies."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["require_number", "require_whole"]
+
+
+def require_whole(strategy: str, argument: str, value: Any, low: int = 1) -> None:
+    """Raise ConfigError unless the value is a whole number >= low."""
+    try:
+        good = not isinstance(value, bool) and operator.index(value) >= low
+    except TypeError:
+        good = False
+    if not good:
+        raise ConfigError(
+            f"bad {argument} for {strategy}: got {value!r}, allowed is int >= {low}. Give the same "
+            "such number on every learner."
+        )
+
+
+def require_number(
+    strategy: str, argument: str, value: Any, low: float, high: float, low_open: bool = False
+) -> None:
+    """Raise ConfigError unless low <= value < high (low < value if `low_open`)."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    good = number and math.isfinite(value) and low <= value < high
+    if not good or (low_open and value == low):
+        raise ConfigError(
+            f"bad {argument} for {strategy}: got {value!r}, allowed is number "
+            f"{'>' if low_open else '>='} {low:g} and < {high:g}. Give the same such number on every "
+            "learner."
+        )

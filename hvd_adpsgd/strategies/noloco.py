@@ -1,0 +1,72 @@
+"""NoLoCo: many local steps, then a slow model with momentum, averaged in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd import mixing, topology
+from hvd_adpsgd.strategies.checks import require_number, require_whole
+from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, checked_seed
+from hvd_adpsgd.strategies.random_pairs import RandomPairs
+from hvd_adpsgd.strategies.rules import SlowModel
+
+__all__ = ["NoLoCo"]
+
+NOLOCO_ROUNDS = 4096
+
+
+@dataclass(frozen=True)
+class NoLoCo(Strategy):
+    """After every `period` steps random disjoint pairs average; nobody waits for all.
+
+    w is the model that is trained, p the slow one, bar the mean of a pair:
+
+        m' = mu m + eta bar(w - p) + eta (bar(p) - p);   p' = p + m';   w' = p'
+
+    The last term keeps the slow models together. With n odd one sits out each time.
+
+    Args:
+        period: steps, >= 1.
+        rate: eta > 0.
+        momentum: mu in [0, 1).
+        seed: of the pairs.
+
+    Raises:
+        ConfigError: for a value out of range.
+
+    Source: Kolehmainen et al., NoLoCo, 2025, law and defaults as in their released code.
+    """
+
+    period: int = 50
+    rate: float = 0.7
+    momentum: float = 0.5
+    seed: int = 0
+    name: ClassVar[str] = "noloco"
+    weight: ClassVar[float] = 1 / 2
+
+    def __post_init__(self) -> None:
+        require_whole(self.name, "period", self.period)
+        require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
+        require_number(self.name, "momentum", self.momentum, 0, 1)
+        object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
+
+    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+        """4096 rounds of perfect matchings."""
+        topology.require_rank(outer_size, outer_rank)
+        if outer_size == 1:
+            return Plan.nobody()
+        rows = [self.round_partners(outer_size, outer_rank, r) for r in range(NOLOCO_ROUNDS)]
+        rounds = Rounds(self.period, AFTER, np.array(rows, dtype=np.int32))
+        return Plan.nobody(rounds, self.weight, SlowModel(self.momentum, self.rate))
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The matrix of this round's perfect matching."""
+        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
+
+    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The partner of this round's perfect matching; the lower rank asks."""
+        return RandomPairs(self.seed).round_partners(n, i, round)

@@ -1,0 +1,45 @@
+"""What a super learner does to its own model when it has averaged: data for the trainer's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Accelerate", "BlockMomentum", "DelayGradients", "Rule", "SlowModel"]
+
+
+@dataclass(frozen=True)
+class BlockMomentum:
+    """Momentum over blocks of steps; see strategies.PeriodicAveraging."""
+
+    momentum: float
+    rate: float
+    nesterov: bool
+
+
+@dataclass(frozen=True)
+class SlowModel:
+    """A slow model that follows the averaged one with momentum; see strategies.NoLoCo."""
+
+    momentum: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Accelerate:
+    """A second model coupled to the first; see strategies.A2CiD2.
+
+    Attributes:
+        eta: pull between the two, per step at one exchange per step.
+        alpha_tilde: share of a difference by which an exchange moves the second one.
+    """
+
+    eta: float
+    alpha_tilde: float
+
+
+@dataclass(frozen=True)
+class DelayGradients:
+    """Gradients are averaged instead of models, and used one step later; see DelayByOne."""
+
+
+Rule = BlockMomentum | SlowModel | Accelerate | DelayGradients
