@@ -22,6 +22,7 @@ from hvd_adpsgd import strategies
 from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
+    ConfigError,
     CopyError,
     InnerOnlyError,
     StrategyMismatchError,
@@ -143,7 +144,19 @@ def _wish(
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if not strategy.averages_gradients_globally:
         _inner_process_set(process_set, world)
+    _require_wire(strategy, config, world.super_size)
     return Wish(strategy, config, _averaged(_names(optimizer, named), optimizer, buffers))
+
+
+def _require_wire(strategy: Strategy, config: Config, super_size: int) -> None:
+    """Sums of all models are made by MPI in full precision."""
+    plan = strategy.plan(0, super_size)
+    sums = plan.in_step is not None and plan.in_step.partners is None
+    if sums and plan.width == 0 and config.wire_dtype is not None:
+        raise ConfigError(
+            f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "
+            "in full precision. Leave wire_dtype out, or use a strategy of pairs."
+        )
 
 
 def _names(
