@@ -6,6 +6,7 @@ argument.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -28,6 +29,7 @@ PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 TRACKS = {"trainer": 0, "engine": 1}
 STALENESS_BINS = 64
 FLUSH_EVENTS = 256
+_END = "\n]\n"
 
 
 # ---- timeline -----------------------------------------------------------------------------------
@@ -36,16 +38,10 @@ FLUSH_EVENTS = 256
 class Timeline:
     """Writer of a Chrome trace that several processes share; opens in Perfetto.
 
-    The file is a JSON array with one event per line. Each process appends whole lines
-    (O_APPEND, one write per flush), so that lines of several processes do not mix:
-
-        1. rank 0 creates the file, with "[";
-        2. after that the others open it, and all append;
-        3. the others close; last of all rank 0 closes with `final=True`, which adds "]".
-
-    If a learner dies before step 3 the "]" is missing; viewers accept that, strict JSON parsers do
-    not. O_APPEND is atomic on local file systems, not
-    on NFS. Learners of several hosts need a clock that the hosts share (time.time, say).
+    The file is a JSON array with one event per line. Rank 0 creates it, then the others open it, and
+    all append whole lines, each time under a lock of the file (flock) and up to and with the closing
+    "]". So it is valid JSON at any time, whoever ends first or dies. Learners of several hosts need a
+    file system that they share, with locks, and a clock that the hosts share (time.time, say).
 
     Args:
         path: the file; all learners name the same.
@@ -76,8 +72,6 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._file: int | None = _open_trace(self.path, create)
-        if create:
-            _write_all(self._file, b"[\n")
         self._metadata(label or f"learner {rank}")
         self.flush()
 
@@ -119,18 +113,12 @@ class Timeline:
         with self._lock:
             self._flush()
 
-    def close(self, final: bool = False) -> None:
-        """Write the rest and close the file; idempotent.
-
-        Args:
-            final: close the JSON array; for rank 0, when all others have closed.
-        """
+    def close(self) -> None:
+        """Write the rest and close the file; idempotent."""
         with self._lock:
             if self._file is None:
                 return
             try:
-                if final:
-                    self._lines.append(_line(self._last_event(), end="\n]\n"))
                 self._flush()
             finally:
                 os.close(self._file)
@@ -161,21 +149,18 @@ class Timeline:
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
         if lines and self._file is not None:
-            _write_all(self._file, "".join(lines).encode())
+            _append(self._file, lines)
 
     def _metadata(self, label: str) -> None:
         """Name the process and its tracks in the viewer."""
         self._append(_named("process_name", self.rank, 0, {"name": label}))
         for track, tid in TRACKS.items():
             self._append(_named("thread_name", self.rank, tid, {"name": track}))
-
-    def _last_event(self) -> dict[str, Any]:
-        """Metadata without effect on the picture: JSON allows no comma behind the last event."""
-        return _named("process_sort_index", self.rank, 0, {"sort_index": self.rank})
+        self._append(_named("process_sort_index", self.rank, 0, {"sort_index": self.rank}))
 
 
 def _open_trace(path: str, create: bool) -> int:
-    flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_TRUNC if create else 0)
+    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_TRUNC if create else 0)
     try:
         return os.open(path, flags, 0o644)
     except OSError as error:
@@ -188,13 +173,25 @@ def _open_trace(path: str, create: bool) -> int:
         ) from error
 
 
+def _append(file: int, lines: list[str]) -> None:
+    """Put events into the array of the file, whose closing bracket moves."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        size = os.fstat(file).st_size
+        if size:
+            os.ftruncate(file, size - len(_END))
+        _write_all(file, ((",\n" if size else "[\n") + ",\n".join(lines) + _END).encode())
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _write_all(file: int, data: bytes) -> None:
     while data:  # a short write happens only when the disk is nearly full or a signal comes
         data = data[os.write(file, data) :]
 
 
-def _line(event: dict[str, Any], end: str = ",\n") -> str:
-    return json.dumps(event, separators=(",", ":"), allow_nan=False) + end
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"), allow_nan=False)
 
 
 def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ class Averaging:
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._published = False  # the leader has published for the step under way
         self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
-        self._stopped = False
+        self._stopped = ""  # why
+        self._at_stop: list[Callable[[], object]] = []
         self._timeline = open_timeline(world)
         plan = wish.strategy.plan(world.super_rank, world.super_size)
         self._in_step = plan.in_step
@@ -80,7 +81,7 @@ class Averaging:
         Args:
             groups: the optimizer's param_groups.
         """
-        self._require_running()
+        self.require_running()
         self.engine.check()
         self._require_known(groups)
         if self.inner_size == 1:
@@ -89,18 +90,19 @@ class Averaging:
             with torch.no_grad():
                 self.rule.start()
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Raise NotInitializedError if this optimizer has been retired."""
         if self._stopped:
             raise NotInitializedError(
-                "hvd.shutdown() was called after this optimizer was wrapped. Call hvd.init() and "
-                "wrap a new optimizer."
+                f"this optimizer averages no longer: {self._stopped} after it was wrapped. Use an "
+                "optimizer that was wrapped after that."
             )
 
     def _require_known(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise ModelMismatchError if a parameter is trained now that was frozen when wrapped."""
         for i, group in enumerate(groups):
             for j, p in enumerate(group["params"]):
-                if p.requires_grad and id(p) not in self._trained:
+                if p.requires_grad and not self.trains(p):
                     raise ModelMismatchError(
                         f"parameter {j} of group {i}, shape {list(p.shape)}, is trained now and was "
                         "frozen (requires_grad=False) when the optimizer was wrapped, so nobody "
@@ -114,7 +116,7 @@ class Averaging:
         the published slot.
         """
         if self._submitted == 0:
-            self._require_running()
+            self.require_running()
             self.parameters.check()
         self._submitted += count
         if self._submitted >= total:
@@ -246,6 +248,10 @@ class Averaging:
 
     # ---- beside the step ---------------------------------------------------------------------
 
+    def trains(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is one that the optimizer trains."""
+        return id(tensor) in self._trained
+
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Average these tensors too, from the next step on. All learners of the node call it.
 
@@ -253,11 +259,6 @@ class Averaging:
             ModelMismatchError: on every learner of the node, if they add different tensors.
         """
         named = list(named)
-        if type(self.rule) is not NoRule:
-            raise UnsupportedOptimizerError(
-                "add_param_group with a strategy that keeps models of its own (block momentum, noloco, "
-                "a2cid2, delay_by_one:reading=b): wrap a new optimizer with all groups instead."
-            )
         told = allgather_object(self._world.inner, described(named))
         for inner_rank, other in enumerate(told):
             if other != told[0]:
@@ -268,13 +269,22 @@ class Averaging:
         self._trained.update(id(tensor) for _, tensor in named)
         self.engine.extend(self.parameters.add(named))
 
+    def require_growing(self) -> None:
+        """Raise a typed error if tensors cannot be added."""
+        self.require_running()
+        if type(self.rule) is not NoRule:
+            raise UnsupportedOptimizerError(
+                "add_param_group with a strategy that keeps models of its own (block momentum, noloco, "
+                "a2cid2, delay_by_one:reading=b): wrap a new optimizer with all groups instead."
+            )
+
     def settle(self) -> None:
         """Pause the engine and take in every correction. All learners call it together.
 
         It may come at any place of a step, also when that step's corrections are published but not
         yet applied.
         """
-        self._require_running()
+        self.require_running()
         self.parameters.check()
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
         self._pause()
@@ -329,9 +339,15 @@ class Averaging:
             for mine, theirs in zip(tensors, state["rule"][name], strict=True):
                 mine.copy_(theirs)
 
-    def stop(self) -> None:
+    def at_stop(self, call: Callable[[], object]) -> None:
+        """Have `call` called when this averages no longer."""
+        self._at_stop.append(call)
+
+    def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Leave the others; bounded. Called by hvd.shutdown()."""
-        self._stopped = True
+        self._stopped = self._stopped or why
+        while self._at_stop:
+            self._at_stop.pop()()
         if self in _live:
             _live.remove(self)
         self.engine.stop()

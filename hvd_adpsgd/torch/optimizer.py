@@ -9,6 +9,7 @@ its methods are Horovod's, and over them the few of `_METHODS` below. One step i
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import warnings
@@ -29,6 +30,7 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.strategies.rules import DelayGradients
 from hvd_adpsgd.torch.agreement import agree
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
@@ -108,6 +110,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers)
     )
     world = _join_if_synchronous(world, wish.strategy)
+    _retire_owners(tensor for _, tensor in wish.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
         named_parameters=named,
@@ -126,6 +129,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
     wrapped._averaging = Averaging(world, wish)
+    wrapped._averaging.at_stop(functools.partial(_unhook, wrapped))
     return wrapped
 
 
@@ -145,7 +149,17 @@ def _wish(
     if not strategy.averages_gradients_globally:
         _inner_process_set(process_set, world)
     _require_wire(strategy, config, world.super_size)
+    _require_no_buffers(strategy, buffers)
     return Wish(strategy, config, _averaged(_names(optimizer, named), optimizer, buffers))
+
+
+def _require_no_buffers(strategy: Strategy, buffers: Any) -> None:
+    rule = strategy.plan(0, 1).rule
+    if buffers is not None and isinstance(rule, DelayGradients):
+        raise ConfigError(
+            f"buffers= with averaging={strategy.spec()}: it averages gradients, which buffers do not "
+            "have. Leave buffers out, or use delay_by_one:reading=a."
+        )
 
 
 def _require_wire(strategy: Strategy, config: Config, super_size: int) -> None:
@@ -203,6 +217,20 @@ def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
             "already averaged between super learners. Use one strategy for all optimizers."
         )
     return worlds.merge_super_learners(world)
+
+
+def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
+    """A tensor has one owner: an optimizer wrapped around it before averages no longer."""
+    tensors = list(tensors)
+    for averaging in list(live()):
+        if any(averaging.trains(tensor) for tensor in tensors):
+            log.info("an optimizer wrapped around the same parameters before averages no longer")
+            averaging.stop("another optimizer was wrapped around its parameters")
+
+
+def _unhook(wrapped: Any) -> None:
+    """Its gradients are averaged no longer: the hooks live in nodes that nothing else holds."""
+    wrapped._grad_accs.clear()
 
 
 def _inner_process_set(process_set: Any, world: Any) -> Any:
@@ -323,6 +351,7 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
 
 def _synchronize(self: Any) -> None:
     """Wait for the node's gradient all-reduces."""
+    self._averaging.require_running()
     began = time.monotonic()
     self._horovod.synchronize(self)
     self._averaging.synchronized(began, len(self._requires_update))
@@ -380,6 +409,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more group, from the next step on; on all learners, in one order."""
+    self._averaging.require_growing()
     super(self.__class__, self).add_param_group(param_group)
     group = self.param_groups[-1]
     names = {
@@ -390,7 +420,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
-        if self._groups is not None:
+        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer has none
             self._p_to_group[parameter] = (parameter,)
             self._group_counts[(parameter,)] = 0
     if self._averaging.inner_size > 1:

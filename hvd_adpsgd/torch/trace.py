@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.metrics import Timeline
 from hvd_adpsgd.together import allgather_object
 from hvd_adpsgd.torch.agreement import unanimous
@@ -39,17 +37,12 @@ def open_timeline(world: Any) -> Timeline | None:
     first = world.rank == 0
     created = unanimous(world, "timeline", lambda: open_it(True) if first else None)
     _shared_timeline = unanimous(world, "timeline", lambda: created or open_it(False))
-    world.at_shutdown(functools.partial(_close_timeline, world.comm))
+    world.at_shutdown(_close_timeline)
     return _shared_timeline
 
 
-def _close_timeline(comm: Any) -> None:
-    """Learner 0 closes last, and ends the file only if the others have written theirs by then."""
+def _close_timeline() -> None:
     global _shared_timeline
     timeline, _shared_timeline = _shared_timeline, None
-    if timeline is None:
-        return
-    if timeline.rank > 0:
+    if timeline is not None:
         timeline.close()
-    met = worlds._meet(comm, time.monotonic() + 5.0)
-    timeline.close(final=met)

@@ -270,7 +270,9 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
     "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
     "unfrozen": ("ModelMismatchError", ("parameter 1 of group 0", "[2]", "frozen", "Wrap first")),
-    "after_shutdown": ("NotInitializedError", ("hvd.shutdown()", "wrap a new")),
+    "after_shutdown": ("NotInitializedError", ("hvd.shutdown()", "wrapped after that")),
+    "synchronize_after_shutdown": ("NotInitializedError", ("hvd.shutdown()",)),
+    "group_after_shutdown": ("NotInitializedError", ("hvd.shutdown()",)),
     "no_timeline": ("ConfigError", ("HVD_ADPSGD_TIMELINE", "/nowhere", "Name a file")),
 }
 
@@ -306,6 +308,12 @@ def test_model_that_is_not_finite_stays_out() -> None:
     said = refused()["stay_out"]
     assert [facts["nonfinite_steps"] for facts in said] == [6, 6, 0, 0]
     assert all(facts["finite"] and facts["same"] for facts in said)
+
+
+def test_wrapping_the_model_anew_is_the_cure() -> None:
+    for facts in refused()["wrapped_again"]:
+        assert facts["same"] and facts["grown"], facts
+        assert facts["retired"] == "NotInitializedError"
 
 
 def test_tensors_that_changed_are_named() -> None:

@@ -259,6 +259,36 @@ def stay_out() -> None:
         )
 
 
+def wrapped_again(model: nn.Module) -> None:
+    """The cure of the errors above: the model's next optimizers, one after a shutdown, one not."""
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizers = []
+    for _ in range(2):
+        optimizers.append(wrap(model))
+        for _ in range(3):
+            step(model, optimizers[-1])
+    say(
+        case="wrapped_again",
+        same=same_in_node(model.parameters()),
+        retired=outcome(lambda: step(model, optimizers[0])).get("error"),
+        grown=added(),
+    )
+    optimizers[-1]._averaging.stop()
+
+
+def added() -> bool:
+    """Adasum's optimizer takes a group, too."""
+    model = linear()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with training(model, op=hvd.Adasum) as optimizer:
+        more = nn.Parameter(torch.zeros(2))
+        optimizer.add_param_group({"params": [more]})
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)) * more).sum().backward()
+        optimizer.step()
+        return same_in_node([*model.parameters(), more])
+
+
 def main() -> None:
     before = outcome(lambda: wrap(linear()))
     hvd.init()
@@ -271,6 +301,10 @@ def main() -> None:
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=2, nonfinite="stay_out"))
     say(case="after_shutdown", **outcome(lambda: step(model, optimizer)))
+    say(case="synchronize_after_shutdown", **outcome(optimizer.synchronize))
+    group = {"params": [nn.Parameter(torch.zeros(2))]}
+    say(case="group_after_shutdown", **outcome(lambda: optimizer.add_param_group(group)))
+    wrapped_again(model)
     stay_out()
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))
