@@ -134,7 +134,11 @@ def _stream(command: list[str], environment: Mapping[str, str], what: str) -> No
     except FileNotFoundError:
         raise Problem(f"{command[0]} not found; set up the environment: make venv") from None
     with child:
-        cause = _show(child.stdout)
+        try:
+            cause = _show(child.stdout)
+        except BaseException:  # Ctrl-C: learners do not go on alone
+            child.terminate()
+            raise
     if child.returncode:
         cause = cause or "the lines above say why"
         raise Problem(f"{what} ended with status {child.returncode}; {cause}")
