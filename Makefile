@@ -22,10 +22,10 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format demo bench clean
+.PHONY: help venv build test lint format demo compare large-batch bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
 	@echo
 	@echo "  PYTHON=python3.12     another interpreter (3.11 or newer)"
 	@echo "  TORCH='torch==2.13.0 --index-url URL'"
@@ -52,6 +52,12 @@ format: venv  ## let ruff lay out and repair the sources
 
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) examples/acoustic_model/demo.py $(ARGS)
+
+compare: venv $(STAMPS)/examples  ## every averaging scheme on the demo's task: word errors, figure (an hour)
+	@$(PY) benchmarks/compare.py $(ARGS)
+
+large-batch: venv $(STAMPS)/examples  ## the largest batch that each scheme bears (an hour or more)
+	@$(PY) benchmarks/large_batch.py $(ARGS)
 
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)

@@ -61,6 +61,26 @@ def task_of(options: argparse.Namespace) -> Task:
     return dataclasses.replace(task, snr_low=low, snr_high=high, seed=options.seed, **hours)
 
 
+def named(name: str, quick: bool, folder: Path | None = None) -> tuple[Path, str]:
+    """The speech of a task, made unless it is there.
+
+    Args:
+        name: of the task.
+        quick: a twelfth of it, to see whether everything runs.
+        folder: where to; default: out/speech/NAME.
+
+    Returns:
+        its folder, and what it is.
+    """
+    flags = ["--task", name, *(["--scale", "0.08"] if quick else [])]
+    task = task_of(arguments(flags))
+    folder = folder or Path("out/speech") / (name + "-quick" * quick)
+    made = prepare(task, folder, usable_cores())
+    what = f"{len(task.words)} words, SNR {task.snr_low:g} to {task.snr_high:g} dB"
+    print(f"{folder}: {what}, {'made' if made else 'already there'}", flush=True)
+    return folder, what
+
+
 def prepare(task: Task, folder: Path, jobs: int, quiet: bool = False) -> bool:
     """Make whatever is not there yet.
 

@@ -3,11 +3,13 @@
     horovodrun -np 4 python train.py                       H-ADPSGD, random pairs
     horovodrun -np 4 python train.py --strategy ssgd       plain Horovod
     python train.py --strategy single                      one learner, no launcher
+    horovodrun -np 4 python train.py --strategy random_ring:seed=3      any averaging spec
 
 HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one machine.
 All strategies see the same number of samples. Batch and rate are a learner's own; the rate is
-multiplied by the number of learners after a linear warm-up, so that `single` is the baseline with the
-batch and rate of one learner.
+multiplied by the number of learners (or by --scale) after a linear warm-up, so that `single` is the
+baseline with the batch and rate of one learner. `--schedule papers` warms up over 5/8 of the epochs, as
+the papers did over 10 of 16, and then takes 1/sqrt(2) of the rate per epoch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import math
 import os
 import sys
 import time
@@ -25,13 +28,13 @@ from types import ModuleType
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
 
 import torch
-from speech import corpus, journal
+from speech import corpus, journal, strategy
 from speech.model import AcousticModel, Shape, preset
 from speech.problem import Problem, require, run, within
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-STRATEGIES = ("random-pairs", "fixed-ring", "random-ring", "ssgd", "single")
+SCHEDULES = ("short", "papers")
 SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
 
 
@@ -45,16 +48,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--strategy", choices=STRATEGIES, default="random-pairs")
+    add(
+        "--strategy",
+        default="random-pairs",
+        metavar="NAME",
+        help=f"{', '.join(strategy.NAMES)}, or an averaging spec (default: random-pairs)",
+    )
     add("--data", type=Path, default=Path("out/speech/easy"), help="folder of prepare_data.py")
     add("--out", type=Path, help="folder (default: out/runs/STRATEGY)")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     add("--seed", type=int, default=0)
     add("--epochs", type=int, default=8)
     add("--batch", type=int, default=32, help="segments of 21 frames per learner (default: 32)")
-    add("--lr", type=float, default=0.1, help="of one learner; times their number (default: 0.1)")
+    add("--lr", type=float, default=0.1, help="of one learner; times SCALE (default: 0.1)")
+    add("--scale", type=float, help="rate after the warm-up / LR (default: number of learners)")
     add("--momentum", type=float, default=0.9)
-    add("--warmup", type=float, default=1.0, help="epochs from LR to LR x learners (default: 1)")
+    add("--schedule", choices=SCHEDULES, default="short", help="warm-up: 1 epoch, or 5/8 of all")
+    add("--warmup", type=float, help="epochs from LR to LR x SCALE, instead of the schedule's")
     add("--anneal", type=int, help="rate x 1/sqrt(2) per epoch from this one (default: 5/8 of all)")
     add("--preset", choices=("small", "paper"), default="small")
     add("--layers", type=int, help="bidirectional LSTM layers, instead of the preset's")
@@ -63,39 +73,43 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
         within(f"--{name}", getattr(options, name), low, high)
+    held = max(1, options.epochs * 5 // 8)  # epochs before the rate falls
+    options.anneal = held if options.anneal is None else options.anneal
+    if options.warmup is None:
+        options.warmup = float(held) if options.schedule == "papers" else 1.0
     for name, low, high in (("lr", 1e-9, 1e3), ("momentum", 0, 0.9999), ("warmup", 0, 1e4)):
         within(f"--{name}", getattr(options, name), low, high)
-    options.out = options.out or Path("out/runs") / options.strategy
-    options.anneal = max(1, options.epochs * 5 // 8) if options.anneal is None else options.anneal
+    if options.scale is not None:
+        within("--scale", options.scale, 1e-3, 1e6)
+    strategy.check(options.strategy)
+    options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
 
 
-def horovod_for(strategy: str) -> ModuleType:
+def horovod_for(name: str) -> ModuleType:
     """The module that the rest of this script calls `hvd`: the only line that differs."""
-    name = {"ssgd": "horovod.torch", "single": "speech.alone"}.get(strategy, "hvd_adpsgd.torch")
+    module = {"ssgd": "horovod.torch", "single": "speech.alone"}.get(name, "hvd_adpsgd.torch")
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise Problem(
-            f"--strategy {strategy} needs {name}, which did not import: {error}"
-        ) from error
+        raise Problem(f"--strategy {name} needs {module}, which did not import: {error}") from error
 
 
-def averaging(hvd: ModuleType, strategy: str, seed: int) -> dict:
+def averaging(hvd: ModuleType, name: str, seed: int) -> dict:
     """Arguments of DistributedOptimizer that Horovod itself does not know."""
-    if not is_asynchronous(strategy):
+    if not is_asynchronous(name):
         return {}
     make = {
         "random-pairs": lambda: hvd.RandomPairs(seed),
         "fixed-ring": lambda: hvd.FixedRing(),
         "random-ring": lambda: hvd.RandomRing(seed),
     }
-    return {"averaging": make[strategy]()}
+    return {"averaging": make[name]() if name in make else name}
 
 
-def is_asynchronous(strategy: str) -> bool:
-    """Whether super learners have models of their own."""
-    return strategy not in ("ssgd", "single")
+def is_asynchronous(name: str) -> bool:
+    """Whether super learners may have models of their own; where they do not, their mean is free."""
+    return name not in ("ssgd", "single")
 
 
 def shape_of(options: argparse.Namespace, data: Path) -> Shape:
@@ -117,10 +131,11 @@ def shape_of(options: argparse.Namespace, data: Path) -> Shape:
 
 
 def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
-    """Learning rate at a (fractional) epoch: warm-up to LR x learners, then 1/sqrt(2) per epoch."""
+    """Learning rate at a (fractional) epoch: warm-up to LR x scale, then 1/sqrt(2) per epoch."""
+    scale = learners if options.scale is None else options.scale
     warmed = min(1.0, epoch / options.warmup) if options.warmup else 1.0
     annealed = max(0, int(epoch) - options.anneal + 1)
-    return options.lr * (1 + (learners - 1) * warmed) * 0.5 ** (annealed / 2)
+    return options.lr * (1 + (scale - 1) * warmed) * 0.5 ** (annealed / 2)
 
 
 class Trainer:
@@ -171,8 +186,8 @@ class Trainer:
 
     def settings(self) -> dict:
         """What a checkpoint must agree in to be continued."""
-        kept = ("strategy", "seed", "epochs", "batch", "lr", "momentum", "warmup", "anneal")
-        chosen = {name: getattr(self.options, name) for name in kept}
+        kept = ("strategy", "seed", "epochs", "batch", "lr", "scale", "momentum", "warmup")
+        chosen = {name: getattr(self.options, name) for name in (*kept, "anneal")}
         return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
 
     def epoch(self, epoch: int) -> float:
@@ -274,7 +289,11 @@ def describe(entry: dict, epochs: int) -> str:
 
 
 def train(hvd: ModuleType, options: argparse.Namespace) -> None:
-    """Train, evaluate and record every epoch, leave model.pt."""
+    """Train, evaluate and record every epoch, leave model.pt.
+
+    Raises:
+        Problem: on all learners, if the held-out loss is not a number.
+    """
     began = time.perf_counter()
     trainer = Trainer(hvd, options)
     lead = hvd.rank() == 0
@@ -287,25 +306,34 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
         loss = _timed_epoch(trainer, epoch) if epoch >= 0 else None
         mean = trainer.consensus()
         heldout, errors = trainer.heldout(mean)
-        if not lead:
-            continue
-        trainer.checkpoint(mean)
-        entry = {
-            **trainer.progress,
-            "wall_seconds": time.perf_counter() - began,
-            "heldout_loss": heldout,
-            "heldout_fer": errors,
-            "train_loss": loss,
-            "lr": rate(options, hvd.size(), max(epoch, 0)),
-            "metrics": library_metrics(hvd),
-        }
-        log.add(entry)
-        print(describe(entry, options.epochs), flush=True)
+        if lead:
+            entry = {
+                **trainer.progress,
+                "wall_seconds": time.perf_counter() - began,
+                "heldout_loss": journal.number(heldout),
+                "heldout_fer": errors,
+                "train_loss": journal.number(loss),
+                "lr": rate(options, hvd.size(), max(epoch, 0)),
+                "metrics": library_metrics(hvd),
+            }
+            log.add(entry)
+        _require_number(heldout, epoch + 1)
+        if lead:
+            trainer.checkpoint(mean)
+            print(describe(entry, options.epochs), flush=True)
     if is_asynchronous(options.strategy):
         hvd.average_model(trainer.model)
     if lead:
         final = {"model": trainer.model.state_dict(), "shape": asdict(trainer.model.shape)}
         journal.save(options.out / "model.pt", final)
+
+
+def _require_number(heldout: float, epoch: int) -> None:
+    if not math.isfinite(heldout):
+        raise Problem(
+            f"the held-out loss is {heldout} after epoch {epoch}: training diverged; lower --lr or "
+            "--scale, or warm up longer"
+        )
 
 
 def _timed_epoch(trainer: Trainer, epoch: int) -> float:

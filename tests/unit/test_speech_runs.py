@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,17 @@ def test_resuming_with_other_options_is_refused(speech, tmp_path):
     other = _options(speech, tmp_path / "run", "--epochs", "1", "--lr", "0.2", "--resume")
     with pytest.raises(Problem, match=r"has lr 0\.1, this run has 0\.2"):
         script.train(alone, other)
+
+
+def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):
+    losses = iter([(6.0, 1.0), (float("nan"), 1.0)])
+    monkeypatch.setattr(script.Trainer, "heldout", lambda *_: next(losses))
+    with pytest.raises(Problem, match="loss is nan after epoch 1: training diverged"):
+        script.train(alone, _options(speech, tmp_path / "run"))
+    lines = (tmp_path / "run" / "heldout.jsonl").read_text()
+    assert [entry["heldout_loss"] for entry in map(json.loads, lines.splitlines())] == [6.0, None]
+    assert "NaN" not in lines
+    assert not (tmp_path / "run" / "model.pt").exists()
 
 
 def test_metrics_are_flattened_to_finite_numbers():

@@ -23,6 +23,11 @@ def scalars(tree: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield f"{prefix}{key}", float(value)
 
 
+def number(value: float | None) -> float | None:
+    """The value if it is finite; None, which JSON knows, if it is not."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 class Journal:
     """heldout.jsonl and TensorBoard events of one run; rank 0 has one, others have none."""
 

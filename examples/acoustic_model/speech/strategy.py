@@ -1,0 +1,32 @@
+"""Names of --strategy: today's short ones, and every averaging spec of the library."""
+
+from __future__ import annotations
+
+import importlib
+
+from .problem import Problem
+
+NAMES = ("random-pairs", "fixed-ring", "random-ring", "ssgd", "single")
+
+
+def check(strategy: str) -> None:
+    """Read an averaging spec before any learner starts.
+
+    Raises:
+        Problem: if it is neither one of NAMES nor a spec that the library reads.
+    """
+    if strategy in NAMES:
+        return
+    try:
+        importlib.import_module("hvd_adpsgd.strategies").parse(strategy)
+    except ImportError as error:
+        raise Problem(
+            f"--strategy {strategy} needs hvd_adpsgd, which did not import: {error}"
+        ) from error
+    except ValueError as error:  # the library's ConfigError is one
+        raise Problem(f"--strategy: {error} Or take one of {', '.join(NAMES)}.") from error
+
+
+def folder_name(strategy: str) -> str:
+    """The name with only letters, digits, `_`, `.` and `-`: "noloco:period=10" as noloco-period-10."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in strategy)
