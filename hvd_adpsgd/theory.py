@@ -266,7 +266,6 @@ def rounds_to_shrink(factor: float, by: float = 10.0) -> int:
     _require(
         0 <= factor < 1,
         "rounds_to_shrink",
-    "slowest_disagreement",
         f"factor = {factor}",
         ">= 0 and < 1",
         "Connect all super learners, else disagreement stays.",

@@ -38,7 +38,7 @@ from hvd_adpsgd.together import allgather_object, wait
 Matrix = npt.NDArray[np.float64]
 Event = tuple[float, int, int]  # time, and two neighbours
 
-UPDATES = ("white noise", "momentum 0.9", "drift")
+UPDATES = ("white", "momentum", "drift")
 MOMENTUM = 0.9
 SHORT, LONG = 2.0, 40.0  # lengths of a window and of a long run, in times of accelerated decay
 LONG_RUNS = 8
@@ -64,7 +64,7 @@ def main() -> None:
         result["decay"] = decay(comm, constants, args)
     if args.steps:
         result["left"] = spread(comm, args)
-        result["left"]["drift_theory"] = 1 / theory.drift_gain(constants)
+        result["left"]["drift"]["theory"] = 1 / theory.drift_gain(constants)
     if comm.rank == 0:
         os.write(1, (MARK + json.dumps(result) + "\n").encode())
 
@@ -298,15 +298,15 @@ def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
     rows = [(left(comm, 1.0, s, args), left(comm, 2.0, s, args)) for s in args.seeds]
     for kind, name in enumerate(UPDATES):
         plain = [one[0, kind] for one, _ in rows]
+        found[name] = {"plain": float(np.mean(plain))}
         for scheme, values in (
             ("a2cid2", [one[1, kind] for one, _ in rows]),
             ("double", [two[0, kind] for _, two in rows]),
         ):
             ratios = np.array(values) / plain
-            found[f"{name}.{scheme}"] = float(ratios.mean())
-            found[f"{name}.{scheme}_min"] = float(ratios.min())
-            found[f"{name}.{scheme}_max"] = float(ratios.max())
-        found[f"{name}.plain"] = float(np.mean(plain))
+            found[name][scheme] = float(ratios.mean())
+            found[name][f"{scheme}_min"] = float(ratios.min())
+            found[name][f"{scheme}_max"] = float(ratios.max())
     return found
 
 
