@@ -664,7 +664,7 @@ def _slowest(
         columns.append([changed[tuple(np.argwhere(p)[0])] for p in patterns])
     values, shapes = np.linalg.eig(np.array(columns).T)
     slowest = int(values.real.argmax())
-    moments = sum(float(c) * p for c, p in zip(shapes[:, slowest].real, patterns, strict=True))
+    moments = np.einsum("p,pabij->abij", shapes[:, slowest].real, np.array(patterns))
     return float(-values[slowest].real), moments * (n / np.trace(moments[0, 0]))
 
 

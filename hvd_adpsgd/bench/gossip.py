@@ -241,7 +241,7 @@ def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matri
             by_scheme(((x - x.mean(axis=0)) ** 2).sum(axis=0), n)
             for x in (start.after(first, middle), start.after(events, length))
         ]
-        rates.append(np.log(np.divide(*ends)) / (length - middle))
+        rates.append(np.log(np.array(ends[0]) / np.array(ends[1])) / (length - middle))
     return np.asarray(np.mean(rates, axis=0)) if rates else np.full(2, np.nan)
 
 

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
     parser.add_argument("--busy", action="store_true", help="compute on the processor")
     parser.add_argument("--only", choices=("delay", "periodic"), help="one block of this, to trace")
+    parser.add_argument("--compute-ms", type=float, default=0.0, help="of that block")
     args = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
@@ -49,7 +50,7 @@ def main() -> None:
     if args.only:
         trial.block(args.only, args.steps, 0.0)
         mean_s = trial.mean_s(args.only)
-        trial.block(args.only, args.steps, 1.5 * mean_s)
+        trial.block(args.only, args.steps, 1e-3 * args.compute_ms or 1.5 * mean_s)
         result: dict[str, Any] = {"mean_ms": 1e3 * mean_s}
     else:
         result = measure(trial, args)

@@ -84,8 +84,8 @@ def draw(traces: dict[str, str], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(len(traces), 1, figsize=(9, 2.1 * len(traces)), sharex=True)
-    for axis, (scheme, file) in zip(axes, traces.items(), strict=True):
-        with open(file) as source:
+    for axis, scheme in zip(axes, SCHEMES, strict=True):
+        with open(traces[scheme]) as source:
             content = json.load(source)
         events = content["traceEvents"] if isinstance(content, dict) else content
         bars = shown(events)

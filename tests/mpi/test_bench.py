@@ -20,12 +20,13 @@ pytestmark = pytest.mark.mpi
 def bench(*args: str) -> str:
     command = [sys.executable, "-m", "hvd_adpsgd", "bench", *args]
     done = subprocess.run(
-        command, env=_environment({}), capture_output=True, text=True, timeout=120, check=False
+        command, env=_environment({}), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.slow
 def test_overlap() -> None:
     result = json.loads(
         bench("overlap", "--json", "--mib=0.5", "--blocks=2", "--steps=3", "--compute", "1", "3")
@@ -36,6 +37,7 @@ def test_overlap() -> None:
         assert result[times]["delay_to_max"] > result[times]["delay_to_sum"] > 0
 
 
+@pytest.mark.slow
 def test_gossip() -> None:
     options = ["--windows=2", "--simulated=2", "--steps=5", "--columns=3", "--seeds", "0", "1"]
     result = json.loads(bench("gossip", "--json", "--learners=4", *options))
@@ -49,6 +51,7 @@ def test_table_names_what_is_nested() -> None:
     assert any(line.startswith("decay.plain.theory") for line in table.splitlines())
 
 
+@pytest.mark.slow
 def test_picture_of_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "overlap.png"

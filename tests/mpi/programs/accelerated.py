@@ -6,7 +6,7 @@ average_model.
 """
 
 import torch
-from learner import SEED, digest, generator, pauses, same_in_node, say
+from learner import SEED, digest, generator, pauses, say
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import world as worlds
@@ -34,7 +34,7 @@ def main() -> None:
     averaging = optimizer._averaging  # type: ignore[attr-defined]
     (distance,) = averaging.rule.tensors()["distance"]
     first = world.super_rank * world.inner_size  # learners of a node have consecutive ranks
-    same, worst, alone, pause = [], 0.0, 0.0, pauses(3e-3)
+    digests, worst, alone, pause = [], 0.0, 0.0, pauses(3e-3)
     for step in range(STEPS):
         optimizer.zero_grad()
         (model * gradient(step, hvd.rank())).sum().backward()
@@ -42,29 +42,28 @@ def main() -> None:
         node = [gradient(step, first + i) for i in range(world.inner_size)]
         ideal.grad = torch.stack(node).mean(dim=0)
         plain.step()
-        same.append(same_in_node([model, distance]))
+        digests.append(digest([model, distance]))
         next(pause)
         if (step + 1) % CHECK == 0:
             with hvd.settled():
                 middle = model.detach() + distance / 2
-                worst = max(worst, error(world, middle, ideal))
-                alone = max(alone, error(world, model, ideal))
+                worst = max(worst, error(middle, ideal))
+                alone = max(alone, error(model, ideal))
     apart = hvd.consensus_distance(Holder(model))
     moved = float(distance.norm())
     holder = Holder(model)
     hvd.average_model(holder)
-    expected = mean(world, ideal)
+    expected = mean(ideal)
     say(
         seed=SEED,
-        steps=STEPS,
-        same_in_node=same,
+        super_rank=hvd.super_rank(),
+        digests=digests,
         mean_error=worst,
         mean_error_of_x=alone,
         mean_model_error=float((model.detach() - expected).norm() / expected.norm()),
         apart=apart,
         distance=moved,
         exchanges=averaging.metrics()["exchanges"] or 0,
-        digest=digest([model]),
     )
     hvd.shutdown()
 
@@ -77,14 +76,14 @@ class Holder(torch.nn.Module):
         self.parameter = parameter
 
 
-def mean(world: worlds.World, tensor: torch.Tensor) -> torch.Tensor:
+def mean(tensor: torch.Tensor) -> torch.Tensor:
     """Over all learners, so over super learners, which are of one size."""
-    return torch.stack(world.comm.allgather(tensor.detach().clone())).mean(dim=0)
+    return hvd.allreduce(tensor.detach().clone())
 
 
-def error(world: worlds.World, model: torch.Tensor, ideal: torch.Tensor) -> float:
-    expected = mean(world, ideal)
-    return float((mean(world, model) - expected).norm() / expected.norm())
+def error(model: torch.Tensor, ideal: torch.Tensor) -> float:
+    expected = mean(ideal)
+    return float((mean(model) - expected).norm() / expected.norm())
 
 
 if __name__ == "__main__":
