@@ -42,6 +42,7 @@ __all__ = [
     "loss_gap",
     "require_acceleration",
     "rounds_to_shrink",
+    "slowest_disagreement",
     "straggler_epoch_time",
     "straggler_staleness",
     "straggler_throughput",
@@ -609,14 +610,44 @@ def acceleration_gain(n: int, edges: Edges) -> float:
     return accelerated_decay(n, edges) / gossip_decay(n, edges)
 
 
+def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = None) -> Matrix:
+    """Second moments of disagreement that keep their shape: from them on, E M(t) = exp(-decay t) M.
+
+    The start for measuring `gossip_decay` or `accelerated_decay` in a short time: elsewhere faster
+    modes come first.
+
+    Args:
+        n: as in `gossip_decay`.
+        edges: as in `gossip_decay`.
+        constants: those of A2CiD2 for rate 1; None: plain gossip.
+
+    Returns:
+        M, shape (copies, copies, n, n), M[a, b] = E[z_a z_b^T] with z_0 = x, and z_1 = xt with
+        A2CiD2; scaled so that E|x|^2 = n.
+
+    Raises:
+        TopologyError: as `gossip_decay`.
+    """
+    if constants is None:
+        return _slowest(n, edges, 1.0, np.zeros((1, 1)), np.array([0.5]))[1]
+    coupling = constants.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
+    return _slowest(n, edges, 1.0, coupling, np.array([0.5, constants.alpha_tilde]))[1]
+
+
 # ---- the equation of second moments -------------------------------------------------------------
 
 
 def _decay(n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix) -> float:
-    """Minus the largest eigenvalue of `_moment_rates` on disagreement.
+    return _slowest(n, edges, rate, coupling, weights)[0]
 
-    It is real, with a positive semidefinite eigenvector. That one may be averaged over the
-    symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
+
+def _slowest(
+    n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix
+) -> tuple[float, Matrix]:
+    """Minus the largest eigenvalue of `_moment_rates` on disagreement, and its eigenvector.
+
+    The eigenvalue is real, with a positive semidefinite eigenvector. That one may be averaged over
+    the symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
     """
     edges = list(edges)
     vectors, rates = _rated(n, edges, rate)
@@ -631,7 +662,10 @@ def _decay(n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix)
         apart = away @ pattern @ away
         changed = _moment_rates(apart, vectors, rates, coupling, weights) - sink * (pattern - apart)
         columns.append([changed[tuple(np.argwhere(p)[0])] for p in patterns])
-    return float(-np.linalg.eigvals(np.array(columns).T).real.max())
+    values, shapes = np.linalg.eig(np.array(columns).T)
+    slowest = int(values.real.argmax())
+    moments = np.einsum("p,pabij->abij", shapes[:, slowest].real, np.array(patterns))
+    return float(-values[slowest].real), moments * (n / np.trace(moments[0, 0]))
 
 
 def _moment_rates(

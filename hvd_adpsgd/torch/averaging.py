@@ -199,6 +199,7 @@ class Averaging:
         if self.inner_size == 1:
             self._publish()
             self._count_published()
+        self.rule.pass_time()
         self.rule.before_corrections()
         fit = self._absorb()
         self.rule.after_corrections()
@@ -295,8 +296,11 @@ class Averaging:
                 "not in the mean.",
                 2 * self._config.deadline_s,
             )
-        self._take_in()  # what is published for the step under way
-        self._take_in()  # and what was merged after that
+        with torch.no_grad():
+            self.rule.before_corrections()
+            self._take_in()  # what is published for the step under way
+            self._take_in()  # and what was merged after that
+            self.rule.after_corrections()
 
     def _pause(self) -> bool:
         return self.engine.pause(2 * self._config.deadline_s)

@@ -42,8 +42,8 @@ def average_model(model: torch.nn.Module) -> None:
 
     Parameters and floating-point buffers become the mean of the leaders' values. If the model is
     being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
-    taken in, so that nothing is lost. Waits for the slowest super learner: use it for evaluation
-    and for the final checkpoint.
+    taken in, so that nothing is lost; of a2cid2's two models the middle counts.
+    Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
 
     Args:
         model: the same module on every learner.
@@ -58,10 +58,10 @@ def average_model(model: torch.nn.Module) -> None:
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
     for averaging in concerned:
         averaging.settle()
+        averaging.rule.before_mean()
     for tensor, mean in zip(tensors, _means(world, "average_model", tensors), strict=True):
         tensor.data.copy_(mean)
     for averaging in concerned:
-        averaging.rule.after_mean()
         averaging.resume()
 
 

@@ -40,8 +40,11 @@ class Rule:
     def before_optimizer(self) -> None:
         """The step's gradients are averaged in the node; the optimizer steps next."""
 
+    def pass_time(self) -> None:
+        """The optimizer has stepped: a step's time is over."""
+
     def before_corrections(self) -> None:
-        """The optimizer has stepped; what exchanges owe the model is added next."""
+        """What exchanges owe the model is added next, in a step or beside it (settle)."""
 
     def after_corrections(self) -> None:
         """It has been added."""
@@ -52,8 +55,8 @@ class Rule:
     def after_round(self) -> None:
         """It has been taken in."""
 
-    def after_mean(self) -> None:
-        """The user has made the model the mean of all (average_model)."""
+    def before_mean(self) -> None:
+        """Nothing is pending; the model becomes the mean of all next (average_model)."""
 
     def tensors(self) -> dict[str, Tensors]:
         """The state, by name, for checkpoints."""
@@ -133,6 +136,10 @@ class _Accelerate(Rule):
 
     In a unit of time x += h (1 - exp(-2 eta)) / 2 and h *= exp(-2 eta). An exchange that moves x by
     c moves xt by 2 alpha_tilde c, and so h by (2 alpha_tilde - 1) c.
+
+    The two sides of an exchange apply c and -c at steps of their own. Meanwhile the coupling moves x of
+    one and not of the other, so the mean of x strays a little from that of plain optimizers. Kept
+    exactly is the mean of x + h / 2, the middle of both models.
     """
 
     def __init__(self, model: Named, law: rules.Accelerate, exchanges_per_step: float):
@@ -142,9 +149,11 @@ class _Accelerate(Rule):
         self._distance = _like(self.model)
         self._before: Tensors = []
 
-    def before_corrections(self) -> None:
+    def pass_time(self) -> None:
         torch._foreach_add_(self.model, self._distance, alpha=(1 - self._decay) / 2)
         torch._foreach_mul_(self._distance, self._decay)
+
+    def before_corrections(self) -> None:
         self._before = [p.clone() for p in self.model]
 
     def after_corrections(self) -> None:
@@ -152,12 +161,9 @@ class _Accelerate(Rule):
         torch._foreach_add_(self._distance, moved, alpha=self._share)
         self._before = []
 
-    def before_round(self) -> None:
-        self._before = [p.clone() for p in self.model]
-
-    after_round = after_corrections
-
-    def after_mean(self) -> None:
+    def before_mean(self) -> None:
+        """Both models meet in their middle, as they would if nothing else came any more."""
+        torch._foreach_add_(self.model, self._distance, alpha=1 / 2)
         torch._foreach_zero_(self._distance)
 
     def tensors(self) -> dict[str, Tensors]:

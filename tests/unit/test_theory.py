@@ -410,6 +410,31 @@ def test_decay_by_the_kronecker_product(n, name):
     assert theory.accelerated_decay(n, edges, rate) == pytest.approx(fast, abs=1e-9)
 
 
+@pytest.mark.parametrize("n", [4, 5, 8, 16])
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_slowest_disagreement_keeps_its_shape(n, accelerated):
+    """Moved by one exchange at random and by the coupling, moments shrink by the decay alone."""
+    edges = topology.ring_edges(n)
+    constants = theory.acceleration(n, edges) if accelerated else None
+    decay = (theory.accelerated_decay if accelerated else theory.gossip_decay)(n, edges)
+    weights = [0.5, constants.alpha_tilde] if constants else [0.5]
+    moments = theory.slowest_disagreement(n, edges, constants)
+    copies = len(weights)
+    flat = moments.transpose(0, 2, 1, 3).reshape(copies * n, copies * n)
+    assert np.trace(moments[0, 0]) == pytest.approx(n)
+    assert np.linalg.eigvalsh(flat).min() > -1e-12
+    eta = constants.eta if constants else 0.0
+    drift = np.kron(eta * (np.ones((copies, copies)) - copies * np.eye(copies)), np.eye(n))
+    changed = drift @ flat + flat @ drift.T
+    for i, j in edges:
+        edge = np.eye(n)[i] - np.eye(n)[j]
+        jump = np.eye(copies * n) - np.kron(
+            np.outer(weights, np.eye(copies)[0]), np.outer(edge, edge)
+        )
+        changed += (jump @ flat @ jump.T - flat) / 2
+    np.testing.assert_allclose(changed, -decay * flat, atol=1e-9)
+
+
 def simulated_square(n, edges, constants, times, seed, runs=40000):
     """E[sum_i |x_i - m|^2] at the given times, over many runs of Poisson exchanges (rate 1)."""
     generator, total = np.random.default_rng(seed), n / 2  # regular graphs: all edges alike

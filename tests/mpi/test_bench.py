@@ -1,0 +1,84 @@
+"""The benchmarks run, with arguments that make them short, and say what they are read for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import _environment
+
+from hvd_adpsgd.bench import picture
+
+pytestmark = pytest.mark.mpi
+
+
+def bench(*args: str) -> str:
+    command = [sys.executable, "-m", "hvd_adpsgd", "bench", *args]
+    done = subprocess.run(
+        command, env=_environment({}), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_overlap() -> None:
+    result = json.loads(
+        bench("overlap", "--json", "--mib=0.5", "--blocks=2", "--steps=3", "--compute", "1", "3")
+    )
+    assert result["learners"] == 2
+    for times in ("compute 1", "compute 3"):
+        assert result[times]["mean_ms"] > 0
+        assert result[times]["delay_to_max"] > result[times]["delay_to_sum"] > 0
+
+
+@pytest.mark.slow
+def test_gossip() -> None:
+    options = ["--windows=2", "--simulated=2", "--steps=5", "--columns=3", "--seeds", "0", "1"]
+    result = json.loads(bench("gossip", "--json", "--learners=4", *options))
+    assert result["decay"]["windows"] == 4
+    assert result["decay"]["from_law"] < 1e-12
+    assert all(result["left"]["drift"][scheme] > 0 for scheme in ("plain", "a2cid2", "double"))
+
+
+def test_table_names_what_is_nested() -> None:
+    table = bench("gossip", "--learners=4", "--windows=2", "--simulated=0", "--steps=0")
+    assert any(line.startswith("decay.plain.theory") for line in table.splitlines())
+
+
+@pytest.mark.slow
+def test_picture_of_overlap(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "overlap.png"
+    bench("overlap", f"--picture={path}", "--mib=0.5", "--steps=8")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert os.path.getsize(path) > 10_000
+
+
+def test_what_a_trace_shows() -> None:
+    """Steps of 10 ms: 6 of computation, 1 of the optimizer, 3 of collect, 2 of them waiting."""
+
+    def event(name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "pid": 0, "name": name, "ts": 1e3 * ts, "dur": 1e3 * dur}
+
+    events = [{"ph": "M", "pid": 0, "name": "process_name"}]
+    for k in range(6):
+        events += [
+            event("inner_allreduce", 10 * k + 6, 0),
+            event("optimizer", 10 * k + 6, 1),
+            event("collect", 10 * k + 7, 3),
+            event("offer", 10 * k + 10, 0),
+            event("mean of all", 10 * k + 0.5, 8.5),
+        ]
+    bars = picture.shown(events, steps=2)
+    total = {
+        what: sum(lasts for *_, name, _, lasts in bars if name == what) for what in picture.COLOURS
+    }
+    assert total["computation"] / total["waiting"] == pytest.approx(3)
+    assert total["update"] == pytest.approx(total["waiting"])
+    assert {name for *_, name, _, _ in bars} == set(picture.COLOURS)
