@@ -268,8 +268,11 @@ class Averaging:
         self._trained.update(id(tensor) for _, tensor in named)
         self.engine.extend(self.parameters.add(named))
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Pause the engine and take in every correction. All learners call it together.
+
+        A round under way is finished first; what comes of it is taken in here, not in the next step.
 
         It may come at any place of a step, also when that step's corrections are published but not
         yet applied.
@@ -277,6 +280,7 @@ class Averaging:
         self._require_running()
         self.parameters.check()
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
+        self.engine.finish_round()  # a paused engine would never answer a partner of the round
         self._pause()
         self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
         if not self._pause():  # what was parked may have gone on meanwhile
@@ -285,8 +289,10 @@ class Averaging:
                 "not in the mean.",
                 2 * self._config.deadline_s,
             )
+        self.rule.before_settling()
         self._take_in()  # what is published for the step under way
         self._take_in()  # and what was merged after that
+        self.rule.after_settling()
 
     def _pause(self) -> bool:
         return self.engine.pause(2 * self._config.deadline_s)

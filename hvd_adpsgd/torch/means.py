@@ -61,7 +61,6 @@ def average_model(model: torch.nn.Module) -> None:
     for tensor, mean in zip(tensors, _means(world, "average_model", tensors), strict=True):
         tensor.data.copy_(mean)
     for averaging in concerned:
-        averaging.rule.after_mean()
         averaging.resume()
 
 

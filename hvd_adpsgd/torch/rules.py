@@ -52,8 +52,11 @@ class Rule:
     def after_round(self) -> None:
         """It has been taken in."""
 
-    def after_mean(self) -> None:
-        """The user has made the model the mean of all (average_model)."""
+    def before_settling(self) -> None:
+        """All that exchanges owe the model is taken in next, for average_model or a checkpoint."""
+
+    def after_settling(self) -> None:
+        """It has been taken in; nothing is on its way."""
 
     def tensors(self) -> dict[str, Tensors]:
         """The state, by name, for checkpoints."""
@@ -152,12 +155,13 @@ class _Accelerate(Rule):
         torch._foreach_add_(self._distance, moved, alpha=self._share)
         self._before = []
 
-    def before_round(self) -> None:
+    def before_settling(self) -> None:
         self._before = [p.clone() for p in self.model]
 
-    after_round = after_corrections
-
-    def after_mean(self) -> None:
+    def after_settling(self) -> None:
+        """Both models go to their middle x + h/2, whose mean no exchange has changed."""
+        self.after_corrections()
+        torch._foreach_add_(self.model, self._distance, alpha=0.5)
         torch._foreach_zero_(self._distance)
 
     def tensors(self) -> dict[str, Tensors]:
