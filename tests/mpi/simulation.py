@@ -107,7 +107,10 @@ class Simulation:
 
     def gradients(self, step: int) -> Array:
         rows = [
-            [gradient(self.setting, step, s * self.k + i, self.index, self.W[s]) for i in range(self.k)]
+            [
+                gradient(self.setting, step, s * self.k + i, self.index, self.W[s])
+                for i in range(self.k)
+            ]
             for s in range(self.n)
         ]
         return np.array(rows).mean(axis=1)
@@ -117,7 +120,9 @@ class Simulation:
         self.W = self.W - self.setting.lr * self.velocity
 
     def mean(self, X: Array) -> Array:
-        return np.tile(X[[s for s in range(self.n) if s not in self.alone]].mean(axis=0), (self.n, 1))
+        return np.tile(
+            X[[s for s in range(self.n) if s not in self.alone]].mean(axis=0), (self.n, 1)
+        )
 
     def mix(self, round_: int) -> Array:
         """The models of the round that began after step `round_`."""
@@ -172,7 +177,9 @@ class Simulation:
         if strategy.block_momentum == 0 and strategy.block_rate == 1:
             self.W = mean
             return
-        self.delta = strategy.block_momentum * self.delta + strategy.block_rate * (mean - self.start)
+        self.delta = strategy.block_momentum * self.delta + strategy.block_rate * (
+            mean - self.start
+        )
         self.globally = self.globally + self.delta
         ahead = strategy.block_momentum * self.delta if strategy.nesterov else 0
         self.start = self.globally + ahead

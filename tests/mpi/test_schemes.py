@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,14 @@ from hvd_adpsgd.strategies import STRATEGIES
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "schemes.py"
+UNEVEN = PROGRAM.with_name("uneven.py")
 GOLDEN = Path(__file__).parents[1] / "golden"
+DEADLINE_S, LEAVE_S = 0.5, 2.0
+ALONE = {
+    "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+    "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S),
+    "HVD_ADPSGD_LEAVE_DEADLINE_S": str(LEAVE_S),
+}
 ROUNDING = 1e-13  # of models of size 3 after 14 steps
 LAWS = (
     "delay_by_one:reading=a",
@@ -69,9 +78,7 @@ class Trained:
 @functools.cache
 def trained(group: str, learners: int) -> Trained:
     with tempfile.TemporaryDirectory() as folder:
-        result = run_learners(
-            learners, PROGRAM, args=[folder, group, str(learners)], timeout=150
-        )
+        result = run_learners(learners, PROGRAM, args=[folder, group, str(learners)], timeout=150)
         print("seed 7 (SEED=n chooses another)", result.stderr)
         result.checked()
         files = [np.load(Path(folder) / f"{rank}.npz") for rank in range(learners)]
@@ -113,14 +120,12 @@ def test_models_follow_the_law(place: str, spec: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_schemes_are_told_apart(place: str) -> None:
     """What the laws say differs by far more than the tests allow."""
-    run, n, k = at(place)
+    _, n, k = at(place)
     last = {}
     for spec in LAWS:
         setting = Setting(spec, momentum=0.9 if k == 1 else 0.0)
         last[spec] = simulation(place, setting).run()[-1]
-    same = [
-        (a, b) for a in LAWS for b in LAWS if a < b and np.abs(last[a] - last[b]).max() < 1e-3
-    ]
+    same = [(a, b) for a in LAWS for b in LAWS if a < b and np.abs(last[a] - last[b]).max() < 1e-3]
     equal_rings = {spec for spec in LAWS if "ring" in spec or (n == 2 and "pairs" in spec)}
     averages = {spec for spec in LAWS if spec == "delay_by_one:reading=a"}
     for a, b in same:  # rings of 2 and 3 are the exact mean, however permuted
@@ -136,12 +141,51 @@ def test_global_average_keeps_the_mean_and_makes_all_alike(place: str, gossip: s
     expected = simulation(place, Setting("delay_by_one", curvature=0.0)).run().mean(axis=1)
     for facts in run.said[case]:
         assert facts["alike"] == [True] * 3, facts
-        assert [facts["apart"][step] for step in (0, 3, 4, 7, 13)] == [True, False, True, False, True]
+        assert [facts["apart"][step] for step in (0, 3, 4, 7, 13)] == [
+            True,
+            False,
+            True,
+            False,
+            True,
+        ]
     leaders = run.said[case][::k]
     assert [facts["means"] for facts in leaders] == [3] * len(leaders)
     assert sum(facts["exchanges"] for facts in leaders) > 0, "no gossip between the means"
     for models in run.models[case]:
         np.testing.assert_allclose(models, expected[3::4], rtol=0, atol=1e-12)
+
+
+# ---- golden trajectories -------------------------------------------------------------------------
+
+
+def summaries() -> dict[str, Any]:
+    """Of each scheme some of the final models, and a number per step in which all have a part."""
+    made = {}
+    for place in ("4x1", "2x2"):
+        for spec in (*LAWS, "synchronous"):
+            models = at(place)[0].super_learners(f"{place}/{spec}")
+            weights = np.cos(np.arange(models[0].size)).reshape(models[0].shape)
+            digest = (models * weights).sum(axis=(1, 2)).tolist()
+            made[f"{place}/{spec}"] = {"digest": digest, "final": models[-1][:, ::4].tolist()}
+    return made
+
+
+def test_trajectories_are_those_of_the_golden_file() -> None:
+    golden = json.loads((GOLDEN / "schemes.json").read_text())["schemes"]
+    found = summaries()
+    assert set(found) == set(golden)
+    for case, summary in golden.items():
+        for what, numbers in summary.items():
+            np.testing.assert_allclose(found[case][what], numbers, rtol=0, atol=1e-12, err_msg=case)
+
+
+def test_golden_file_is_not_overwritten_by_accident() -> None:
+    before = (GOLDEN / "schemes.json").read_bytes()
+    command = [sys.executable, str(GOLDEN / "make.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "--force" in ran.stderr
+    assert (GOLDEN / "schemes.json").read_bytes() == before
 
 
 # ---- identities ---------------------------------------------------------------------------------
@@ -242,9 +286,7 @@ def test_super_learners_of_one_are_all_learners() -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_super_learner_is_plain_horovod(name: str) -> None:
     said = trained("laws", 4).said
-    assert [f["digest"] for f in said[f"1x4/{name}"]] == [
-        f["digest"] for f in said["1x4/horovod"]
-    ]
+    assert [f["digest"] for f in said[f"1x4/{name}"]] == [f["digest"] for f in said["1x4/horovod"]]
     assert len({f["digest"] for f in said["1x4/horovod"]}) == 1
 
 
@@ -302,7 +344,9 @@ def test_a_scheme_in_step_goes_on_from_its_checkpoint_to_the_bit(spec: str) -> N
     assert [f["holds"] for f in facts] == [HOLDS.get(spec, block)] * 4
 
 
-@pytest.mark.parametrize("spec", ["delay_by_one:reading=a", "lock_step:order=awc+random_ring:seed=2"])
+@pytest.mark.parametrize(
+    "spec", ["delay_by_one:reading=a", "lock_step:order=awc+random_ring:seed=2"]
+)
 def test_settling_changes_what_is_delayed(spec: str) -> None:
     """So the law that the checkpoints are held to is not that of an undisturbed run."""
     run = trained("later", 4)
@@ -376,7 +420,10 @@ def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None
 REFUSED = {
     "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),
     "a2cid2": ("ConfigError", ("nothing to accelerate", "4 or more")),
-    "global_average+synchronous": ("ConfigError", ("global_average", "synchronous", "random_pairs")),
+    "global_average+synchronous": (
+        "ConfigError",
+        ("global_average", "synchronous", "random_pairs"),
+    ),
     "closure": ("UnsupportedOptimizerError", ("closure", "reading=a")),
     "group/delay_by_one:reading=b": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),
     "group/periodic_averaging:block_momentum=0.5": ("UnsupportedOptimizerError", ("block",)),
@@ -433,3 +480,52 @@ def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
     models = trained("later", 4).super_learners(f"4x1/nan/{spec}")
     assert not finite(models[1:, 0]).any()
     assert finite(models[:, 1:]).all()
+
+
+@functools.cache
+def uneven() -> dict[str, list[Facts]]:
+    """Three super learners; the first leaves early."""
+    said: dict[str, list[Facts]] = defaultdict(list)
+    result = run_learners(3, UNEVEN, env=ALONE, timeout=100).checked()
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        said[facts["case"]].append(facts)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("spec", "period"),
+    [
+        ("delay_by_one", 1),
+        ("delay_by_one:reading=b", 1),
+        ("periodic_averaging:period=2", 2),
+        ("periodic_averaging:period=1,block_momentum=0.5", 1),
+        ("global_average:every=2", 2),
+    ],
+)
+def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: int) -> None:
+    first, *others = uneven()[spec]
+    assert "error" not in first, first
+    assert first["steps"] == 3
+    for facts in others:
+        assert facts["error"] == "PeerLostError", facts
+        assert "learner 0 has left" in facts["text"]
+        assert "as many steps" in facts["text"]
+        assert 3 <= facts["steps"] <= 3 + period
+        assert facts["took"] < DEADLINE_S + LEAVE_S + 5, "deadlines, and a busy machine"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["lock_step:order=awc+fixed_ring", "lock_step:order=atc+random_pairs", "noloco:period=1"],
+)
+def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
+    said = uneven()[spec]
+    assert [facts["steps"] for facts in said] == [3, 12, 12]
+    assert not [facts for facts in said if "error" in facts or not facts["finite"]]
+
+
+def test_a_script_with_uneven_steps_ends() -> None:
+    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=60)
+    assert result.returncode != 0, result.report()
+    assert "PeerLostError" in result.stderr, result.report()
+    assert "learner 0 has left" in result.stderr

@@ -250,7 +250,10 @@ def refusals(where: str) -> None:
     if hvd.super_size() < 4:
         specs.append("a2cid2")
     for spec in specs:
-        say(case=f"{where}/refused/{spec}", **outcome(lambda spec=spec: wrap(Setting(spec), fresh())))
+        say(
+            case=f"{where}/refused/{spec}",
+            **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
+        )
     s = Setting("delay_by_one:reading=b")
     with training(s) as (model, optimizer):
         for step in range(2):
