@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launcher import run_learners
+from launcher import Result, run_learners
 from simulation import Setting, Simulation
 
 from hvd_adpsgd.strategies import STRATEGIES
@@ -76,17 +76,34 @@ class Trained:
 
 
 @functools.cache
-def trained(group: str, learners: int) -> Trained:
+def attempted(group: str, learners: int) -> Trained | BaseException:
+    """Also a failure is kept: one launch that hangs is enough."""
     with tempfile.TemporaryDirectory() as folder:
-        result = run_learners(learners, PROGRAM, args=[folder, group, str(learners)], timeout=150)
-        print("seed 7 (SEED=n chooses another)", result.stderr)
-        result.checked()
+        try:
+            result = run_learners(
+                learners, PROGRAM, args=[folder, group, str(learners)], timeout=150
+            ).checked()
+        except (AssertionError, pytest.fail.Exception) as error:
+            return error
+        print(result.stderr)
         files = [np.load(Path(folder) / f"{rank}.npz") for rank in range(learners)]
         models = {name: np.array([file[name] for file in files]) for name in files[0].files}
+    return Trained(by_case(result), models, models.pop("index")[0])
+
+
+def trained(group: str, learners: int) -> Trained:
+    """A launch of programs/schemes.py. It prints its seed; SEED=n chooses another."""
+    outcome = attempted(group, learners)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def by_case(result: Result) -> dict[str, list[Facts]]:
     said: dict[str, list[Facts]] = defaultdict(list)
     for facts in sorted(result.said, key=lambda facts: facts["rank"]):
         said[facts["case"]].append(facts)
-    return Trained(said, models, models.pop("index")[0])
+    return said
 
 
 def at(place: str) -> tuple[Trained, int, int]:
@@ -485,11 +502,7 @@ def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
 @functools.cache
 def uneven() -> dict[str, list[Facts]]:
     """Three super learners; the first leaves early."""
-    said: dict[str, list[Facts]] = defaultdict(list)
-    result = run_learners(3, UNEVEN, env=ALONE, timeout=100).checked()
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        said[facts["case"]].append(facts)
-    return said
+    return by_case(run_learners(3, UNEVEN, env=ALONE, timeout=100).checked())
 
 
 @pytest.mark.parametrize(
