@@ -25,6 +25,11 @@ def settled() -> Iterator[None]:
 
     For checkpoints of every super learner's own model, `with hvd.settled(): torch.save(...)`: their
     mean is that of the run. All learners enter together; waits for the slowest super learner.
+
+    Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
+    during the next gradient (delay_by_one:reading=a, lock_step:order=awc): it is taken in here, one
+    step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
+    of its two models.
     """
     averagings = list(live())
     for averaging in averagings:

@@ -81,7 +81,7 @@ def attempted(group: str, learners: int) -> Trained | BaseException:
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = run_learners(
-                learners, PROGRAM, args=[folder, group, str(learners)], timeout=150
+                learners, PROGRAM, args=[folder, group, str(learners)], timeout=250
             ).checked()
         except (AssertionError, pytest.fail.Exception) as error:
             return error
@@ -502,7 +502,7 @@ def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
 @functools.cache
 def uneven() -> dict[str, list[Facts]]:
     """Three super learners; the first leaves early."""
-    return by_case(run_learners(3, UNEVEN, env=ALONE, timeout=100).checked())
+    return by_case(run_learners(3, UNEVEN, env=ALONE, timeout=200).checked())
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
         assert "learner 0 has left" in facts["text"]
         assert "as many steps" in facts["text"]
         assert 3 <= facts["steps"] <= 3 + period
-        assert facts["took"] < DEADLINE_S + LEAVE_S + 5, "deadlines, and a busy machine"
+        assert facts["took"] < DEADLINE_S + LEAVE_S + 20, "deadlines, and a busy machine"
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
 
 
 def test_a_script_with_uneven_steps_ends() -> None:
-    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=60)
+    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=150)
     assert result.returncode != 0, result.report()
     assert "PeerLostError" in result.stderr, result.report()
     assert "learner 0 has left" in result.stderr

@@ -111,17 +111,18 @@ def training(s: Setting, **how: Any) -> Iterator[tuple[Any, Any]]:
         yield model, optimizer
 
 
-def follow(name: str, s: Setting, **how: Any) -> None:
-    """Train, and keep the models after each step."""
+def follow(name: str, s: Setting, watch: bool = False, **how: Any) -> None:
+    """Train, and keep the models after each step; `watch` whether all were alike after each."""
     with training(s, **how) as (model, optimizer):
-        models = []
+        models, alike = [], True
         for step in range(s.steps):
             advance(s, step, model, optimizer)
             models.append(look(model))
+            alike = alike and (not watch or same_everywhere(model))
         MODELS[name] = np.array(models)
         numbers = getattr(optimizer, "_averaging", None)
         means = numbers.metrics()["means"] if numbers is not None else 0
-        everybody = same_everywhere(model)
+        everybody = alike and same_everywhere(model)
         node = same_in_node(model)
     say(case=name, digest=digest(model), node=node, everybody=everybody, means=means)
 
@@ -157,7 +158,7 @@ def identities(where: str) -> None:
         s = Setting(spec, momentum=0.9, same_shards=True)
         follow(f"{where}/same shards/{spec}", s)
     often = "periodic_averaging:period=1"
-    follow(f"{where}/often/{often}", Setting(often, momentum=0.9))
+    follow(f"{where}/often/{often}", Setting(often, momentum=0.9), watch=True)
     s = Setting("", momentum=0.9, same_shards=True)
     follow(f"{where}/same shards/plain", s, module=None)
 
@@ -236,7 +237,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
             )
         ) as optimizer:
             torch.manual_seed(hvd.rank())
-            for _ in range(150):
+            for _ in range(300):
                 optimizer.zero_grad()
                 model(torch.randn(8, 16)).square().mean().backward()
                 optimizer.step()
