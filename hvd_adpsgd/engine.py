@@ -274,11 +274,15 @@ class Engine:
         return not self._arena.absorb(self._spans, addresses, slot, step)
 
     def offer(self, step: int, fit: bool = True) -> None:
-        """The mirror may be averaged now; returns at once (leader only)."""
+        """The mirror may be averaged now; returns at once (leader only).
+
+        A model that is not `fit` is kept from the others, but in rounds they wait for an answer: there
+        its chunks that are not finite are empty messages.
+        """
         if self._loop is None:
             return
         self._announce()
-        self._loop.offer(step, fit)
+        self._loop.offer(step, fit or _in_pairs(self._plan.in_step))
         if self._loop.partner_events() != self._seen_events:
             self._log_partners()
         if not self._told_void and self._loop.void_exchanges():

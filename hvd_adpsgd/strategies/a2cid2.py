@@ -23,9 +23,9 @@ class A2CiD2(Strategy):
 
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
-    alpha_tilde follow from the ring's Laplacian (theory.acceleration). The mean of (x + xt) / 2 moves
-    by gradients only, exactly; that of x alone while the two sides of each exchange apply it at the
-    same time, and otherwise strays from it, boundedly. average_model takes the former.
+    alpha_tilde follow from the ring's Laplacian (theory.acceleration). The mean of (x + xt)/2 moves by
+    gradients only, and hvd.average_model and hvd.settled take both models there; while partners have
+    taken in an exchange at different times, the mean of x may be off it a little.
 
     It pays where averaging is slow: rings of 8 and more, with momentum or shards that differ.
     Expect nothing of it for plain SGD on shuffled data. Exchanges take the mean of the pair

@@ -279,8 +279,11 @@ class Averaging:
                 "a2cid2, delay_by_one:reading=b): wrap a new optimizer with all groups instead."
             )
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Pause the engine and take in every correction. All learners call it together.
+
+        A round under way is finished first; what comes of it is taken in here, not in the next step.
 
         It may come at any place of a step, also when that step's corrections are published but not
         yet applied.
@@ -288,6 +291,7 @@ class Averaging:
         self.require_running()
         self.parameters.check()
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
+        self.engine.finish_round()  # a paused engine would never answer a partner of the round
         self._pause()
         self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
         if not self._pause():  # what was parked may have gone on meanwhile
@@ -296,11 +300,11 @@ class Averaging:
                 "not in the mean.",
                 2 * self._config.deadline_s,
             )
-        with torch.no_grad():
-            self.rule.before_corrections()
-            self._take_in()  # what is published for the step under way
-            self._take_in()  # and what was merged after that
-            self.rule.after_corrections()
+        self.rule.before_corrections()
+        self._take_in()  # what is published for the step under way
+        self._take_in()  # and what was merged after that
+        self.rule.after_corrections()
+        self.rule.settle()
 
     def _pause(self) -> bool:
         return self.engine.pause(2 * self._config.deadline_s)

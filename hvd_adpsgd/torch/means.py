@@ -25,6 +25,11 @@ def settled() -> Iterator[None]:
 
     For checkpoints of every super learner's own model, `with hvd.settled(): torch.save(...)`: their
     mean is that of the run. All learners enter together; waits for the slowest super learner.
+
+    Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
+    during the next gradient (delay_by_one:reading=a, lock_step:order=awc): it is taken in here, one
+    step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
+    of its two models.
     """
     averagings = list(live())
     for averaging in averagings:
@@ -58,7 +63,6 @@ def average_model(model: torch.nn.Module) -> None:
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
     for averaging in concerned:
         averaging.settle()
-        averaging.rule.before_mean()
     for tensor, mean in zip(tensors, _means(world, "average_model", tensors), strict=True):
         tensor.data.copy_(mean)
     for averaging in concerned:

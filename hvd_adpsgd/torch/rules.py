@@ -55,8 +55,8 @@ class Rule:
     def after_round(self) -> None:
         """It has been taken in."""
 
-    def before_mean(self) -> None:
-        """Nothing is pending; the model becomes the mean of all next (average_model)."""
+    def settle(self) -> None:
+        """Nothing is on its way; average_model or a checkpoint comes next."""
 
     def tensors(self) -> dict[str, Tensors]:
         """The state, by name, for checkpoints."""
@@ -161,8 +161,8 @@ class _Accelerate(Rule):
         torch._foreach_add_(self._distance, moved, alpha=self._share)
         self._before = []
 
-    def before_mean(self) -> None:
-        """Both models meet in their middle, as they would if nothing else came any more."""
+    def settle(self) -> None:
+        """Both models go to their middle x + h/2, whose mean no exchange has changed."""
         torch._foreach_add_(self.model, self._distance, alpha=1 / 2)
         torch._foreach_zero_(self._distance)
 

@@ -126,12 +126,126 @@ def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror, stre
         raw(parameter),
         raw(correction) if with_correction else None,
         raw(mirror) if with_mirror else None,
-        stream,
+        stream=stream,
     )
     assert not infinite
     np.testing.assert_array_equal(parameter, expected)
     if with_mirror:
         np.testing.assert_array_equal(mirror, expected)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_mirror", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_apply_replaces_to_the_bit(n, dtype, with_mirror, stream):
+    rng = np.random.default_rng(n)
+    parameter, mean = draw(rng, n, dtype), draw(rng, n, dtype)
+    mirror = encode(np.zeros(n), dtype)
+    infinite = kernels.apply(
+        DTYPES[dtype],
+        raw(parameter),
+        raw(mean),
+        raw(mirror) if with_mirror else None,
+        replace=True,
+        stream=stream,
+    )
+    assert not infinite
+    np.testing.assert_array_equal(raw(parameter), raw(mean))
+    if with_mirror:
+        np.testing.assert_array_equal(raw(mirror), raw(mean))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replacing_by_nothing_leaves_the_parameter(dtype):
+    parameter = draw(np.random.default_rng(3), 1025, dtype)
+    before = parameter.copy()
+    assert not kernels.apply(DTYPES[dtype], raw(parameter), replace=True)
+    np.testing.assert_array_equal(raw(parameter), raw(before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+def test_a_replacement_that_is_not_finite_is_found(dtype, poison):
+    values = np.ones(1500)
+    values[1400] = poison
+    parameter = encode(np.zeros(1500), dtype)
+    assert kernels.apply(DTYPES[dtype], raw(parameter), raw(encode(values, dtype)), replace=True)
+
+
+# ---- the mean of all -----------------------------------------------------------------------------
+
+
+def sums(dtype: str) -> type:
+    """In which sums are made."""
+    return np.float64 if dtype == "float64" else np.float32
+
+
+def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
+    return decode(stored, dtype).astype(sums(dtype))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("none", [True, False])
+def test_widen_is_the_model_in_the_type_of_sums(n, dtype, none):
+    own = draw(np.random.default_rng(n), n, dtype)
+    out = np.full(n, 7, sums(dtype))
+    kernels.widen(DTYPES[dtype], raw(out), raw(own), none)
+    np.testing.assert_array_equal(out, np.zeros(n) if none else widened(own, dtype))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("learners", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("fresh", "replace"), [(True, False), (False, False), (True, True), (False, True)]
+)
+def test_merge_mean(n, dtype, learners, fresh, replace):
+    """slot = mean, or slot (+)= mean - own, rounded once to the model's type."""
+    rng = np.random.default_rng([n, learners])
+    models = [widened(draw(rng, n, dtype), dtype) for _ in range(learners)]
+    total, own = np.sum(models, axis=0, dtype=sums(dtype)), models[0]
+    slot = draw(rng, n, dtype)
+    before = slot.copy()
+    square = kernels.merge_mean(
+        DTYPES[dtype], raw(slot), raw(total), raw(own), learners, fresh, replace
+    )
+    k = sums(dtype)(learners)
+    moved = (total - k * own) / k
+    if replace:
+        np.testing.assert_array_equal(slot, encode(total / k, dtype))
+    elif learners == 4:  # 4 own is exact, also where the compiler fuses the two operations
+        result = moved if fresh else decode(before, dtype) + moved
+        np.testing.assert_array_equal(slot, encode(result, dtype))
+    else:
+        result = moved if fresh else decode(before, dtype) + moved
+        eps = {"float32": 1e-6, "float64": 1e-14, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
+        np.testing.assert_allclose(decode(slot, dtype), result, rtol=eps, atol=10 * eps)
+    assert square == pytest.approx(float((moved.astype(np.float64) ** 2).sum()), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_models_get_no_correction(dtype):
+    own = widened(draw(np.random.default_rng(2), 1025, dtype), dtype)
+    slot = encode(np.ones(1025), dtype)
+    assert kernels.merge_mean(DTYPES[dtype], raw(slot), raw(4 * own), raw(own), 4, True) == 0
+    np.testing.assert_array_equal(decode(slot, dtype), np.zeros(1025))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 1024, 1999])
+@pytest.mark.parametrize(("fresh", "replace"), [(True, False), (False, False), (True, True)])
+def test_a_sum_that_is_not_finite_leaves_the_slot_alone(dtype, poison, place, fresh, replace):
+    rng = np.random.default_rng(1)
+    slot, own = draw(rng, 2000, dtype), widened(draw(rng, 2000, dtype), dtype)
+    before, total = slot.copy(), 3 * own
+    total[place] = poison
+    assert (
+        kernels.merge_mean(DTYPES[dtype], raw(slot), raw(total), raw(own), 3, fresh, replace) == -1
+    )
+    np.testing.assert_array_equal(raw(slot), raw(before))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,3 +285,10 @@ def test_wrong_lengths_are_refused():
         kernels.snapshot(0, 0, np.zeros(8, np.uint8), np.zeros(4, np.uint8))
     with pytest.raises(ValueError, match="does not hold elements"):
         kernels.apply(0, np.zeros(7, np.uint8))
+    eight, four = np.zeros(8, np.uint8), np.zeros(4, np.uint8)
+    with pytest.raises(ValueError, match="length"):
+        kernels.widen(0, eight, four)
+    with pytest.raises(ValueError, match="length"):
+        kernels.merge_mean(0, four, eight, four, 2, True)
+    with pytest.raises(ValueError, match="length"):
+        kernels.merge_mean(3, four, eight, four, 2, True)

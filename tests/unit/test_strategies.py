@@ -14,33 +14,65 @@ from hvd_adpsgd import mixing
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.strategies import (
     STRATEGIES,
+    A2CiD2,
+    DelayByOne,
     FixedRing,
+    GlobalAverageEvery,
+    LockStep,
+    NoLoCo,
+    PeriodicAveraging,
     Plan,
     RandomPairs,
     RandomRing,
+    Rounds,
     Synchronous,
     parse,
 )
+from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
+from hvd_adpsgd.strategies.rules import BlockMomentum, DelayGradients, SlowModel
 
 SEEDS = st.integers(0, 2**32 - 1)
+PERIODS = st.integers(1, 1000)
+MOMENTA = st.floats(0, 1, exclude_max=True)
+RATES = st.floats(0, 10, exclude_min=True, exclude_max=True)
+GOSSIP = st.one_of(st.just(FixedRing()), SEEDS.map(RandomRing), SEEDS.map(RandomPairs))
 ALL = st.one_of(
-    st.just(FixedRing()),
+    GOSSIP,
     st.just(Synchronous()),
-    SEEDS.map(RandomRing),
-    SEEDS.map(RandomPairs),
+    st.just(A2CiD2()),
+    st.sampled_from("ab").map(DelayByOne),
+    st.builds(PeriodicAveraging, PERIODS, MOMENTA, RATES, st.booleans()),
+    st.builds(GlobalAverageEvery, PERIODS, GOSSIP),
+    st.builds(LockStep, st.sampled_from([DURING, AFTER]), GOSSIP),
+    st.builds(NoLoCo, PERIODS, RATES, MOMENTA, SEEDS),
 )
+IN_PAIRS = (LockStep, NoLoCo)
+TOO_FEW = {A2CiD2: (2, 3)}  # super learners
 
 
 @settings(max_examples=30)
 @given(ALL, st.integers(1, 17), st.data())
 def test_plans_ask_others_in_range(strategy, n, data):
     rank = data.draw(st.integers(0, n - 1))
+    if n in TOO_FEW.get(type(strategy), ()):
+        with pytest.raises(ConfigError, match="nothing to accelerate"):
+            strategy.plan(rank, n)
+        return
     plan = strategy.plan(rank, n)
+    assert plan == strategy.plan(rank, n)
+    assert hash(plan) == hash(strategy.plan(rank, n))
     assert plan.schedule.dtype == np.int32
     assert plan.schedule.flags.c_contiguous
     assert not plan.schedule.flags.writeable
     assert plan.schedule.shape == (plan.rounds, plan.width)
-    if n == 1 or strategy == Synchronous():
+    if n > 1 and isinstance(strategy, IN_PAIRS):
+        assert plan.width == 0
+        assert 0 < plan.weight <= 0.5
+        require_rounds_of_pairs(plan, rank, n)
+        return
+    if n == 1 or not isinstance(
+        strategy, FixedRing | RandomRing | RandomPairs | A2CiD2 | GlobalAverageEvery
+    ):
         assert (plan.width, plan.weight) == (0, 0.0)
         return
     assert plan.schedule.min() >= 0
@@ -48,7 +80,66 @@ def test_plans_ask_others_in_range(strategy, n, data):
     assert not (plan.schedule == rank).any()
     assert 0 < plan.weight <= 0.5
     assert all(len(set(row)) == plan.width for row in plan.schedule[:64].tolist())
-    assert plan == strategy.plan(rank, n)
+
+
+def require_rounds_of_pairs(plan, rank, n):
+    table = plan.in_step.partners
+    assert table.dtype == np.int32
+    assert not table.flags.writeable
+    assert table.shape[1] == 2
+    assert table.min() >= NOBODY
+    assert table.max() < n
+    assert not (table == rank).any()
+
+
+@pytest.mark.parametrize("of", [FixedRing(), RandomRing(3), RandomPairs(4)])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_rounds_in_lock_step_make_the_matrix(of, n):
+    """Who asks whom is known on both sides, and the exchanges together are T."""
+    plans = [LockStep(AFTER, of).plan(rank, n) for rank in range(n)]
+    for round_ in (0, 1, 1023, 1024):
+        matrix = np.eye(n)
+        for rank, plan in enumerate(plans):
+            asked, asker = plan.in_step.row(round_)
+            if asked != NOBODY:
+                assert plans[asked].in_step.row(round_)[1] == rank
+                matrix[rank, rank] -= plan.weight
+                matrix[asked, asked] -= plan.weight
+                matrix[rank, asked] += plan.weight
+                matrix[asked, rank] += plan.weight
+            if asker != NOBODY:
+                assert plans[asker].in_step.row(round_)[0] == rank
+        np.testing.assert_allclose(matrix, LockStep(AFTER, of).mixing_matrix(n, round_), atol=1e-15)
+
+
+def test_what_is_done_in_step():
+    """Who with whom, when, and what each does then to its own model."""
+    plans = {spec: parse(spec).plan(0, 4) for spec in SCHEDULED}
+    assert {spec: (p.in_step.period, p.in_step.order) for spec, p in plans.items()} == SCHEDULED
+    paired = [spec for spec, p in plans.items() if p.in_step.partners is not None]
+    assert paired == ["lock_step", "lock_step:order=atc+random_pairs", "noloco"]
+    rules = {spec: p.rule for spec, p in plans.items() if p.rule is not None}
+    assert rules == {
+        "delay_by_one:reading=b": DelayGradients(),
+        "periodic_averaging:block_momentum=0.75,nesterov=1": BlockMomentum(0.75, 1.0, True),
+        "periodic_averaging:block_rate=0.5": BlockMomentum(0.0, 0.5, False),
+        "noloco": SlowModel(0.5, 0.7),
+    }
+    for name in ("random_pairs", "fixed_ring", "random_ring", "synchronous", "a2cid2"):
+        assert parse(name).plan(0, 4).in_step is None
+
+
+SCHEDULED = {
+    "delay_by_one": (1, DURING),
+    "delay_by_one:reading=b": (1, DURING),
+    "periodic_averaging": (10, AFTER),
+    "periodic_averaging:block_momentum=0.75,nesterov=1": (10, AFTER),
+    "periodic_averaging:block_rate=0.5": (10, AFTER),
+    "global_average:every=7+fixed_ring": (7, AFTER),
+    "lock_step": (1, DURING),
+    "lock_step:order=atc+random_pairs": (1, AFTER),
+    "noloco": (50, AFTER),
+}
 
 
 @settings(max_examples=150)
@@ -122,6 +213,29 @@ def test_spec_is_read_back(strategy):
         ("random_ring: seed = 1", None, None),
         ("random_ring:seed=1", RandomRing(1), "random_ring:seed=1"),
         ("synchronous", Synchronous(), "synchronous"),
+        ("delay_by_one", DelayByOne(), "delay_by_one:reading=a"),
+        (
+            "periodic_averaging:period=20,nesterov=1",
+            PeriodicAveraging(20, nesterov=True),
+            "periodic_averaging:period=20,block_momentum=0.0,block_rate=1.0,nesterov=1",
+        ),
+        ("lock_step", LockStep(), "lock_step:order=awc+fixed_ring"),
+        (
+            "lock_step:order=atc + random_pairs:seed=2",
+            LockStep(AFTER, RandomPairs(2)),
+            "lock_step:order=atc+random_pairs:seed=2",
+        ),
+        ("a2cid2", A2CiD2(), "a2cid2+fixed_ring"),
+        (
+            "global_average:every=5+random_ring:seed=1",
+            GlobalAverageEvery(5, RandomRing(1)),
+            "global_average:every=5+random_ring:seed=1",
+        ),
+        (
+            "noloco:period=3",
+            NoLoCo(3),
+            "noloco:period=3,rate=0.7,momentum=0.5,seed=0",
+        ),
     ],
 )
 def test_parse(text, strategy, spec):
@@ -149,6 +263,34 @@ def test_parse(text, strategy, spec):
         ("random_pairs:seed", "seed=<int>"),
         ("random_pairs:seed=-1", ">= 0"),
         ("random_ring:seed=4294967296", "< 4294967296"),
+        ("random_pairs+fixed_ring", "random_pairs in averaging spec .* not on top of another"),
+        ("noloco+fixed_ring", "Put it last"),
+        ("lock_step+", "Did you mean"),
+        ("+fixed_ring", "Did you mean"),
+        ("lock_step+rings", "fixed_ring"),
+        ("lock_step:order=act", "bad order .*'awc'.*'atc'"),
+        ("lock_step:of=fixed_ring", "order=<str>"),
+        ("lock_step+synchronous", "on top of gossip, not of 'synchronous'"),
+        ("lock_step+global_average", "on top of gossip, not of 'global_average'"),
+        ("lock_step+a2cid2", "on top of gossip"),
+        ("global_average+synchronous", "on top of gossip"),
+        ("global_average+delay_by_one", "on top of gossip"),
+        ("global_average+lock_step", "on top of gossip"),
+        ("global_average:every=2+global_average:every=3", "on top of gossip"),
+        ("global_average:every=0", "every.*int >= 1"),
+        ("a2cid2+random_pairs", "sparse graphs.*everybody meets everybody"),
+        ("a2cid2+random_ring", "sparse graphs"),
+        ("a2cid2+lock_step", "sparse graphs"),
+        ("delay_by_one:reading=c", "'a' or 'b'"),
+        ("periodic_averaging:period=0", "period.*>= 1"),
+        ("periodic_averaging:period=1.5", "period=<int>"),
+        ("periodic_averaging:block_momentum=1", "block_momentum.*< 1"),
+        ("periodic_averaging:block_momentum=nan", "block_momentum"),
+        ("periodic_averaging:block_rate=0", "block_rate.*> 0"),
+        ("periodic_averaging:nesterov=yes", "nesterov=<bool>"),
+        ("noloco:rate=inf", "rate"),
+        ("noloco:momentum=-0.1", "momentum.*>= 0"),
+        ("noloco:seed=-1", "seed"),
     ],
 )
 def test_parse_refuses(text, cure):
@@ -212,3 +354,79 @@ def test_plan_copies_and_compares():
     assert plan != Plan([[1], [2]], 0.5)
     assert plan != "plan"
     assert Plan.nobody().schedule.shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((0, AFTER, None), "period 0"),
+        ((-1, DURING, None), "period -1"),
+        ((1, "later", None), "order 'later'"),
+        ((2, DURING, None), "one step later"),
+        ((1, AFTER, np.empty((0, 2))), "partners of shape"),
+        ((1, AFTER, [[1]]), "partners of shape"),
+        ((1, AFTER, [1, 2]), "partners of shape"),
+    ],
+)
+def test_rounds_refuse(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        Rounds(*arguments)
+
+
+def test_rounds_copy_and_compare():
+    table = np.array([[1, NOBODY], [NOBODY, 2]], dtype=np.int32)
+    rounds = Rounds(3, AFTER, table)
+    table[0, 0] = 7
+    assert [rounds.row(r) for r in (0, 1, 2)] == [(1, NOBODY), (NOBODY, 2), (1, NOBODY)]
+    assert rounds == Rounds(3, AFTER, [[1, NOBODY], [NOBODY, 2]])
+    assert hash(rounds) == hash(Rounds(3, AFTER, [[1, NOBODY], [NOBODY, 2]]))
+    assert rounds != Rounds(3, AFTER)
+    assert rounds != Rounds(3, AFTER, [[1, NOBODY]])
+    assert Rounds(3) != Rounds(2)
+    assert Rounds(3) != "rounds"
+
+
+def test_plans_with_rounds_or_rules_are_told_apart():
+    pairs = Rounds(1, AFTER, [[1, NOBODY]])
+    plans = [
+        Plan.nobody(),
+        Plan.nobody(Rounds()),
+        Plan.nobody(Rounds(2)),
+        Plan.nobody(pairs, 0.5),
+        Plan.nobody(Rounds(), rule=DelayGradients()),
+        Plan.nobody(Rounds(), rule=SlowModel(0.5, 0.7)),
+    ]
+    for i, a in enumerate(plans):
+        assert [a == b for b in plans] == [i == j for j in range(len(plans))]
+
+
+@pytest.mark.parametrize(
+    ("in_step", "weight"),
+    [(Rounds(1, AFTER, [[1, 0]]), 0.0), (Rounds(1, AFTER, [[1, 0]]), 0.6), (Rounds(), 0.5)],
+)
+def test_weights_of_rounds_are_those_of_pairs(in_step, weight):
+    with pytest.raises(ConfigError, match="bad weight"):
+        Plan.nobody(in_step, weight)
+
+
+@pytest.mark.parametrize("name", ["delay_by_one", "periodic_averaging", "synchronous"])
+def test_rounds_of_pairs_only_where_there_are_pairs(name):
+    with pytest.raises(ConfigError, match="no rounds of pairs"):
+        parse(name).round_partners(4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LockStep(AFTER, "fixed_ring"),
+        lambda: GlobalAverageEvery(3, None),
+        lambda: A2CiD2("fixed_ring"),
+        lambda: PeriodicAveraging(True),
+        lambda: PeriodicAveraging(2.0),
+        lambda: PeriodicAveraging(2, "0.5"),
+        lambda: NoLoCo(rate=True),
+    ],
+)
+def test_arguments_of_the_wrong_kind(make):
+    with pytest.raises(ConfigError):
+        make()

@@ -1,0 +1,39 @@
+"""Writes schemes.json: what every scheme that can be repeated made of a small model.
+
+    python tests/golden/make.py [--force]
+
+tests/mpi/test_schemes.py compares new runs with it. Write it anew only if a law has changed, and say
+why in the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+FILE = Path(__file__).with_name("schemes.json")
+TESTS = Path(__file__).parents[1]
+LEFT_OUT = (
+    "random_pairs, fixed_ring, random_ring, global_average and a2cid2 run free: which models meet "
+    "depends on timing, so no two runs are alike. lock_step is their form that can be repeated."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    force = parser.parse_args().force
+    if FILE.exists() and not force:
+        sys.exit(f"{FILE} exists, and tests rely on it. Give --force to overwrite it.")
+    sys.path[:0] = [str(TESTS), str(TESTS / "mpi")]
+    from test_schemes import summaries
+
+    lines = [f"  {json.dumps(case)}: {json.dumps(found)}" for case, found in summaries().items()]
+    schemes = ",\n".join(lines)
+    FILE.write_text(f'{{"left_out": {json.dumps(LEFT_OUT)},\n "schemes": {{\n{schemes}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()

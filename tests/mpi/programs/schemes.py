@@ -1,0 +1,461 @@
+"""Trains with each averaging scheme, and keeps what the models were: arguments FOLDER GROUP.
+
+Every learner writes FOLDER/RANK.npz: for each case the models after each step, at the elements
+`index`. tests/mpi/simulation.py says what they must be.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+from learner import SEED, digest, outcome, pauses, retired, same_everywhere, same_in_node, say
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd import world as worlds
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.strategies import STRATEGIES
+
+SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
+SIZES = [15, 1, 66_001]
+INDEX = np.unique([*range(16), *range(16, sum(SIZES), 4111), sum(SIZES) - 1])
+
+LAWS = (
+    "delay_by_one:reading=a",
+    "delay_by_one:reading=b",
+    "periodic_averaging:period=3",
+    "periodic_averaging:period=3,block_momentum=0.75",
+    "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
+    "lock_step:order=awc+fixed_ring",
+    "lock_step:order=atc+fixed_ring",
+    "lock_step:order=awc+random_ring:seed=2",
+    "lock_step:order=atc+random_ring:seed=2",
+    "lock_step:order=awc+random_pairs:seed=1",
+    "lock_step:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
+)
+GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
+MODELS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """See simulation.py."""
+
+    spec: str
+    steps: int = 14
+    curvature: float = 0.7
+    exact: bool = False
+    momentum: float = 0.0
+    same_shards: bool = False
+
+    @property
+    def lr(self) -> float:
+        return 0.125 if self.exact else 0.1
+
+
+EXACT = {"steps": 7, "curvature": 0.5, "exact": True}
+KNOWN = {"steps": 14, "curvature": 0.0}
+
+
+def fresh() -> torch.nn.ParameterList:
+    return torch.nn.ParameterList(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES)
+
+
+def gradients(s: Setting, step: int, model: Any) -> Iterator[torch.Tensor]:
+    rank, first = (0 if s.same_shards else hvd.rank()), 0
+    for p in model:
+        index = torch.arange(first, first + p.numel(), dtype=torch.float64).reshape(p.shape)
+        first += p.numel()
+        if s.exact:
+            noise = ((7 * step + 5 * rank + 3 * index) % 17 - 8) / 16
+        else:
+            noise = torch.sin(1 + 3 * step + 5 * rank + 0.37 * index)
+        yield s.curvature * (p.detach() - rank) + noise
+
+
+def backward(s: Setting, step: int, model: Any) -> None:
+    sum((p * g).sum() for p, g in zip(model, gradients(s, step, model), strict=True)).backward()
+
+
+def advance(s: Setting, step: int, model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(s, step, model)
+    optimizer.step()
+
+
+def look(model: Any) -> Any:
+    """The model at the elements INDEX."""
+    return torch.cat([p.detach().reshape(-1) for p in model]).numpy()[INDEX]
+
+
+def wrap(s: Setting, model: Any, module: Any = hvd, **how: Any) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=s.lr, momentum=s.momentum)
+    if module is None:
+        return plain
+    given = {"averaging": s.spec, **how} if module is hvd else how
+    return module.DistributedOptimizer(plain, named_parameters=model.named_parameters(), **given)
+
+
+@contextmanager
+def training(s: Setting, **how: Any) -> Iterator[tuple[Any, Any]]:
+    model = fresh()
+    with retired(wrap(s, model, **how)) as optimizer:
+        yield model, optimizer
+
+
+def follow(name: str, s: Setting, watch: bool = False, **how: Any) -> None:
+    """Train, and keep the models after each step; `watch` whether all were alike after each."""
+    with training(s, **how) as (model, optimizer):
+        models, alike = [], True
+        for step in range(s.steps):
+            advance(s, step, model, optimizer)
+            models.append(look(model))
+            alike = alike and (not watch or same_everywhere(model))
+        MODELS[name] = np.array(models)
+        numbers = getattr(optimizer, "_averaging", None)
+        means = numbers.metrics()["means"] if numbers is not None else 0
+        everybody = alike and same_everywhere(model)
+        node = same_in_node(model)
+    say(case=name, digest=digest(model), node=node, everybody=everybody, means=means)
+
+
+@contextmanager
+def super_learners_of(k: int, **how: Any) -> Iterator[str]:
+    """A name for results of this size."""
+    hvd.init(config=Config(super_learner_size=k, chunk_kib=64, **how))
+    say(case=f"size/{k}", super_size=hvd.super_size())
+    yield f"{hvd.super_size()}x{k}"
+    hvd.shutdown()
+
+
+# ---- laws and identities --------------------------------------------------------------------------
+
+
+def laws(where: str) -> None:
+    momentum = 0.9 if hvd.super_size() == hvd.size() else 0.0
+    for spec in LAWS:
+        follow(f"{where}/{spec}", Setting(spec, momentum=momentum))
+
+
+def identities(where: str) -> None:
+    for spec in (
+        "periodic_averaging:period=1",
+        "periodic_averaging:period=2",
+        "noloco:period=2,rate=1,momentum=0",
+        "delay_by_one",
+        "lock_step:order=awc+fixed_ring",
+    ):
+        follow(f"{where}/exact/{spec}", Setting(spec, **EXACT))
+    for spec in ("delay_by_one", "periodic_averaging:period=1", "lock_step:order=awc+random_pairs"):
+        s = Setting(spec, momentum=0.9, same_shards=True)
+        follow(f"{where}/same shards/{spec}", s)
+    often = "periodic_averaging:period=1"
+    follow(f"{where}/often/{often}", Setting(often, momentum=0.9), watch=True)
+    s = Setting("", momentum=0.9, same_shards=True)
+    follow(f"{where}/same shards/plain", s, module=None)
+
+
+def synchronous(where: str) -> None:
+    """The last of a world: all learners are one super learner then."""
+    follow(f"{where}/synchronous", Setting("synchronous", momentum=0.9))
+    follow(f"{where}/exact/synchronous", Setting("synchronous", **EXACT))
+
+
+def global_averages(where: str) -> None:
+    """After its rounds all are alike to the last bit, and the mean has moved by gradients only."""
+    pause = pauses()
+    for gossip in GOSSIP:
+        s = Setting(f"global_average:every=4+{gossip}", **KNOWN)
+        with training(s, exchanges_per_step=2.0) as (model, optimizer):
+            alike, apart, models = [], [], []
+            for step in range(s.steps):
+                next(pause)
+                advance(s, step, model, optimizer)
+                if step % 4 == 3:
+                    alike.append(same_everywhere(model))
+                    models.append(look(model))
+                apart.append(not same_everywhere(model))
+            MODELS[f"{where}/{s.spec}"] = np.array(models)
+            exchanges = optimizer._averaging.metrics()["exchanges"]
+            means = optimizer._averaging.metrics()["means"]
+        facts = {"alike": alike, "apart": apart, "exchanges": exchanges, "means": means}
+        say(case=f"{where}/{s.spec}", **facts)
+
+
+def one_super_learner(where: str) -> None:
+    """Every strategy is plain Horovod, or without other learners the plain optimizer."""
+    s = Setting("", momentum=0.9)
+    follow(f"{where}/horovod", s, module=horovod)
+    if hvd.size() == 1:
+        follow(f"{where}/torch", s, module=None)
+    for name in STRATEGIES:
+        follow(f"{where}/{name}", Setting(name, momentum=0.9))
+
+
+def distances(where: str) -> None:
+    """consensus_distance looks on: nothing changes, nor what is pending."""
+    for spec in ("random_pairs", "delay_by_one", "lock_step"):
+        s = Setting(spec, **KNOWN)
+        with training(s, exchanges_per_step=2.0) as (model, optimizer):
+            for step in range(9):
+                advance(s, step, model, optimizer)
+            before = digest(model)
+            measured = hvd.consensus_distance(model)
+            kept = digest(model) == before
+            flat = torch.cat([p.detach().reshape(-1) for p in model]).numpy()
+            all_models = np.array(worlds.current().comm.allgather(flat))
+            expected = np.sqrt(((all_models - all_models.mean(axis=0)) ** 2).sum(axis=1).mean())
+            advance(s, 9, model, optimizer)
+            models = look(model)
+            hvd.average_model(model)
+            MODELS[f"{where}/distance/{spec}"] = np.array([models, look(model)])
+        facts = {"measured": measured, "expected": float(expected), "kept": kept}
+        say(case=f"{where}/distance/{spec}", **facts)
+
+
+# ---- what else ------------------------------------------------------------------------------------
+
+
+def free_running(where: str, specs: tuple[str, ...]) -> None:
+    """Learners of a node stay the same although nothing makes them wait for each other."""
+    for spec in specs:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)
+        named = model.named_parameters()
+        with retired(
+            hvd.DistributedOptimizer(
+                plain, named_parameters=named, averaging=spec, exchanges_per_step=8
+            )
+        ) as optimizer:
+            torch.manual_seed(hvd.rank())
+            for _ in range(300):
+                optimizer.zero_grad()
+                model(torch.randn(8, 16)).square().mean().backward()
+                optimizer.step()
+            numbers = optimizer._averaging.metrics()
+            same = same_in_node(model.parameters())
+        say(case=f"{where}/free/{spec}", same=same, work=numbers["exchanges"] + numbers["means"])
+
+
+def refusals(where: str) -> None:
+    specs = ["a2cid2+random_pairs", "global_average+synchronous"]
+    if hvd.super_size() < 4:
+        specs.append("a2cid2")
+    for spec in specs:
+        say(
+            case=f"{where}/refused/{spec}",
+            **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
+        )
+    s = Setting("delay_by_one:reading=b")
+    with training(s) as (model, optimizer):
+        for step in range(2):
+            advance(s, step, model, optimizer)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = sum(p.square().sum() for p in model)
+            loss.backward()
+            return loss
+
+        say(case=f"{where}/refused/closure", **outcome(lambda: optimizer.step(closure)))
+    for spec in ("delay_by_one:reading=b", "periodic_averaging:block_momentum=0.5", "noloco"):
+        s = Setting(spec)
+        with training(s) as (model, optimizer):
+            advance(s, 0, model, optimizer)
+            more = {"params": [torch.nn.Parameter(torch.zeros(2))]}
+            call = lambda optimizer=optimizer, more=more: optimizer.add_param_group(more)  # noqa: E731
+            say(case=f"{where}/refused/group/{spec}", **outcome(call))
+
+
+def not_finite(where: str) -> None:
+    """Super learner 0 has NaN from step 1 on and stays out."""
+    for spec in (
+        "periodic_averaging:period=2",
+        "delay_by_one",
+        "delay_by_one:reading=b",
+        "lock_step:order=awc+random_pairs",
+        "lock_step:order=atc+fixed_ring",
+        "noloco:period=2",
+        "global_average:every=2",
+    ):
+        s = Setting(spec, steps=8)
+        with training(s) as (model, optimizer):
+            models = []
+            for step in range(s.steps):
+                if step == 1 and hvd.super_rank() == 0:
+                    with torch.no_grad():
+                        for p in model:
+                            p.fill_(float("nan"))
+                advance(s, step, model, optimizer)
+                models.append(look(model))
+            MODELS[f"{where}/nan/{spec}"] = np.array(models)
+        say(case=f"{where}/nan/{spec}")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------
+
+RESUMED = (
+    "delay_by_one:reading=a",
+    "delay_by_one:reading=b",
+    "lock_step:order=awc+random_ring:seed=2",
+    "lock_step:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "periodic_averaging:period=4",
+    "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
+)
+FREE = ("random_pairs", "random_ring", "a2cid2", "global_average:every=7")
+HALF = 10
+
+
+def keep(folder: Path, spec: str, model: Any, optimizer: Any) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, folder / f"{spec.replace('+', '-')} {hvd.rank()}.pt")
+
+
+def kept(folder: Path, spec: str, rank: int) -> dict[str, Any]:
+    return torch.load(folder / f"{spec.replace('+', '-')} {rank}.pt", weights_only=True)
+
+
+def save(folder: Path, where: str) -> None:
+    """Half of a run, a checkpoint of each learner's own model, and the other half."""
+    for spec in RESUMED:
+        s = Setting(spec, steps=2 * HALF, momentum=0.9)
+        with training(s) as (model, optimizer):
+            models = []
+            for step in range(s.steps):
+                advance(s, step, model, optimizer)
+                if step == HALF - 1:
+                    with hvd.settled():
+                        keep(folder, spec, model, optimizer)
+                models.append(look(model))
+            MODELS[f"{where}/saved/{spec}"] = np.array(models)
+        say(case=f"{where}/saved/{spec}", digest=digest(model))
+    pause = pauses(5e-3)
+    for spec in FREE:
+        s = Setting(spec, **KNOWN)
+        with training(s, exchanges_per_step=2.0) as (model, optimizer):
+            step, owed = train_until_owed(s, model, optimizer, pause)
+            with hvd.settled():
+                keep(folder, spec, model, optimizer)
+                settled = look(model)
+            for later in range(step, step + HALF):
+                next(pause)
+                advance(s, later, model, optimizer)
+            exchanges = optimizer._averaging.metrics()["exchanges"]
+            hvd.average_model(model)
+            MODELS[f"{where}/saved/{spec}"] = np.array([settled, look(model)])
+        say(case=f"{where}/saved/{spec}", steps=step, owed=owed, exchanges=exchanges)
+
+
+def train_until_owed(s: Setting, model: Any, optimizer: Any, pause: Any) -> tuple[int, bool]:
+    """At least HALF steps, then on until the mean shows that something is on its way."""
+    comm, sums, ends = worlds.current().comm, np.zeros(INDEX.size), time.monotonic() + 20
+    for step in range(400):
+        next(pause)
+        advance(s, step, model, optimizer)
+        zero = torch.nn.ParameterList(torch.zeros_like(p) for p in model)
+        flat = [g.reshape(-1) for g in gradients(s, step, zero)]
+        sums -= s.lr * torch.cat(flat).numpy()[INDEX]
+        if step < HALF:
+            continue
+        apart = np.mean(comm.allgather(look(model) - sums), axis=0)
+        owed = bool(np.abs(apart).max() > 1e-9)
+        if owed or comm.bcast(time.monotonic() > ends):
+            return step + 1, owed
+    return 400, False
+
+
+def resume(folder: Path, where: str) -> None:
+    """Go on with as many super learners, each with its own file."""
+    for spec in RESUMED:
+        s, state = Setting(spec, momentum=0.9), kept(folder, spec, hvd.rank())
+        with training(s) as (model, optimizer):
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            models = []
+            for step in range(HALF, 2 * HALF):
+                advance(s, step, model, optimizer)
+                models.append(look(model))
+            MODELS[f"{where}/resumed/{spec}"] = np.array(models)
+        held = state["optimizer"].get("averaging", {})
+        facts = {"step": held.get("step"), "holds": sorted(held.get("rule", {}))}
+        say(case=f"{where}/resumed/{spec}", digest=digest(model), **facts)
+    for spec in FREE:
+        resume_free(folder, f"{where}/resumed/{spec}", spec, [hvd.rank()])
+
+
+def resume_free(folder: Path, case: str, spec: str, files: list[int]) -> None:
+    """Train 20 steps on from the mean of the files; the mean of all then."""
+    s, pause = Setting(spec, **KNOWN), pauses()
+    states = [kept(folder, spec, rank) for rank in files]
+    with training(s, exchanges_per_step=2.0) as (model, optimizer):
+        with torch.no_grad():
+            for p, values in zip(model, zip(*(x["model"].values() for x in states)), strict=True):  # noqa: B905
+                p.copy_(torch.stack(values).mean(dim=0))
+        if len(files) == 1:
+            optimizer.load_state_dict(states[0]["optimizer"])
+        for step in range(20):
+            next(pause)
+            advance(s, step, model, optimizer)
+        exchanges = optimizer._averaging.metrics()["exchanges"]
+        hvd.average_model(model)
+        MODELS[case] = look(model)[np.newaxis]
+    say(case=case, exchanges=exchanges)
+
+
+# ---- the groups -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    folder, group = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    size = int(sys.argv[3])
+    if group == "laws":
+        for k in [k for k in (1, 2) if size % k == 0 and size > k]:
+            with super_learners_of(k) as where:
+                laws(where)
+                identities(where)
+                global_averages(where)
+                distances(where)
+                refusals(where)
+                synchronous(where)
+    if group in ("laws", "alone"):
+        with super_learners_of(size) as where:
+            one_super_learner(where)
+    if group == "later":
+        with super_learners_of(1) as where:
+            save(folder, where)
+        with super_learners_of(1) as where:
+            resume(folder, where)
+        with super_learners_of(2) as where:
+            for spec in ("random_pairs", "random_ring"):
+                resume_free(folder, f"{where}/resumed/{spec}", spec, [0, 1, 2, 3])
+            others = (*GOSSIP, "global_average:every=5")
+            free_running(where, (*LAWS, *others))
+        with super_learners_of(1, nonfinite="stay_out") as where:
+            not_finite(where)
+    if group == "nodes":
+        with super_learners_of(2) as where:
+            free_running(where, ("a2cid2",))
+    rank = int(worlds_rank())
+    np.savez(folder / f"{rank}.npz", index=INDEX, **MODELS)
+
+
+def worlds_rank() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+if __name__ == "__main__":
+    print("seed", SEED, file=sys.stderr)
+    main()

@@ -1,0 +1,66 @@
+"""Super learner 0 makes 3 steps and leaves, the others make 12. Argument: whether it ends for good.
+
+Without argument each scheme in turn, and the others catch what they get. With the name of a scheme a
+script that catches nothing.
+"""
+
+import sys
+import time
+from typing import Any
+
+import torch
+from learner import outcome, retired, say
+
+import hvd_adpsgd.torch as hvd
+
+SPECS = (
+    "delay_by_one",
+    "delay_by_one:reading=b",
+    "periodic_averaging:period=2",
+    "periodic_averaging:period=1,block_momentum=0.5",
+    "global_average:every=2",
+    "lock_step:order=awc+fixed_ring",
+    "lock_step:order=atc+random_pairs",
+    "noloco:period=1",
+)
+
+
+def steps() -> int:
+    return 3 if hvd.super_rank() == 0 else 12
+
+
+def train(model: Any, optimizer: Any, done: list[int]) -> None:
+    for step in range(steps()):
+        optimizer.zero_grad()
+        model(torch.full((1, 3), float(step))).sum().backward()
+        optimizer.step()
+        done.append(step)
+
+
+def wrap(spec: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    named = model.named_parameters()
+    return model, hvd.DistributedOptimizer(plain, named_parameters=named, averaging=spec)
+
+
+def main() -> None:
+    hvd.init()
+    if len(sys.argv) > 1:
+        model, optimizer = wrap(sys.argv[1])
+        train(model, optimizer, [])
+        return
+    for spec in SPECS:
+        model, optimizer = wrap(spec)
+        with retired(optimizer):
+            done: list[int] = []
+            began = time.monotonic()
+            facts = outcome(lambda: train(model, optimizer, done))  # noqa: B023
+            took = time.monotonic() - began
+            finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+        say(case=spec, steps=len(done), took=took, finite=finite, **facts)
+
+
+if __name__ == "__main__":
+    main()

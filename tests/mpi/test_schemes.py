@@ -1,0 +1,544 @@
+"""Every averaging scheme on real learners, against its law in numpy, in float64.
+
+Each launch runs many cases (programs/schemes.py), and the tests look at what the learners were.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launcher import Result, run_learners
+from simulation import Setting, Simulation
+
+from hvd_adpsgd.strategies import STRATEGIES
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("programs") / "schemes.py"
+UNEVEN = PROGRAM.with_name("uneven.py")
+GOLDEN = Path(__file__).parents[1] / "golden"
+DEADLINE_S, LEAVE_S = 0.5, 2.0
+ALONE = {
+    "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+    "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S),
+    "HVD_ADPSGD_LEAVE_DEADLINE_S": str(LEAVE_S),
+}
+ROUNDING = 1e-13  # of models of size 3 after 14 steps
+LAWS = (
+    "delay_by_one:reading=a",
+    "delay_by_one:reading=b",
+    "periodic_averaging:period=3",
+    "periodic_averaging:period=3,block_momentum=0.75",
+    "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
+    "lock_step:order=awc+fixed_ring",
+    "lock_step:order=atc+fixed_ring",
+    "lock_step:order=awc+random_ring:seed=2",
+    "lock_step:order=atc+random_ring:seed=2",
+    "lock_step:order=awc+random_pairs:seed=1",
+    "lock_step:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
+)
+GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
+PLACES = ("4x1", "2x2", "3x1")  # super learners x learners of each
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the learners of a launch said and were.
+
+    Attributes:
+        said: by case, then by rank.
+        models: by case, shape (learners, steps, elements).
+        index: of these elements in the model.
+    """
+
+    said: dict[str, list[Facts]]
+    models: dict[str, Any]
+    index: Any
+
+    def super_learners(self, case: str) -> Any:
+        """The models of the leaders, shape (steps, n, elements)."""
+        k = int(case.split("/")[0].split("x")[1])
+        return self.models[case][::k].swapaxes(0, 1)
+
+
+@functools.cache
+def attempted(group: str, learners: int) -> Trained | BaseException:
+    """Also a failure is kept: one launch that hangs is enough."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = run_learners(
+                learners, PROGRAM, args=[folder, group, str(learners)], timeout=250
+            ).checked()
+        except (AssertionError, pytest.fail.Exception) as error:
+            return error
+        print(result.stderr)
+        files = [np.load(Path(folder) / f"{rank}.npz") for rank in range(learners)]
+        models = {name: np.array([file[name] for file in files]) for name in files[0].files}
+    return Trained(by_case(result), models, models.pop("index")[0])
+
+
+def trained(group: str, learners: int) -> Trained:
+    """A launch of programs/schemes.py. It prints its seed; SEED=n chooses another."""
+    outcome = attempted(group, learners)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def by_case(result: Result) -> dict[str, list[Facts]]:
+    said: dict[str, list[Facts]] = defaultdict(list)
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        said[facts["case"]].append(facts)
+    return said
+
+
+def at(place: str) -> tuple[Trained, int, int]:
+    """The laws of that place; n super learners, k learners of each."""
+    n, k = map(int, place.split("x"))
+    return trained("laws", n * k), n, k
+
+
+def simulation(place: str, setting: Setting) -> Simulation:
+    run, n, k = at(place)
+    return Simulation(setting, n, k, run.index)
+
+
+# ---- laws ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*LAWS, "synchronous"])
+@pytest.mark.parametrize("place", PLACES)
+def test_models_follow_the_law(place: str, spec: str) -> None:
+    run, _, k = at(place)
+    case = f"{place}/{spec}"
+    momentum = 0.9 if k == 1 or spec == "synchronous" else 0.0
+    expected = simulation(place, Setting(spec, momentum=momentum)).run()
+    found = run.models[case][::k].swapaxes(0, 1)
+    assert found.shape == expected.shape
+    assert np.abs(expected[-1]).max() > 0.5, "nothing was trained"
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
+    assert all(facts["node"] for facts in run.said[case])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_schemes_are_told_apart(place: str) -> None:
+    """What the laws say differs by far more than the tests allow."""
+    _, n, k = at(place)
+    last = {}
+    for spec in LAWS:
+        setting = Setting(spec, momentum=0.9 if k == 1 else 0.0)
+        last[spec] = simulation(place, setting).run()[-1]
+    same = [(a, b) for a in LAWS for b in LAWS if a < b and np.abs(last[a] - last[b]).max() < 1e-3]
+    equal_rings = {spec for spec in LAWS if "ring" in spec or (n == 2 and "pairs" in spec)}
+    averages = {spec for spec in LAWS if spec == "delay_by_one:reading=a"}
+    for a, b in same:  # rings of 2 and 3 are the exact mean, however permuted
+        assert n <= 3, (a, b)
+        assert {a, b} <= equal_rings | averages, (a, b)
+
+
+@pytest.mark.parametrize("gossip", GOSSIP)
+@pytest.mark.parametrize("place", PLACES)
+def test_global_average_keeps_the_mean_and_makes_all_alike(place: str, gossip: str) -> None:
+    run, _, k = at(place)
+    case = f"{place}/global_average:every=4+{gossip}"
+    expected = simulation(place, Setting("delay_by_one", curvature=0.0)).run().mean(axis=1)
+    for facts in run.said[case]:
+        assert facts["alike"] == [True] * 3, facts
+        assert [facts["apart"][step] for step in (0, 3, 4, 7, 13)] == [
+            True,
+            False,
+            True,
+            False,
+            True,
+        ]
+    leaders = run.said[case][::k]
+    assert [facts["means"] for facts in leaders] == [3] * len(leaders)
+    assert sum(facts["exchanges"] for facts in leaders) > 0, "no gossip between the means"
+    for models in run.models[case]:
+        np.testing.assert_allclose(models, expected[3::4], rtol=0, atol=1e-12)
+
+
+# ---- golden trajectories -------------------------------------------------------------------------
+
+
+def summaries() -> dict[str, Any]:
+    """Of each scheme some of the final models, and a number per step in which all have a part."""
+    made = {}
+    for place in ("4x1", "2x2"):
+        for spec in (*LAWS, "synchronous"):
+            models = at(place)[0].super_learners(f"{place}/{spec}")
+            weights = np.cos(np.arange(models[0].size)).reshape(models[0].shape)
+            digest = (models * weights).sum(axis=(1, 2)).tolist()
+            made[f"{place}/{spec}"] = {"digest": digest, "final": models[-1][:, ::4].tolist()}
+    return made
+
+
+def test_trajectories_are_those_of_the_golden_file() -> None:
+    golden = json.loads((GOLDEN / "schemes.json").read_text())["schemes"]
+    found = summaries()
+    assert set(found) == set(golden)
+    for case, summary in golden.items():
+        for what, numbers in summary.items():
+            np.testing.assert_allclose(found[case][what], numbers, rtol=0, atol=1e-12, err_msg=case)
+
+
+def test_golden_file_is_not_overwritten_by_accident() -> None:
+    before = (GOLDEN / "schemes.json").read_bytes()
+    command = [sys.executable, str(GOLDEN / "make.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "--force" in ran.stderr
+    assert (GOLDEN / "schemes.json").read_bytes() == before
+
+
+# ---- identities ---------------------------------------------------------------------------------
+
+
+def exactly(spec: str) -> Setting:
+    return Setting(spec, steps=7, curvature=0.5, exact=True)
+
+
+@pytest.mark.parametrize("place", ["4x1", "2x2"])
+@pytest.mark.parametrize("spec", ["periodic_averaging:period=1", "periodic_averaging:period=2"])
+def test_plain_periodic_averaging_is_the_mean_of_the_models_to_the_bit(
+    place: str, spec: str
+) -> None:
+    """With numbers whose sums are exact in any order."""
+    run, _, _ = at(place)
+    expected = simulation(place, exactly(spec)).run()
+    np.testing.assert_array_equal(run.super_learners(f"{place}/exact/{spec}"), expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_averaging_after_every_step_is_synchronous_sgd(place: str) -> None:
+    """At n times the batch; also with momentum, which is linear in the gradients."""
+    run, _, _ = at(place)
+    spec = "periodic_averaging:period=1"
+    assert all(facts["everybody"] for facts in run.said[f"{place}/exact/{spec}"])
+    assert all(facts["everybody"] for facts in run.said[f"{place}/often/{spec}"])
+    found, expected = (run.models[f"{place}/{name}"] for name in (f"often/{spec}", "synchronous"))
+    np.testing.assert_allclose(found, expected, rtol=1e-14, atol=1e-14)
+    if place != "3x1":  # a third is no binary fraction
+        found = run.models[f"{place}/exact/{spec}"]
+        np.testing.assert_array_equal(found, run.models[f"{place}/exact/synchronous"])
+        digests = {f["digest"] for f in run.said[f"{place}/exact/{spec}"]}
+        assert digests == {f["digest"] for f in run.said[f"{place}/exact/synchronous"]}
+
+
+@pytest.mark.parametrize("place", ["4x1", "2x2"])
+@pytest.mark.parametrize(
+    "spec", ["delay_by_one", "periodic_averaging:period=1", "lock_step:order=awc+random_pairs"]
+)
+def test_identical_shards_give_the_trajectory_of_one_learner_to_the_bit(
+    place: str, spec: str
+) -> None:
+    run, _, _ = at(place)
+    plain = run.said[f"{place}/same shards/plain"]
+    averaged = run.said[f"{place}/same shards/{spec}"]
+    assert len(plain) == len(averaged) == 4
+    assert {facts["digest"] for facts in averaged} == {plain[0]["digest"]}
+    np.testing.assert_array_equal(
+        run.models[f"{place}/same shards/{spec}"], run.models[f"{place}/same shards/plain"]
+    )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_delay_by_one_begins_with_the_step_of_synchronous_sgd(place: str) -> None:
+    run, _, _ = at(place)
+    first = run.super_learners(f"{place}/exact/delay_by_one")[0]
+    expected = run.models[f"{place}/exact/synchronous"][0, 0]
+    assert np.ptp(first, axis=0).max() > 0.1, "models stay apart by their own gradients"
+    np.testing.assert_allclose(first.mean(axis=0), expected, rtol=0, atol=1e-15)
+    if place != "3x1":
+        np.testing.assert_array_equal(first.mean(axis=0), expected)
+
+
+@pytest.mark.parametrize("place", ["2x2", "3x1"])
+def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
+    """Rings of 2 and 3 mix with 11^T/n."""
+    run, _, _ = at(place)
+    ring = run.models[f"{place}/exact/lock_step:order=awc+fixed_ring"]
+    means = run.models[f"{place}/exact/delay_by_one"]
+    np.testing.assert_allclose(ring, means, rtol=0, atol=ROUNDING)
+    if place == "2x2":
+        np.testing.assert_array_equal(ring, means)
+
+
+@pytest.mark.parametrize("place", ["2x2", "3x1"])
+def test_averaging_after_the_step_on_a_complete_ring_is_model_averaging(place: str) -> None:
+    run, _, k = at(place)
+    setting = Setting("periodic_averaging:period=1", momentum=0.9 if k == 1 else 0.0)
+    found = run.super_learners(f"{place}/lock_step:order=atc+fixed_ring")
+    expected = simulation(place, setting).run()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
+
+
+def test_noloco_of_one_pair_without_momentum_is_model_averaging() -> None:
+    run, _, _ = at("2x2")
+    found = run.models["2x2/exact/noloco:period=2,rate=1,momentum=0"]
+    expected = run.models["2x2/exact/periodic_averaging:period=2"]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_super_learners_of_one_are_all_learners() -> None:
+    assert {facts["super_size"] for facts in trained("laws", 4).said["size/1"]} == {4}
+    assert {facts["super_size"] for facts in trained("laws", 4).said["size/2"]} == {2}
+    assert {facts["super_size"] for facts in trained("laws", 4).said["size/4"]} == {1}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_super_learner_is_plain_horovod(name: str) -> None:
+    said = trained("laws", 4).said
+    assert [f["digest"] for f in said[f"1x4/{name}"]] == [f["digest"] for f in said["1x4/horovod"]]
+    assert len({f["digest"] for f in said["1x4/horovod"]}) == 1
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "horovod"])
+def test_one_learner_is_the_plain_optimizer(name: str) -> None:
+    said = trained("alone", 1).said
+    assert said[f"1x1/{name}"][0]["digest"] == said["1x1/torch"][0]["digest"]
+
+
+# ---- the same in the node -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*LAWS, *GOSSIP, "global_average:every=5"])
+def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str) -> None:
+    said = trained("later", 4).said[f"2x2/free/{spec}"]
+    assert [facts["same"] for facts in said] == [True] * 4
+    assert said[0]["work"] > 0
+    assert said[2]["work"] > 0
+
+
+def test_learners_of_a_node_stay_the_same_with_a_second_model() -> None:
+    said = trained("nodes", 8).said["4x2/free/a2cid2"]
+    assert [facts["same"] for facts in said] == [True] * 8
+    assert sum(facts["work"] for facts in said) > 0
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+HALF = 10
+HOLDS = {"delay_by_one:reading=b": ["late"], "noloco:period=3": ["momentum", "slow"]}
+RESUMED = (
+    "delay_by_one:reading=a",
+    "delay_by_one:reading=b",
+    "lock_step:order=awc+random_ring:seed=2",
+    "lock_step:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "periodic_averaging:period=4",
+    "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
+)
+
+
+@pytest.mark.parametrize("spec", RESUMED)
+def test_a_scheme_in_step_goes_on_from_its_checkpoint_to_the_bit(spec: str) -> None:
+    """What a round owes the models when they settle, they have one step early."""
+    run = trained("later", 4)
+    setting = Setting(spec, steps=2 * HALF, momentum=0.9)
+    expected = Simulation(setting, 4, 1, run.index).run(settle_after=HALF - 1)
+    saved, resumed = (run.super_learners(f"4x1/{when}/{spec}") for when in ("saved", "resumed"))
+    np.testing.assert_allclose(saved, expected, rtol=0, atol=ROUNDING)
+    np.testing.assert_array_equal(resumed, saved[HALF:])
+    facts = run.said[f"4x1/resumed/{spec}"]
+    assert [f["digest"] for f in facts] == [f["digest"] for f in run.said[f"4x1/saved/{spec}"]]
+    block = ["delta", "global", "start"] if "block" in spec else []
+    assert {f["step"] for f in facts} == {HALF}
+    assert [f["holds"] for f in facts] == [HOLDS.get(spec, block)] * 4
+
+
+@pytest.mark.parametrize(
+    "spec", ["delay_by_one:reading=a", "lock_step:order=awc+random_ring:seed=2"]
+)
+def test_settling_changes_what_is_delayed(spec: str) -> None:
+    """So the law that the checkpoints are held to is not that of an undisturbed run."""
+    run = trained("later", 4)
+    simulated = [Simulation(Setting(spec, 2 * HALF), 4, 1, run.index) for _ in range(2)]
+    assert np.abs(simulated[0].run() - simulated[1].run(settle_after=HALF - 1)).max() > 1e-3
+
+
+FREE = ("random_pairs", "random_ring", "a2cid2", "global_average:every=7")
+
+
+def mean_of_known_gradients(run: Trained, first: int, last: int, k: int = 1) -> Any:
+    """What the mean model moves by in these steps."""
+    setting = Setting("synchronous", curvature=0.0, steps=last)
+    mean = Simulation(setting, 4 // k, k, run.index).run()[:, 0]
+    return mean[-1] - (mean[first - 1] if first else 0)
+
+
+@pytest.mark.parametrize("spec", FREE)
+def test_nothing_on_its_way_is_lost_when_a_checkpoint_is_saved(spec: str) -> None:
+    run = trained("later", 4)
+    said = run.said[f"4x1/saved/{spec}"]
+    steps = said[0]["steps"]
+    assert all(facts["owed"] for facts in said), "nothing was on its way: nothing is shown"
+    assert all(facts["exchanges"] > 5 for facts in said)
+    settled, ended = run.super_learners(f"4x1/saved/{spec}")
+    until = mean_of_known_gradients(run, 0, steps)
+    np.testing.assert_allclose(settled.mean(axis=0), until, rtol=0, atol=1e-12)
+    assert np.ptp(settled, axis=0).max() > 1e-3, "each super learner has saved its own"
+    assert np.ptp(ended, axis=0).max() == 0
+    np.testing.assert_allclose(
+        ended[0], mean_of_known_gradients(run, 0, steps + HALF), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [(spec, "4x1") for spec in FREE] + [(spec, "2x2") for spec in ("random_pairs", "random_ring")],
+)
+def test_the_mean_model_goes_on_from_the_checkpoints(spec: str, place: str) -> None:
+    """With four super learners, each from its own file; with two, from the mean of the files."""
+    run = trained("later", 4)
+    settled = run.super_learners(f"4x1/saved/{spec}")[0].mean(axis=0)
+    ended = run.super_learners(f"{place}/resumed/{spec}")[0]
+    moved = mean_of_known_gradients(run, 0, 20)
+    np.testing.assert_allclose(ended - settled, np.tile(moved, (len(ended), 1)), atol=1e-12)
+    assert sum(facts["exchanges"] for facts in run.said[f"{place}/resumed/{spec}"]) > 5
+
+
+# ---- distance -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["random_pairs", "delay_by_one", "lock_step"])
+@pytest.mark.parametrize("place", PLACES)
+def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None:
+    run, _, k = at(place)
+    case = f"{place}/distance/{spec}"
+    assert run.said[case][0]["expected"] > 0.1
+    for facts in run.said[case]:
+        assert facts["measured"] == pytest.approx(facts["expected"], rel=1e-12)
+        assert facts["kept"], "parameters changed"
+    expected = simulation(place, Setting("synchronous", steps=10, curvature=0.0)).run()[-1]
+    found = run.models[case][::k, 1]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    if spec == "delay_by_one":  # the mean on its way was not touched
+        delayed = simulation(place, Setting(spec, steps=10, curvature=0.0)).run()[-1]
+        np.testing.assert_allclose(run.models[case][::k, 0], delayed, rtol=0, atol=1e-12)
+
+
+# ---- wrong use and failures ---------------------------------------------------------------------
+
+REFUSED = {
+    "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),
+    "a2cid2": ("ConfigError", ("nothing to accelerate", "4 or more")),
+    "global_average+synchronous": (
+        "ConfigError",
+        ("global_average", "synchronous", "random_pairs"),
+    ),
+    "closure": ("UnsupportedOptimizerError", ("closure", "reading=a")),
+    "group/delay_by_one:reading=b": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),
+    "group/periodic_averaging:block_momentum=0.5": ("UnsupportedOptimizerError", ("block",)),
+    "group/noloco": ("UnsupportedOptimizerError", ("noloco",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("place", PLACES)
+def test_wrong_use_is_an_error_on_every_learner(place: str, name: str) -> None:
+    run, n, k = at(place)
+    if name == "a2cid2" and n > 3:
+        return
+    kind, words = REFUSED[name]
+    said = run.said[f"{place}/refused/{name}"]
+    assert [facts.get("error") for facts in said] == [kind] * (n * k), said
+    for facts in said:
+        for word in words:
+            assert word in facts["text"]
+
+
+def finite(models: Any) -> Any:
+    return np.isfinite(models).all(axis=-1)
+
+
+@pytest.mark.parametrize(
+    "spec", ["periodic_averaging:period=2", "delay_by_one", "delay_by_one:reading=b"]
+)
+def test_the_mean_is_made_without_a_model_that_is_not_finite(spec: str) -> None:
+    run = trained("later", 4)
+    models = run.super_learners(f"4x1/nan/{spec}")
+    assert not finite(models[1:, 0]).any(), "super learner 0 was to be lost"
+    assert finite(models[:, 1:]).all()
+    expected = Simulation(Setting(spec, steps=8), 4, 1, run.index)
+    after = []
+    delayed = spec.startswith("delay")
+    for step in range(8):
+        expected.alone = (0,) if step >= 1 + delayed else ()  # step 1 takes in what step 0 left
+        expected.step(step)
+        after.append(expected.W)
+    np.testing.assert_allclose(models[:, 1:], np.array(after)[:, 1:], rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "lock_step:order=awc+random_pairs",
+        "lock_step:order=atc+fixed_ring",
+        "noloco:period=2",
+        "global_average:every=2",
+    ],
+)
+def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
+    models = trained("later", 4).super_learners(f"4x1/nan/{spec}")
+    assert not finite(models[1:, 0]).any()
+    assert finite(models[:, 1:]).all()
+
+
+@functools.cache
+def uneven() -> dict[str, list[Facts]]:
+    """Three super learners; the first leaves early."""
+    return by_case(run_learners(3, UNEVEN, env=ALONE, timeout=200).checked())
+
+
+@pytest.mark.parametrize(
+    ("spec", "period"),
+    [
+        ("delay_by_one", 1),
+        ("delay_by_one:reading=b", 1),
+        ("periodic_averaging:period=2", 2),
+        ("periodic_averaging:period=1,block_momentum=0.5", 1),
+        ("global_average:every=2", 2),
+    ],
+)
+def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: int) -> None:
+    first, *others = uneven()[spec]
+    assert "error" not in first, first
+    assert first["steps"] == 3
+    for facts in others:
+        assert facts["error"] == "PeerLostError", facts
+        assert "learner 0 has left" in facts["text"]
+        assert "as many steps" in facts["text"]
+        assert 3 <= facts["steps"] <= 3 + period
+        assert facts["took"] < DEADLINE_S + LEAVE_S + 20, "deadlines, and a busy machine"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["lock_step:order=awc+fixed_ring", "lock_step:order=atc+random_pairs", "noloco:period=1"],
+)
+def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
+    said = uneven()[spec]
+    assert [facts["steps"] for facts in said] == [3, 12, 12]
+    assert not [facts for facts in said if "error" in facts or not facts["finite"]]
+
+
+def test_a_script_with_uneven_steps_ends() -> None:
+    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=150)
+    assert result.returncode != 0, result.report()
+    assert "PeerLostError" in result.stderr, result.report()
+    assert "learner 0 has left" in result.stderr
