@@ -16,7 +16,7 @@ from hvd_adpsgd.strategies.rules import SlowModel
 
 __all__ = ["NoLoCo"]
 
-NOLOCO_ROUNDS = 4096
+NOLOCO_ROUNDS = 1024
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class NoLoCo(Strategy):
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def plan(self, outer_rank: int, outer_size: int) -> Plan:
-        """4096 rounds of perfect matchings."""
+        """1024 rounds of perfect matchings."""
         topology.require_rank(outer_size, outer_rank)
         if outer_size == 1:
             return Plan.nobody()
