@@ -3,10 +3,9 @@
 Run by `python -m hvd_adpsgd bench overlap`. Each learner, its own super learner, trains a model of
 --mib with known gradients; the computation of a step is a sleep, which stands for a GPU's work and
 leaves the processor to the engine, or with --busy real matrix products, which share it. Its length
-goes in times of the mean of all,
-as that takes when nothing else runs. In turn, so that all see
-the same machine: the plain optimizer, delay-by-one (the mean of all runs beside the computation)
-and averaging after every step (the step waits for it).
+is given in times of the mean of all, as that takes when nothing else runs. In turn, so that all see
+the same machine: the plain optimizer, delay-by-one (the mean of all runs beside the computation) and
+averaging after every step (the step waits for it).
 
 With t_off the time of a plain step and t_mean that of the mean with nothing beside it, full overlap
 gives max(t_off, t_mean), none t_off + t_mean; either way the step also adds corrections and fills the
