@@ -50,7 +50,7 @@ def test_a2cid2_keeps_the_mean_and_the_bits_of_a_node(learners: int, size: int) 
         timeout=200,
     ).checked()
     said = result.by_rank()
-    print("seed", said[0]["seed"], "mean of x alone", said[0]["mean_error_of_x"], result.stderr)
+    print("seed", said[0]["seed"], result.stderr)
     assert len(said) == learners
     nodes: dict[int, set[tuple[str, ...]]] = {}
     for facts in said:

@@ -34,7 +34,7 @@ def main() -> None:
     averaging = optimizer._averaging  # type: ignore[attr-defined]
     (distance,) = averaging.rule.tensors()["distance"]
     first = world.super_rank * world.inner_size  # learners of a node have consecutive ranks
-    digests, worst, alone, pause = [], 0.0, 0.0, pauses(3e-3)
+    digests, worst, moved, pause = [], 0.0, 0.0, pauses(3e-3)
     for step in range(STEPS):
         optimizer.zero_grad()
         (model * gradient(step, hvd.rank())).sum().backward()
@@ -43,14 +43,12 @@ def main() -> None:
         ideal.grad = torch.stack(node).mean(dim=0)
         plain.step()
         digests.append(digest([model, distance]))
+        moved = max(moved, float(distance.norm()))
         next(pause)
         if (step + 1) % CHECK == 0:
-            with hvd.settled():
-                middle = model.detach() + distance / 2
-                worst = max(worst, error(middle, ideal))
-                alone = max(alone, error(model, ideal))
-    apart = hvd.consensus_distance(Holder(model))
-    moved = float(distance.norm())
+            apart = hvd.consensus_distance(Holder(model))
+            with hvd.settled():  # the model is the middle of both
+                worst = max(worst, error(model, ideal))
     holder = Holder(model)
     hvd.average_model(holder)
     expected = mean(ideal)
@@ -59,7 +57,6 @@ def main() -> None:
         super_rank=hvd.super_rank(),
         digests=digests,
         mean_error=worst,
-        mean_error_of_x=alone,
         mean_model_error=float((model.detach() - expected).norm() / expected.norm()),
         apart=apart,
         distance=moved,
