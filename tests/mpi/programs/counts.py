@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from learner import generator, pauses, say
+from learner import generator, pauses, say, wait_exchanged
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import world as worlds
@@ -48,6 +48,7 @@ class Training:
             if hvd.super_rank() == 0:
                 next(pause)
             self.step()
+        wait_exchanged(self.optimizer)
 
     def numbers(self) -> dict[str, Any]:
         return self.optimizer._averaging.metrics()  # type: ignore[no-any-return]

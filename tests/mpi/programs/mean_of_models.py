@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from learner import digest, generator, pauses, retired, same_everywhere, same_in_node, say
+from learner import (
+    digest,
+    generator,
+    pauses,
+    retired,
+    same_everywhere,
+    same_in_node,
+    say,
+    wait_exchanged,
+)
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import world as worlds
@@ -87,6 +96,7 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
         began = time.monotonic()
         same = train(model, optimizer, range(STEPS), dtype, pause, skips, name == "between")
         took = time.monotonic() - began
+        wait_exchanged(optimizer)
         if skips:  # corrections published for a step that never comes
             unfinished(model, optimizer)
         spread = max(worlds.current().comm.allgather(digest(model.parameters())))

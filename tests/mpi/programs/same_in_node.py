@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from learner import generator, pauses, retired, same_in_node, say
+from learner import generator, pauses, retired, same_in_node, say, wait_exchanged
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -353,6 +353,7 @@ def main() -> None:
         with retired(case.optimizer), warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             same = list(train(case, pause))
+            wait_exchanged(case.optimizer)
         finite = all(torch.isfinite(p).all() for p in case.averaged())
         said = [str(w.message) for w in heard if "lr_scheduler" in str(w.message)]
         numbers = case.optimizer._averaging.metrics()  # type: ignore[attr-defined]

@@ -15,7 +15,17 @@ from typing import Any
 import horovod.torch as horovod
 import numpy as np
 import torch
-from learner import SEED, digest, outcome, pauses, retired, same_everywhere, same_in_node, say
+from learner import (
+    SEED,
+    digest,
+    outcome,
+    pauses,
+    retired,
+    same_everywhere,
+    same_in_node,
+    say,
+    wait_exchanged,
+)
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import world as worlds
@@ -184,6 +194,7 @@ def global_averages(where: str) -> None:
                     models.append(look(model))
                 apart.append(not same_everywhere(model))
             MODELS[f"{where}/{s.spec}"] = np.array(models)
+            wait_exchanged(optimizer)
             exchanges = optimizer._averaging.metrics()["exchanges"]
             means = optimizer._averaging.metrics()["means"]
         facts = {"alike": alike, "apart": apart, "exchanges": exchanges, "means": means}
@@ -354,6 +365,7 @@ def save(folder: Path, where: str) -> None:
             for later in range(step, step + HALF):
                 next(pause)
                 advance(s, later, model, optimizer)
+            wait_exchanged(optimizer)
             exchanges = optimizer._averaging.metrics()["exchanges"]
             hvd.average_model(model)
             MODELS[f"{where}/saved/{spec}"] = np.array([settled, look(model)])
@@ -410,6 +422,7 @@ def resume_free(folder: Path, case: str, spec: str, files: list[int]) -> None:
         for step in range(20):
             next(pause)
             advance(s, step, model, optimizer)
+        wait_exchanged(optimizer)
         exchanges = optimizer._averaging.metrics()["exchanges"]
         hvd.average_model(model)
         MODELS[case] = look(model)[np.newaxis]
