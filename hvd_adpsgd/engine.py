@@ -150,7 +150,7 @@ class Engine:
         self._announced = 0  # generations the thread knows
         self._loop: Loop | None = None
         self._names = list(names) or [str(i) for i in range(outer.Get_size() if outer else 0)]
-        self._awaited: tuple[int, int] | int | None = None  # of the round begun last
+        self._round_over: Callable[[float], bool] | None = None  # of the round begun last
         self._met: dict[int, int] = {}  # exchanges with its partners before that
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
@@ -347,12 +347,13 @@ class Engine:
             self._loop.pause(True)
             self._wait(self._loop.wait_quiet)
         replace = rounds.order == AFTER or isinstance(self._plan.rule, DelayGradients)
-        self._awaited = self._loop.begin_mean(replace)
+        number = self._loop.begin_mean(replace)
+        self._round_over = functools.partial(self._loop.wait_mean, number)
 
     def _begin_pairs(self, number: int, asked: int, asker: int) -> None:
         assert self._loop is not None
         self._met = {p: self._loop.met(p) for p in (asked, asker) if p != NOBODY}
-        self._awaited = (asked, asker)
+        self._round_over = self._pairs_over
         self._loop.begin_round(number + 1, asked)  # 0 is for gossip without rounds
 
     def finish_round(self) -> None:
@@ -364,13 +365,9 @@ class Engine:
             PeerLostError: if the mean of all needs a super learner that has left or is lost.
             AdpsgdError: the first failure after which averaging cannot go on.
         """
-        awaited, self._awaited = self._awaited, None
-        if self._loop is None or awaited is None:
-            return
-        if isinstance(awaited, int):
-            self._wait(functools.partial(self._loop.wait_mean, awaited))
-        else:
-            self._wait(self._pairs_over)
+        over, self._round_over = self._round_over, None
+        if over is not None:
+            self._wait(over)
 
     def _pairs_over(self, seconds: float) -> bool:
         """Whether every partner of the round has finished its exchange, or never will."""

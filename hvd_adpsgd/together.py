@@ -125,7 +125,7 @@ def _all_agree(comm: Any, success: bool) -> bool:
     """Whether all learners of `comm` live and were successful; the same answer on all living.
 
     A no is asked again: beside another thread's messages Open MPI 5.0's agreement now and then gives
-    0 where everybody said 1, to all alike (about 1 in 500 under load).
+    0 where everybody said 1, to all alike.
     """
     for _ in range(AGREEMENTS):
         answer = _agreement(comm, success)

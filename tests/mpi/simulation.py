@@ -17,6 +17,25 @@ from hvd_adpsgd.strategies import parse
 
 Array = NDArray[np.float64]
 
+LAWS = (
+    "delay_by_one:reading=a",
+    "delay_by_one:reading=b",
+    "periodic_averaging:period=3",
+    "periodic_averaging:period=3,block_momentum=0.75",
+    "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
+    "lock_step:order=awc+fixed_ring",
+    "lock_step:order=atc+fixed_ring",
+    "lock_step:order=awc+random_ring:seed=2",
+    "lock_step:order=atc+random_ring:seed=2",
+    "lock_step:order=awc+random_pairs:seed=1",
+    "lock_step:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
+)
+GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
+EXACT = {"steps": 7, "curvature": 0.5, "exact": True}
+KNOWN = {"steps": 14, "curvature": 0.0}
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launcher import Result, run_learners
-from simulation import Setting, Simulation
+from simulation import GOSSIP, LAWS, Setting, Simulation
 
 from hvd_adpsgd.strategies import STRATEGIES
 
@@ -34,22 +34,6 @@ ALONE = {
     "HVD_ADPSGD_LEAVE_DEADLINE_S": str(LEAVE_S),
 }
 ROUNDING = 1e-13  # of models of size 3 after 14 steps
-LAWS = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
-    "periodic_averaging:period=3",
-    "periodic_averaging:period=3,block_momentum=0.75",
-    "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
-    "lock_step:order=awc+fixed_ring",
-    "lock_step:order=atc+fixed_ring",
-    "lock_step:order=awc+random_ring:seed=2",
-    "lock_step:order=atc+random_ring:seed=2",
-    "lock_step:order=awc+random_pairs:seed=1",
-    "lock_step:order=atc+random_pairs:seed=1",
-    "noloco:period=3",
-    "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
-)
-GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 PLACES = ("4x1", "2x2", "3x1")  # super learners x learners of each
 
 Facts = dict[str, Any]

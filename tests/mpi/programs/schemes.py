@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +31,14 @@ from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.strategies import STRATEGIES
 
+sys.path.append(str(Path(__file__).parents[1]))
+from simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
+
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
 SIZES = [15, 1, 66_001]
 INDEX = np.unique([*range(16), *range(16, sum(SIZES), 4111), sum(SIZES) - 1])
 
-LAWS = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
-    "periodic_averaging:period=3",
-    "periodic_averaging:period=3,block_momentum=0.75",
-    "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
-    "lock_step:order=awc+fixed_ring",
-    "lock_step:order=atc+fixed_ring",
-    "lock_step:order=awc+random_ring:seed=2",
-    "lock_step:order=atc+random_ring:seed=2",
-    "lock_step:order=awc+random_pairs:seed=1",
-    "lock_step:order=atc+random_pairs:seed=1",
-    "noloco:period=3",
-    "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
-)
-GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 MODELS: dict[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """See simulation.py."""
-
-    spec: str
-    steps: int = 14
-    curvature: float = 0.7
-    exact: bool = False
-    momentum: float = 0.0
-    same_shards: bool = False
-
-    @property
-    def lr(self) -> float:
-        return 0.125 if self.exact else 0.1
-
-
-EXACT = {"steps": 7, "curvature": 0.5, "exact": True}
-KNOWN = {"steps": 14, "curvature": 0.0}
 
 
 def fresh() -> torch.nn.ParameterList:
