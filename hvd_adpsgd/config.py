@@ -194,6 +194,13 @@ class Config:
         low=0.05,
         high=3600,
     )
+    on_loss: str = _knob(
+        "go_on",
+        str,
+        "",
+        "operations over all learners when some are lost: go on with the others, or raise",
+        choices=("go_on", "raise"),
+    )
     timeline: str | None = _knob(
         None,
         str,

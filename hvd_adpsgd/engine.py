@@ -42,6 +42,7 @@ from hvd_adpsgd.metrics import STALENESS_BINS
 from hvd_adpsgd.mixing import consensus_from_exchanges
 from hvd_adpsgd.strategies.plan import AFTER, NOBODY, Plan, Rounds
 from hvd_adpsgd.strategies.rules import DelayGradients
+from hvd_adpsgd.together import survives_losses
 
 __all__ = ["Engine", "EngineOptions", "exchange_metrics"]
 
@@ -142,6 +143,7 @@ class Engine:
         self.layout = Layout(options.chunk_nbytes)
         self._inner = inner
         self._outer = outer
+        self._everybody: Any = None  # the leaders' communicator for means of all
         self._plan = plan
         self._arena = Arena()
         self._memory: list[Any] = []  # whatever the arena points to
@@ -207,6 +209,9 @@ class Engine:
             options.chunk_nbytes,
             options.timeline,
         )
+        if _of_all(self._plan.in_step):
+            self._everybody = self._outer.Dup()
+            self._loop.average_all(MPI._addressof(self._everybody), survives_losses())
         if options.share_host:
             outboxes = Outboxes(Loop.shared_nbytes(options.chunk_nbytes), self._outer)
             self._memory.append(outboxes)
@@ -359,10 +364,11 @@ class Engine:
     def finish_round(self) -> None:
         """Wait until what the round owes the model is in the open slot; nothing to do without one.
 
-        A partner that has left or is lost is not waited for; the mean of all cannot do without.
+        A partner that has left or is lost is not waited for. A mean of all goes on without the lost
+        (under ULFM), and without those who have left once their processes have ended.
 
         Raises:
-            PeerLostError: if the mean of all needs a super learner that has left or is lost.
+            PeerLostError: if a mean of all needs a super learner that has left or is lost.
             AdpsgdError: the first failure after which averaging cannot go on.
         """
         over, self._round_over = self._round_over, None
@@ -418,8 +424,8 @@ class Engine:
         if kind == _FAULT_GONE:
             return PeerLostError(
                 f"super learner {who} has left or is lost, and this strategy averages over all super "
-                "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which "
-                "goes on without it.",
+                "learners. Let all make as many steps, launch under `--with-ft ulfm` to go on without "
+                "the lost, or use a gossip strategy (random_pairs), which waits for nobody.",
                 code=code,
                 partner=partner if partner >= 0 else None,
             )
@@ -487,6 +493,10 @@ class Engine:
 
 def _in_pairs(rounds: Rounds | None) -> bool:
     return rounds is not None and rounds.partners is not None
+
+
+def _of_all(rounds: Rounds | None) -> bool:
+    return rounds is not None and rounds.partners is None
 
 
 def exchange_metrics(counters: Mapping[str, Any] | None) -> dict[str, Any]:

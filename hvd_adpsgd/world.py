@@ -30,6 +30,7 @@ from hvd_adpsgd.errors import (
     InnerOnlyError,
     LaunchError,
     NotInitializedError,
+    PeerLostError,
     TopologyError,
     WorldError,
 )
@@ -81,6 +82,7 @@ class World:
         config: the knobs, the same on all learners.
         comm: all learners that live; without the lost ones after `together` has noticed.
         ranks: the learners of `comm`, by their rank there.
+        on_loss: what operations over all learners do without the lost: "go_on" or "raise".
         goodbye: all learners; used by shutdown only, whose barrier must not meet another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
@@ -90,7 +92,7 @@ class World:
         cross_rank, cross_size: among the learners with this local_rank, one per host at most.
         super_rank, super_size: which super learner, of how many; numbered by their smallest ranks.
         inner_rank, inner_size: among the learners of the super learner.
-        leaders: ranks of the leaders, by super_rank.
+        groups: ranks of the learners of each super learner, by super_rank; the first leads.
         hostname: of this host.
         seats: of all learners, by rank.
     """
@@ -110,11 +112,12 @@ class World:
     super_size: int
     inner_rank: int
     inner_size: int
-    leaders: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     hostname: str
     seats: tuple[Seat, ...]
     ranks: tuple[int, ...]
     goodbye: Any
+    on_loss: str
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -135,12 +138,15 @@ class World:
             What the operation returns.
 
         Raises:
+            PeerLostError: on all learners, if one is lost and `on_loss` says "raise".
             PeerLostError, TransportError: if MPI fails and ULFM is off.
         """
 
         def told(comm: Any) -> T:
             if comm is not self.comm:
                 self._adopt(comm, doing)
+            if self.on_loss == "raise":
+                self._require_everybody(doing)
             return operation(comm)
 
         return run_together(self.comm, doing, told)[0]
@@ -157,6 +163,24 @@ class World:
                 lost,
                 len(ranks),
             )
+
+    def _require_everybody(self, doing: str) -> None:
+        """The same outcome on all learners of `comm`."""
+        if len(self.ranks) < self.size:
+            lost = sorted(set(range(self.size)) - set(self.ranks))
+            raise PeerLostError(
+                f"{doing}: learners {lost} of {self.size} are lost, and HVD_ADPSGD_ON_LOSS or "
+                'hvd.on_loss says "raise". Save the model and restart, or go on with the others '
+                'inside `with hvd.on_loss("go_on")`.'
+            )
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of the learners that this one knows to be lost, and of those beside them.
+
+        A super learner leaves when one of its learners is lost. Others may know a moment later.
+        """
+        failed = set(range(self.size)) - set(self.ranks) | _failed(self.comm, self.ranks)
+        return tuple(sorted(r for group in self.groups if failed & set(group) for r in group))
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
@@ -471,7 +495,8 @@ def _cut(
         super_size=len(groups),
         inner_rank=inner.Get_rank(),
         inner_size=inner.Get_size(),
-        leaders=tuple(group[0] for group in groups),
+        groups=tuple(tuple(group) for group in groups),
+        on_loss=config.on_loss,
         hostname=seat.hostname,
         seats=seats,
         ranks=tuple(range(len(seats))),
@@ -603,14 +628,23 @@ def _meet(comm: Any, ends: float) -> bool:
         return False
 
 
-def _count_lost(comm: Any) -> int:
-    """How many processes of a communicator are known to have ended; 0 if MPI cannot tell."""
+def _failed(comm: Any, ranks: Sequence[int]) -> set[int]:
+    """The numbers of the processes of a communicator that are known to have ended."""
     from mpi4py import MPI
 
+    if not survives_losses():
+        return set()
     try:
-        return int(comm.Get_failed().Get_size()) if survives_losses() else 0
+        failed, group = comm.Get_failed(), comm.Get_group()
+        places = failed.Translate_ranks(list(range(failed.Get_size())), group)
     except MPI.Exception:
-        return 0
+        return set()
+    return {ranks[place] for place in places}
+
+
+def _count_lost(comm: Any) -> int:
+    """How many processes of a communicator are known to have ended; 0 if MPI cannot tell."""
+    return len(_failed(comm, range(comm.Get_size())))
 
 
 def _free(*communicators: Any) -> None:

@@ -25,6 +25,11 @@ In rounds the trainer says who asks whom; an engine says NO to the question of a
 The mean of all is a sum by MPI, chunk after chunk, LANES of them on their way at once. Each chunk
 carries two more numbers: how many contribute (a model that is not finite does not), and the sum of
 a number that belongs to the layout, which shows whether all average the same tensors.
+
+With ULFM all agree at the end of a mean that everybody has it. If somebody was lost meanwhile, the
+living make a smaller communicator and take the mean again, all of them from its first chunk: it
+then is of what their models have become, so a chunk that some had merged already is only averaged
+once more.
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -37,9 +42,8 @@ from hvd_adpsgd._arena cimport (Arena, Memory, memory_merge, memory_nbytes, memo
                                 pthread_mutex_t)
 from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_NONE, FAILURE_PARTNER,
                                     FAILURE_PENDING, TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
-                                    classify, data_tag, give_up, post_receive, post_send, post_sum,
-                                    test,
-                                    transport_open)
+                                    classify, data_tag, give_up, post_agreement, post_receive,
+                                    post_send, post_sum, revoke, shrink, test, transport_open)
 
 cdef extern from "<time.h>" nogil:
     ctypedef int clockid_t
@@ -120,6 +124,11 @@ cdef enum Phase:
     ASKED = 1
     RUNNING = 2
     BROKEN = 3
+
+cdef enum Stage:            # of a mean of all
+    SUMMING = 0
+    DRAINING = 1            # broken: requests under way end, with an error or not
+    AGREEING = 2
 
 cdef enum Partner:
     ALIVE = 0
@@ -205,6 +214,12 @@ cdef struct Share:          # one chunk on its way to the mean of all
     mpi.MPI_Request request
 
 cdef struct Mean:
+    mpi.MPI_Comm comm       # of its own, for it may be revoked; without the lost
+    int size
+    bint survives           # ULFM is on
+    Stage stage
+    int* agreed             # behind the buffers: MPI may know it longer than this lives
+    mpi.MPI_Request agreement
     int64_t wanted          # means that the trainer asked for, and those that are over
     int64_t finished
     bint running
@@ -885,14 +900,15 @@ cdef bint reserve_mean(State* e) noexcept nogil:
     cdef int64_t sums = 2 * e.lane_nbytes + 16      # a 16-bit chunk doubles
     if m.buffers != NULL:
         return True
-    m.lane_nbytes = e.lane_nbytes + 2 * sums
-    m.buffers = <char*>malloc(LANES * m.lane_nbytes)
+    m.lane_nbytes = e.lane_nbytes + 2 * sums        # a multiple of 4, as the lane is
+    m.buffers = <char*>malloc(LANES * m.lane_nbytes + sizeof(int))
     if m.buffers == NULL:
         return False
     for i in range(LANES):
         m.shares[i].own = m.buffers + i * m.lane_nbytes
         m.shares[i].mine = m.shares[i].own + e.lane_nbytes
         m.shares[i].total = m.shares[i].mine + sums
+    m.agreed = <int*>(m.buffers + LANES * m.lane_nbytes)
     return True
 
 
@@ -905,13 +921,18 @@ cdef bint begin_mean(State* e) noexcept nogil:
         return False
     m.running = True
     m.nchunks = e.generations[e.ngenerations - 1].nchunks
+    m.began = now()
+    m.nbytes = 0
+    begin_sums(m)
+    return True
+
+
+cdef void begin_sums(Mean* m) noexcept nogil:
+    m.stage = SUMMING
     m.next = 0
     m.done = 0
-    m.began = now()
-    m.moved = m.began
     m.square = 0
-    m.nbytes = 0
-    return True
+    m.moved = now()
 
 
 cdef double layout_mark(State* e, int chunk) noexcept nogil:
@@ -946,7 +967,7 @@ cdef bint start_share(State* e) noexcept nogil:
     s.began = now()
     s.busy = True
     m.next += 1
-    code = post_sum(&e.transport, s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
+    code = post_sum(m.comm, s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
     if code != mpi.MPI_SUCCESS:
         break_mean(e, code)
         return False
@@ -972,7 +993,7 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
             return False
     learners = get_number(s, s.total, 0)
     square = -2.0
-    if get_number(s, s.total, 1) != e.transport.size * layout_mark(e, chunk):
+    if get_number(s, s.total, 1) != m.size * layout_mark(e, chunk):
         latch(e, FAULT_LAYOUT, 0, NOBODY)
     elif not s.void and learners > 0:
         square = memory_merge_mean(e.memory, chunk, m.replace, learners, s.total, s.mine)
@@ -993,20 +1014,86 @@ cdef bint advance_mean(State* e) noexcept nogil:
     """Whatever can be done now for the mean of all. True if something was."""
     cdef Mean* m = &e.mean
     cdef bint moved = begin_mean(e)
-    cdef int i
     if not m.running or e.fault != FAULT_NONE:
         return moved
-    for i in range(LANES):
-        if e.fault == FAULT_NONE:
-            moved |= advance_share(e, i)
-    while e.fault == FAULT_NONE and start_share(e):
-        moved = True
+    if m.stage == SUMMING:
+        moved |= advance_sums(e)
+    elif m.stage == DRAINING:
+        moved |= drain_sums(e)
+    else:
+        moved |= advance_agreement(e)
     if moved:
         m.moved = now()
-    if m.done == m.nchunks:
-        finish_mean(e)
-    else:
+    elif m.running:
         require_everybody(e)
+    return moved
+
+
+cdef bint advance_sums(State* e) noexcept nogil:
+    cdef Mean* m = &e.mean
+    cdef bint moved = False
+    cdef int i
+    for i in range(LANES):
+        if e.fault == FAULT_NONE and m.stage == SUMMING:
+            moved |= advance_share(e, i)
+    while e.fault == FAULT_NONE and m.stage == SUMMING and start_share(e):
+        moved = True
+    if e.fault == FAULT_NONE and m.stage == SUMMING and m.done == m.nchunks:
+        conclude(e)
+        return True
+    return moved
+
+
+cdef void conclude(State* e) noexcept nogil:
+    """All sums are in here; are they everywhere?"""
+    if e.mean.survives:
+        agree(e, True)
+    else:
+        finish_mean(e)
+
+
+cdef void agree(State* e, bint good) noexcept nogil:
+    cdef Mean* m = &e.mean
+    cdef int code
+    m.stage = AGREEING
+    m.agreed[0] = good
+    code = post_agreement(m.comm, m.agreed, &m.agreement)
+    if code != mpi.MPI_SUCCESS:
+        latch(e, FAULT_MPI, code, NOBODY)
+
+
+cdef bint advance_agreement(State* e) noexcept nogil:
+    """The mean is over if all say so; else the living take it again. All alike."""
+    cdef Mean* m = &e.mean
+    cdef bint done = False
+    cdef int code = test(&m.agreement, &done, NULL)
+    if not done:
+        return False
+    if code == mpi.MPI_SUCCESS and m.agreed[0]:
+        finish_mean(e)
+        return True
+    lose_acknowledged(e)
+    code = shrink(&m.comm, &m.size)
+    if code != mpi.MPI_SUCCESS:
+        latch(e, FAULT_MPI, code, NOBODY)
+    begin_sums(m)
+    return True
+
+
+cdef bint drain_sums(State* e) noexcept nogil:
+    """Wait for the requests of a broken mean, whose buffers MPI may still touch; then say no."""
+    cdef Mean* m = &e.mean
+    cdef bint moved = False, done, busy = False
+    cdef int i
+    for i in range(LANES):
+        if m.shares[i].busy:
+            test(&m.shares[i].request, &done, NULL)
+            m.shares[i].busy = not done
+            moved |= done
+        busy |= m.shares[i].busy
+    if not busy:
+        agree(e, False)
+        return True
     return moved
 
 
@@ -1024,24 +1111,34 @@ cdef void finish_mean(State* e) noexcept nogil:
 
 
 cdef void require_everybody(State* e) noexcept nogil:
-    """A mean waits for the slow, but not for whoever will never come."""
+    """A mean waits for the slow, but not for whoever will never come.
+
+    With ULFM who is lost is no longer asked, nor who has left once its process has ended."""
     cdef int partner = find_gone(e)
-    if partner != NOBODY and now() - e.mean.moved > e.deadline_s:   # what it sent may still arrive
+    cdef double patience = e.deadline_s         # what it sent may still arrive
+    if e.mean.survives:
+        patience += 2 * e.leave_deadline_s
+    if partner != NOBODY and now() - e.mean.moved > patience:
         latch(e, FAULT_GONE, 0, partner)
 
 
 cdef int find_gone(State* e) noexcept nogil:
     cdef int partner
     for partner in range(e.transport.size):
-        if e.partners[partner] >= LEFT:
+        if e.partners[partner] == LEFT or (e.partners[partner] == LOST and not e.mean.survives):
             return partner
     return NOBODY
 
 
 cdef void break_mean(State* e, int code) noexcept nogil:
-    """A sum without one of the learners is not the mean: the trainer must know."""
-    handle_failure(e, code, NOBODY)
-    latch(e, FAULT_GONE, code, find_gone(e))
+    """A sum has failed: nobody else may wait for one."""
+    cdef Mean* m = &e.mean
+    if m.survives:
+        revoke(m.comm)
+        m.stage = DRAINING
+    else:                                       # without one of the learners it is not the mean
+        handle_failure(e, code, NOBODY)
+        latch(e, FAULT_GONE, code, find_gone(e))
 
 
 # ---- failures ------------------------------------------------------------------------------
@@ -1332,6 +1429,14 @@ cdef class Loop:
         e.wanted = partner
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
+
+    def average_all(self, uintptr_t comm_address, bint survives):
+        """Means of all go over this communicator, errors returned; `survives`: ULFM is on."""
+        cdef Mean* m = &self.state.mean
+        m.comm = (<mpi.MPI_Comm*>comm_address)[0]
+        m.survives = survives
+        m.agreement = mpi.MPI_REQUEST_NULL
+        mpi.MPI_Comm_size(m.comm, &m.size)
 
     def begin_mean(self, bint replace):
         """Take part in the next mean of all, as every other engine must. Returns its number."""

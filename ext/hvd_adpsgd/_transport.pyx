@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: the engine's thread reaches MPI through these few calls without the GIL.
-"""Point-to-point messages between leaders over one MPI communicator."""
+"""Messages and sums between leaders over MPI communicators, and what to do when one is lost."""
 
 cdef extern from * nogil:
     """
@@ -19,17 +19,34 @@ cdef extern from * nogil:
       int code = MPIX_Comm_failure_ack(comm);
       return code == MPI_SUCCESS ? MPIX_Comm_failure_get_acked(comm, failed) : code;
     }
+    static int adpsgd_agree(MPI_Comm comm, int* flag, MPI_Request* request) {
+      return MPIX_Comm_iagree(comm, flag, request);
+    }
+    static int adpsgd_revoke(MPI_Comm comm) { return MPIX_Comm_revoke(comm); }
+    static int adpsgd_shrink(MPI_Comm comm, MPI_Comm* smaller) {
+      return MPIX_Comm_shrink(comm, smaller);
+    }
     static const int adpsgd_has_ulfm = 1;
     #else
     static int adpsgd_failure_class(int cls) { (void)cls; return 3; }
     static int adpsgd_acknowledge(MPI_Comm comm, MPI_Group* failed) {
       (void)comm; *failed = MPI_GROUP_EMPTY; return MPI_SUCCESS;
     }
+    static int adpsgd_agree(MPI_Comm comm, int* flag, MPI_Request* request) {
+      (void)comm; (void)flag; *request = MPI_REQUEST_NULL; return MPI_SUCCESS;
+    }
+    static int adpsgd_revoke(MPI_Comm comm) { (void)comm; return MPI_ERR_OTHER; }
+    static int adpsgd_shrink(MPI_Comm comm, MPI_Comm* smaller) {
+      (void)comm; (void)smaller; return MPI_ERR_OTHER;
+    }
     static const int adpsgd_has_ulfm = 0;
     #endif
     """
     int adpsgd_failure_class(int cls)
     int adpsgd_acknowledge(mpi.MPI_Comm comm, mpi.MPI_Group* failed)
+    int adpsgd_agree(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request)
+    int adpsgd_revoke(mpi.MPI_Comm comm)
+    int adpsgd_shrink(mpi.MPI_Comm comm, mpi.MPI_Comm* smaller)
     const int adpsgd_has_ulfm
 
 HAS_ULFM = bool(adpsgd_has_ulfm)
@@ -50,13 +67,36 @@ cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int ta
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, t.comm, request)
 
 
-cdef int post_sum(Transport* t, const void* mine, void* total, int count, bint double_precision,
-                  mpi.MPI_Request* request) noexcept nogil:
-    """total = the sum over all leaders, who post their sums in one order."""
+cdef int post_sum(mpi.MPI_Comm comm, const void* mine, void* total, int count,
+                  bint double_precision, mpi.MPI_Request* request) noexcept nogil:
+    """total = the sum over all of `comm`, who post their sums in one order."""
     request[0] = mpi.MPI_REQUEST_NULL
     return mpi.MPI_Iallreduce(<void*>mine, total, count,
                               mpi.MPI_DOUBLE if double_precision else mpi.MPI_FLOAT, mpi.MPI_SUM,
-                              t.comm, request)
+                              comm, request)
+
+
+cdef int post_agreement(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request) noexcept nogil:
+    """flag = 1 if all of `comm` said 1. The same outcome, code included, on all that live."""
+    request[0] = mpi.MPI_REQUEST_NULL
+    return adpsgd_agree(comm, flag, request)
+
+
+cdef void revoke(mpi.MPI_Comm comm) noexcept nogil:
+    """Nobody waits in `comm` any longer; only agreeing and shrinking still work there."""
+    adpsgd_revoke(comm)
+
+
+cdef int shrink(mpi.MPI_Comm* comm, int* size) noexcept nogil:
+    """Go on with those of `comm` that live; all of them come here. Blocks until they do."""
+    cdef mpi.MPI_Comm smaller
+    cdef int code = adpsgd_shrink(comm[0], &smaller)
+    if code != mpi.MPI_SUCCESS:
+        return code
+    mpi.MPI_Comm_set_errhandler(smaller, mpi.MPI_ERRORS_RETURN)
+    mpi.MPI_Comm_free(comm)
+    comm[0] = smaller
+    return mpi.MPI_Comm_size(smaller, size)
 
 
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,

@@ -94,6 +94,11 @@ from hvd_adpsgd.torch.inner import (
     stop_timeline,
     synchronize,
 )
+from hvd_adpsgd.torch.living import (
+    is_first,
+    lost_learners,
+    on_loss,
+)
 from hvd_adpsgd.torch.means import (
     average_model,
     consensus_distance,
@@ -189,11 +194,13 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_first",
     "is_initialized",
     "is_leader",
     "join",
     "local_rank",
     "local_size",
+    "lost_learners",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -201,6 +208,7 @@ __all__ = [
     "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "on_loss",
     "optimizer",
     "poll",
     "rank",

@@ -330,7 +330,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 def broadcast(
     tensor: torch.Tensor,
-    root_rank: int,
+    root_rank: int | None,
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
@@ -338,7 +338,8 @@ def broadcast(
 
     Args:
         tensor: the same dtype and shape on all learners.
-        root_rank: whose; among all learners, or in the super learner if that is the process set.
+        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
+            the first learner that lives.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
@@ -349,20 +350,20 @@ def broadcast(
     """
     inner = inner_process_set(process_set, "broadcast")
     if inner is not None:
-        return horovod.broadcast(tensor, root_rank, name, inner)
+        return horovod.broadcast(tensor, root_rank or 0, name, inner)
     return _Broadcast.apply(tensor, root_rank, name)
 
 
 def broadcast_(
     tensor: torch.Tensor,
-    root_rank: int,
+    root_rank: int | None,
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with that of learner `root_rank`; see broadcast. Returns `tensor`."""
     inner = inner_process_set(process_set, "broadcast_")
     if inner is not None:
-        return horovod.broadcast_(tensor, root_rank, name, inner)
+        return horovod.broadcast_(tensor, root_rank or 0, name, inner)
     _broadcast_all("broadcast", name, [(None, tensor)], root_rank)
     return tensor
 
@@ -371,10 +372,12 @@ class _Broadcast(torch.autograd.Function):
     """Its gradient is the mean gradient at the root and zero elsewhere, as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-        ctx.root_rank = root_rank
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int | None, name: str | None
+    ) -> torch.Tensor:
         output = tensor.detach().clone()
         _broadcast_all("broadcast", name, [(None, output)], root_rank)
+        ctx.root_rank = worlds.current().ranks[0] if root_rank is None else root_rank
         return output
 
     @staticmethod
@@ -385,12 +388,12 @@ class _Broadcast(torch.autograd.Function):
         return mean, None, None
 
 
-def broadcast_parameters(params: Parameters, root_rank: int) -> None:
+def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     """Overwrite parameters with those of learner `root_rank`.
 
     Args:
         params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
-        root_rank: whose, among all learners.
+        root_rank: whose, among all learners; None: the first that lives.
 
     Raises:
         ConfigError: for params of another type or a root_rank out of range.
@@ -398,7 +401,7 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
         PeerLostError: if the root was lost.
     """
     if inner_process_set(None, "broadcast_parameters") is not None:
-        horovod.broadcast_parameters(params, root_rank)
+        horovod.broadcast_parameters(params, root_rank or 0)
         return
     _broadcast_all("broadcast_parameters", None, _named(params), root_rank)
 
@@ -415,7 +418,7 @@ def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer, root_rank: int | None, model: torch.nn.Module | None = None
 ) -> None:
     """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
 
@@ -425,7 +428,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: wrapped or not; with the same parameter groups on all learners.
-        root_rank: whose, among all learners.
+        root_rank: whose, among all learners; None: the first that lives.
         model: as in Horovod, which needs it to find sparse parameters.
 
     Raises:
@@ -434,7 +437,7 @@ def broadcast_optimizer_state(
         PeerLostError: if the root was lost.
     """
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
-        horovod.broadcast_optimizer_state(optimizer, root_rank, model)
+        horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
@@ -457,13 +460,17 @@ def _saved(state: dict[str, Any]) -> bytes:
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = global_process_set
+    obj: Any,
+    root_rank: int | None = 0,
+    name: str | None = None,
+    process_set: Any = global_process_set,
 ) -> Any:
     """The object of learner `root_rank`, on all learners, through cloudpickle.
 
     Args:
         obj: the root's counts; it is returned there itself.
-        root_rank: whose; among all learners, or in the super learner if that is the process set.
+        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
+            the first learner that lives.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
@@ -474,7 +481,7 @@ def broadcast_object(
     """
     inner = inner_process_set(process_set, "broadcast_object")
     if inner is not None:
-        return horovod.broadcast_object(obj, root_rank, name, inner)
+        return horovod.broadcast_object(obj, root_rank or 0, name, inner)
     call = Call("broadcast_object", name, root=root_rank)
     data = _broadcast_data(call, lambda: cloudpickle.dumps(obj))
     return obj if data is None else cloudpickle.loads(data)
@@ -483,13 +490,14 @@ def broadcast_object(
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
     """What the root makes; None on the root itself."""
     world = worlds.current()
-    is_root = world.rank == call.root
-    mine = np.frombuffer(make(), dtype=np.uint8).copy() if is_root else np.empty(0, np.uint8)
+    may_be_root = call.root is None or world.rank == call.root  # made here: it may raise
+    mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
     def operation(comm: Any) -> bytes | None:
         calls = _tell(world, comm, told)
         root = _root_in(world, call)
+        is_root = comm.Get_rank() == root
         data = mine if is_root else np.empty(calls[root].private, np.uint8)
         _broadcast_bytes(comm, torch.from_numpy(data), root)
         return None if is_root else data.tobytes()
@@ -501,7 +509,7 @@ def _broadcast_all(
     kind: str,
     name: str | None,
     named: Sequence[tuple[str | None, torch.Tensor]],
-    root_rank: int,
+    root_rank: int | None,
 ) -> None:
     """Overwrite tensors with the root's. One that MPI cannot write to is copied there and back."""
     world = worlds.current()
@@ -520,8 +528,10 @@ def _broadcast_all(
 
 
 def _root_in(world: World, call: Call) -> int:
-    """The root's rank in world.comm."""
-    if call.root is None or not 0 <= call.root < world.size:
+    """The root's rank in world.comm; None is the first learner that lives."""
+    if call.root is None:
+        return 0
+    if not 0 <= call.root < world.size:
         raise ConfigError(
             f"{call.kind}(root_rank={call.root}): allowed are ranks >= 0 and < {world.size}. Pass "
             "the rank of a learner."
@@ -529,7 +539,7 @@ def _root_in(world: World, call: Call) -> int:
     if call.root not in world.ranks:
         raise PeerLostError(
             f"{call.kind}(root_rank={call.root}): learner {call.root} was lost. Choose another "
-            f"root ({world.ranks[0]} is the first of the {len(world.ranks)} left)."
+            f"root, or None for the first that lives ({world.ranks[0]} of the {len(world.ranks)} left)."
         )
     return world.ranks.index(call.root)
 

@@ -29,7 +29,8 @@ PLACES = """
         local_size=hvd.local_size(), cross_rank=hvd.cross_rank(), cross_size=hvd.cross_size(),
         super_rank=hvd.super_rank(), super_size=hvd.super_size(), leads=hvd.is_leader(),
         inner_rank=hvd.super_learner.rank(), inner_size=hvd.super_learner.size(),
-        outer=world.outer and world.outer.Get_size(), leaders=world.leaders, inner=inner.item(),
+        outer=world.outer and world.outer.Get_size(), inner=inner.item(),
+        leaders=tuple(group[0] for group in world.groups),
         all=hvd.allreduce(torch.tensor([2.0 ** hvd.rank()]), op=hvd.Sum).item())
 """
 
@@ -318,6 +319,46 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
         assert facts["lost"] == "PeerLostError"
         assert facts["quick"]
     assert "lost learners [1]" in result.stderr
+
+
+def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
+    """Learner 0 dies: it is asked who saves now; operations go on, or raise on all that live."""
+    program = """
+        import signal, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank = hvd.rank()
+        firsts = [hvd.is_first()]
+        hvd.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ends = time.monotonic() + 30
+        while not hvd.lost_learners() and time.monotonic() < ends:
+            time.sleep(0.01)
+        firsts.append(hvd.is_first())
+        outcomes = []
+        for what in ("raise", "go_on", "raise"):
+            with hvd.on_loss(what):
+                try:
+                    outcomes.append(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item())
+                except Exception as error:
+                    outcomes.append([type(error).__name__, str(error)])
+        object = hvd.broadcast_object(f"of {rank}", root_rank=None)
+        model = torch.nn.Linear(1, 1)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=None)
+        say(rank=rank, lost=hvd.lost_learners(), firsts=firsts, outcomes=outcomes, object=object)
+    """
+    result = run_learners(4, program, env={SIZE: "2"}, timeout=90)
+    said = result.by_rank()
+    assert [facts["rank"] for facts in said] == [1, 2, 3], result.report()
+    for facts in said:
+        assert facts["lost"] == [0, 1], "a super learner is lost with any of its learners"
+        assert facts["firsts"] == [False, facts["rank"] == 2]
+        for kind, text in facts["outcomes"][::2]:
+            assert kind == "PeerLostError"
+            assert "learners [0] of 4 are lost" in text
+        assert facts["outcomes"][1] == 6.0
+        assert facts["object"] == "of 1", "the first that lives"
 
 
 # ---- isolation ----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ DEFAULTS = {
     "chunk_kib": 256,
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
+    "on_loss": "go_on",
     "timeline": None,
     "log_level": "warning",
 }
