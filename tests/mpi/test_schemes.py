@@ -508,7 +508,7 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
         assert "learner 0 has left" in facts["text"]
         assert "as many steps" in facts["text"]
         assert 3 <= facts["steps"] <= 3 + period
-        assert facts["took"] < DEADLINE_S + LEAVE_S + 20, "deadlines, and a busy machine"
+        assert facts["took"] < DEADLINE_S + 2 * LEAVE_S + 20, "deadlines, and a busy machine"
 
 
 @pytest.mark.parametrize(
@@ -521,8 +521,7 @@ def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
     assert not [facts for facts in said if "error" in facts or not facts["finite"]]
 
 
-def test_a_script_with_uneven_steps_ends() -> None:
-    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=150)
-    assert result.returncode != 0, result.report()
-    assert "PeerLostError" in result.stderr, result.report()
-    assert "learner 0 has left" in result.stderr
+def test_who_ends_early_is_waited_for_and_left_behind() -> None:
+    """The process of learner 0 ends: from then on the mean is that of the others."""
+    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=150).checked()
+    assert result.by_rank() == [{"rank": r, "steps": n} for r, n in enumerate([3, 12, 12])]

@@ -49,12 +49,14 @@ def main() -> None:
     hvd.init()
     if len(sys.argv) > 1:
         model, optimizer = wrap(sys.argv[1])
-        train(model, optimizer, [])
+        done: list[int] = []
+        train(model, optimizer, done)
+        say(rank=hvd.rank(), steps=len(done))
         return
     for spec in SPECS:
         model, optimizer = wrap(spec)
         with retired(optimizer):
-            done: list[int] = []
+            done = []
             began = time.monotonic()
             facts = outcome(lambda: train(model, optimizer, done))  # noqa: B023
             took = time.monotonic() - began
