@@ -201,6 +201,13 @@ class Config:
         "operations over all learners when some are lost: go on with the others, or raise",
         choices=("go_on", "raise"),
     )
+    state_dir: str | None = _knob(
+        None,
+        str,
+        "path",
+        "folder for the state that SIGUSR1 makes a learner write; None: that for temporary files",
+        optional=True,
+    )
     timeline: str | None = _knob(
         None,
         str,

@@ -482,6 +482,12 @@ class Engine:
             self._seen = dict(counters)
         return self._distance
 
+    def view(self) -> dict[str, Any]:
+        """What the engine is doing, read without locks: for people."""
+        if self._loop is None:
+            return {"leads": False}
+        return {"leads": True, **self._loop.view(), "partner_names": self._names}
+
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
         """Timeline records since the last call; see _engine.Loop.take_events."""
         return self._loop.take_events() if self._loop is not None else []

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hvd_adpsgd import _leaving, strategies
+from hvd_adpsgd import _leaving, statefile, strategies
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import (
     AlreadyInitializedError,
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PER_LEARNER = ("log_level",)  # knobs in which learners may differ
+_PER_LEARNER = ("log_level", "state_dir")  # knobs in which learners may differ
 # Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
 # too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -234,7 +234,24 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     _start_horovod(world.inner, process_sets)
     _log_from(world.config.log_level)
     _current = world
+    statefile.add_source("world", _describe)
+    statefile.watch(world.rank, world.config.state_dir)
     return world
+
+
+def _describe() -> dict[str, Any] | None:
+    """The world as a state file shows it; None after shutdown()."""
+    world = _current
+    if world is None:
+        return None
+    shown = ("rank", "size", "super_rank", "super_size", "inner_rank", "inner_size", "hostname")
+    return {
+        **{name: getattr(world, name) for name in shown},
+        "super_learners": world.groups,
+        "left_in_communicator": world.ranks,
+        "on_loss": world.on_loss,
+        "config": dataclasses.asdict(world.config),
+    }
 
 
 def _log_from(level: str) -> None:

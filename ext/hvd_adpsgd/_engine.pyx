@@ -1513,14 +1513,6 @@ cdef class Loop:
             pthread_join(e.thread, NULL)
         e.running = False
 
-    def clean(self):
-        """True if no exchange was left unfinished."""
-        cdef int i
-        for i in range(self.state.transport.size):
-            if self.state.exchanges[i].phase != IDLE:
-                return False
-        return not self.state.mean.running
-
     def fault(self):
         """(kind, MPI code, partner) of the latched failure; kind 0 is none."""
         return self.state.fault, self.state.fault_code, self.state.fault_partner
@@ -1565,6 +1557,37 @@ cdef class Loop:
             "mean_square": c.mean_square,
             "staleness": [c.staleness[i] for i in range(HISTOGRAM)],
             "met": [self.state.met[i] for i in range(self.state.transport.size)],
+        }
+
+    def view(self):
+        """What the thread is doing, of some moments lately; ages in seconds."""
+        cdef State* e = &self.state
+        cdef double t = now()
+        names = ("idle", "asked", "running", "broken")
+        states = ("alive", "suspect", "left", "lost")
+        partners = []
+        for i in range(e.transport.size):
+            x = &e.exchanges[i]
+            partners.append({
+                "partner": i, "state": states[e.partners[i]], "exchanges": load(&e.met[i]),
+                "exchange": names[x.phase], "we_asked": bool(x.active), "parked": bool(x.parked),
+                "number": x.number, "chunks": x.nchunks, "begun": x.next, "merged": x.done,
+                "age_s": t - x.began if x.phase else None,
+                "silent_s": t - x.moved if x.phase else None,
+            })
+        m = &e.mean
+        return {
+            "ended": bool(load(&e.ended)), "step": e.step, "fit": bool(e.fit),
+            "paused": bool(e.paused), "leaving": bool(e.leaving), "asking": e.asking,
+            "serving": e.serving, "wanted": e.wanted, "round": e.round, "credit": e.credit,
+            "sending": e.outgoing != NULL, "fault": e.fault, "cpu_s": self.cpu_s(),
+            "mean": {"wanted": load(&m.wanted), "finished": load(&m.finished),
+                     "running": bool(m.running), "super_learners": m.size,
+                     "stage": ("summing", "draining", "agreeing")[m.stage],
+                     "chunks": m.nchunks, "begun": m.next, "merged": m.done,
+                     "age_s": t - m.began if m.running else None,
+                     "silent_s": t - m.moved if m.running else None},
+            "partners": partners, "counters": self.counters(),
         }
 
     def take_events(self):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd import statefile
 from hvd_adpsgd.engine import Engine, EngineOptions, exchange_metrics
 from hvd_adpsgd.errors import (
     ModelMismatchError,
@@ -72,6 +73,7 @@ class Averaging:
         self.engine.start()
         world.at_shutdown(self.stop)
         _live.append(self)
+        statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
     # ---- the step, in order ----------------------------------------------------------------
 
@@ -367,6 +369,18 @@ class Averaging:
             **self.counters.to_dict(),
             "nonfinite_steps": self.nonfinite_steps,
             **self.engine.metrics(),
+        }
+
+    def view(self) -> dict[str, Any]:
+        """What a state file shows of this."""
+        return {
+            "strategy": self._spec,
+            "step": self._step,
+            "gradients_submitted": self._submitted,
+            "published": self._published,
+            "slot": self._slot,
+            "stopped": self._stopped,
+            "engine": self.engine.view(),
         }
 
     @property

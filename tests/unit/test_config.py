@@ -22,6 +22,7 @@ DEFAULTS = {
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
     "on_loss": "go_on",
+    "state_dir": None,
     "timeline": None,
     "log_level": "warning",
 }
