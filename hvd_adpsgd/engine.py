@@ -18,6 +18,7 @@ import atexit
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     TransportError,
 )
-from hvd_adpsgd.faults import PartnerTable
+from hvd_adpsgd.faults import Losses, PartnerState, PartnerTable
 from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.mailbox import Mailbox, Outboxes, private_memory
 from hvd_adpsgd.metrics import STALENESS_BINS
@@ -156,6 +157,8 @@ class Engine:
         self._met: dict[int, int] = {}  # exchanges with its partners before that
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
+        self._losses = Losses(outer.Get_rank()) if outer else None
+        self._step = 0
         self._seen_events = 0
         self._seen: dict[str, Any] = {"square": 0.0, "compared": 0}
         self._told_void = False
@@ -228,11 +231,15 @@ class Engine:
             self._loop.extend(generation.last_chunk, generation.fingerprint)
         self._announced = len(self.layout.generations)
 
-    def stop(self) -> None:
-        """Leave: finish what runs, tell the others, end the thread. Bounded; idempotent."""
+    def stop(self, broken: bool = False) -> None:
+        """Leave: finish what runs, tell the others, end the thread. Bounded; idempotent.
+
+        Args:
+            broken: this super learner cannot go on; the others count it as lost.
+        """
         if self._loop is not None:
             self._arena.reopen()  # what is on its way can still be merged
-            self._loop.stop()
+            self._loop.stop(broken)
             self._log_partners()
             atexit.unregister(self.stop)
 
@@ -286,6 +293,7 @@ class Engine:
         """
         if self._loop is None:
             return
+        self._step = step
         self._announce()
         self._loop.offer(step, fit or _in_pairs(self._plan.in_step))
         if self._loop.partner_events() != self._seen_events:
@@ -439,7 +447,7 @@ class Engine:
 
     def _log_partners(self) -> None:
         """One line for each partner that fell silent, came back, left or was lost."""
-        assert self._loop is not None and self._partners is not None
+        assert self._loop is not None and self._partners is not None and self._losses is not None
         self._seen_events = self._loop.partner_events()
         tell = (
             self._partners.answered,
@@ -451,9 +459,19 @@ class Engine:
             if state == self._states[partner]:
                 continue
             self._states[partner] = state
-            message = tell[state](partner).message
-            if message:
-                log.log(logging.WARNING if state == _LOST else logging.INFO, "%s", message)
+            message = tell[state](partner, step=self._step).message
+            if message and state == _LOST:
+                self._losses.noticed(partner, message, time.monotonic())
+            elif message:
+                log.info("%s", message)
+        living = self._partners.among(PartnerState.ALIVE, PartnerState.SUSPECT)
+        for warn, message in self._losses.to_tell(living):
+            log.log(logging.WARNING if warn else logging.INFO, "%s", message)
+
+    def lost(self) -> list[int]:
+        """Super learners known to be lost; none on learners that do not lead."""
+        states = self._loop.partners() if self._loop is not None else []
+        return [partner for partner, state in enumerate(states) if state == _LOST]
 
     # ---- numbers -----------------------------------------------------------------------------
 

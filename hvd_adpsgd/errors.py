@@ -15,6 +15,7 @@ __all__ = [
     "DeviceMovedError",
     "InnerOnlyError",
     "LaunchError",
+    "LearnerLostError",
     "ModelMismatchError",
     "NonFiniteModelError",
     "NotInitializedError",
@@ -140,6 +141,14 @@ class PeerLostError(TransportError):
 
     Losing a partner is survived and only logged; this is raised where an operation needs the
     lost one (a global allreduce, say). Catch it to save the model and go on alone, or restart.
+    """
+
+
+class LearnerLostError(PeerLostError):
+    """A learner of this super learner was lost, so the whole super learner leaves.
+
+    Raised on its other learners at their next step; the other super learners train on without it. The
+    model of this one is whole, but for the step under way. Save what only this process has, and end.
     """
 
 

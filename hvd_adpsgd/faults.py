@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from hvd_adpsgd.errors import WorldError
 from hvd_adpsgd.topology import require_rank, require_size
 
-__all__ = ["Event", "PartnerState", "PartnerTable", "Transition"]
+__all__ = ["LAST_WORDS_S", "Event", "Losses", "PartnerState", "PartnerTable", "Transition"]
+
+LAST_WORDS_S = 5.0  # who is lost so soon after another may not have told of it
 
 
 class PartnerState(enum.Enum):
@@ -198,3 +200,49 @@ class PartnerTable:
             where="" if step is None else f" at step {step}", detail=detail and f": {detail}"
         )
         return f"{who} {news}"
+
+
+class Losses:
+    """Who tells of a lost super learner: the first living leader warns, the others only inform.
+
+    All notice a loss within a second or so. If the first one is lost itself soon after, it may not
+    have warned: then the next one does.
+
+    Args:
+        rank: outer rank of this leader.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self._when: dict[int, float] = {}
+        self._new: list[tuple[int, str]] = []
+        self._informed: list[tuple[int, str, int]] = []  # and who is to warn of it
+
+    def noticed(self, partner: int, message: str, when: float) -> None:
+        """A partner is lost; `when` in seconds."""
+        self._when[partner] = when
+        self._new.append((partner, message))
+
+    def to_tell(self, alive: Sequence[int]) -> list[tuple[bool, str]]:
+        """What to log now: (whether as a warning, the line).
+
+        Args:
+            alive: leaders that are neither lost nor have left, this one among them.
+        """
+        first = min(alive)
+        told = [(message, partner) for partner, message in self._new]
+        again = [
+            (message, partner)
+            for partner, message, by in self._informed
+            if self._silent(partner, by)
+        ]
+        self._informed = [entry for entry in self._informed if entry[2] in alive]
+        self._new = []
+        if first == self._rank:
+            return [(True, message) for message, _ in again + told]
+        self._informed += [(partner, message, first) for message, partner in again + told]
+        return [(False, message) for message, _ in told]
+
+    def _silent(self, partner: int, by: int) -> bool:
+        """Whether who was to warn of a loss was lost so soon after it that it may not have."""
+        return by in self._when and self._when[by] - self._when[partner] < LAST_WORDS_S

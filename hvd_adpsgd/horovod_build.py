@@ -69,6 +69,17 @@ class Change(NamedTuple):
     after: str
 
 
+# Under Open MPI 5 each learner runs below a shell, which ends by a signal if the learner was gone before
+# it had left (os._exit, exit() in a library): the launcher tells the others of a signal, but not of an
+# exit status. A learner that has left, and any other program, ends as if there were no shell (which
+# gives 128 + n where signal n ended it). The file named
+# by ADPSGD_LEARNER exists from hvd.init() until the learner has left; see world.py. The launcher
+# signals both: SIGUSR1 is for the learner.
+KEEPER = (
+    'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; ADPSGD_LEARNER="$f" "$@"; s=$?; '
+    '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
+)
+
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
     # wheel find the libmpi and the torch of the environment it is installed in
@@ -97,7 +108,14 @@ CHANGES = (
         "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n"
         "# Open MPI 5 and newer\n"
         "_OMPI5_FLAGS = _OMPI_FLAGS + ['--with-ft ulfm']\n"
-        "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n",
+        "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
+        "# a shell around each process, for the others to be told when it ends by itself\n"
+        f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "                command=' '.join(quote(par) for par in command))\n",
+        "                command=' '.join(quote(par) for par in _kept(command, mpi, env)))\n",
     ),
     Change(
         "horovod/runner/mpi_run.py",
@@ -107,6 +125,11 @@ CHANGES = (
         "    output, _ = tiny_shell_exec.execute('mpirun --version', env) or ('', 1)\n"
         "    version = re.search(r'(?:Open MPI|OpenRTE)\\)? v?(\\d+)\\.', output)\n"
         "    return int(version.group(1)) if version else 4\n"
+        "\n\n"
+        "def _kept(command, mpi, env=None):\n"
+        '    """The command of one process, below a shell where that is of use."""\n'
+        "    kept = mpi == _OMPI_IMPL and _open_mpi_major(env) >= 5\n"
+        "    return _OMPI5_KEEPER + list(command) if kept else command\n"
         "\n\n"
         "def _get_mpi_implementation_flags(tcp_flag, env=None):\n"
         "    if is_open_mpi(env):\n"

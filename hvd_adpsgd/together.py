@@ -17,11 +17,19 @@ import numpy as np
 
 from hvd_adpsgd.errors import PeerLostError, TransportError
 
-__all__ = ["allgather_object", "mpi_failures", "run_together", "survives_losses", "wait"]
+__all__ = [
+    "allgather_object",
+    "lost_ranks",
+    "mpi_failures",
+    "run_together",
+    "survives_losses",
+    "wait",
+]
 
 T = TypeVar("T")
 
 AGREEMENTS = 5  # asked before a no is believed
+_LOOKS = 16  # Open MPI looks at the launcher's news in every 8th call
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 
 
@@ -62,6 +70,26 @@ def allgather_object(comm: Any, value: Any) -> list[Any]:
 def survives_losses() -> bool:
     """Whether Open MPI runs with ULFM, so that processes outlive others' end."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
+
+
+def lost_ranks(comm: Any, among: Any = None) -> set[int]:
+    """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM.
+
+    Args:
+        comm: whose processes are looked at.
+        among: communicator by whose ranks they are named; default `comm`.
+    """
+    from mpi4py import MPI
+
+    if not survives_losses():
+        return set()
+    with contextlib.suppress(MPI.Exception):
+        for _ in range(_LOOKS):  # MPI learns of an end only while it is called
+            MPI.COMM_SELF.Iprobe()
+        failed = comm.Get_failed()
+        ranks = range(failed.Get_size())
+        return set(failed.Translate_ranks(ranks, (among or comm).Get_group()))
+    return set()
 
 
 def run_together(comm: Any, doing: str, operation: Callable[[Any], T]) -> tuple[T, Any]:

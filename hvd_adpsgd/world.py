@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -20,7 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from hvd_adpsgd import _leaving, statefile, strategies
 from hvd_adpsgd.config import Config, environment_name
@@ -32,9 +36,17 @@ from hvd_adpsgd.errors import (
     NotInitializedError,
     PeerLostError,
     TopologyError,
+    TransportError,
     WorldError,
 )
-from hvd_adpsgd.together import allgather_object, run_together, survives_losses, wait
+from hvd_adpsgd.together import (
+    allgather_object,
+    lost_ranks,
+    mpi_failures,
+    run_together,
+    survives_losses,
+    wait,
+)
 
 __all__ = [
     "Seat",
@@ -52,6 +64,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
+LOST_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
+
+_LAST_S = 8.0  # longest wait for the processes of others to end
+_LOOK_S = 5e-3  # between looks at who has ended
 _PER_LEARNER = ("log_level", "state_dir")  # knobs in which learners may differ
 # Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
 # too.
@@ -95,6 +111,7 @@ class World:
         groups: ranks of the learners of each super learner, by super_rank; the first leads.
         hostname: of this host.
         seats: of all learners, by rank.
+        broken: this super learner cannot go on, for it lost a learner.
     """
 
     config: Config
@@ -118,6 +135,7 @@ class World:
     ranks: tuple[int, ...]
     goodbye: Any
     on_loss: str
+    broken: bool = False
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -179,8 +197,28 @@ class World:
 
         A super learner leaves when one of its learners is lost. Others may know a moment later.
         """
-        failed = set(range(self.size)) - set(self.ranks) | _failed(self.comm, self.ranks)
+        failed = set(range(self.size)) - set(self.ranks)
+        failed |= {self.ranks[place] for place in lost_ranks(self.comm)}
         return tuple(sorted(r for group in self.groups if failed & set(group) for r in group))
+
+    def lost_in_node(self, seconds: float) -> set[int]:
+        """Ranks of the learners of this super learner that are lost, once there are any.
+
+        Args:
+            seconds: longest wait for news; an end without a goodbye takes a moment to be known.
+        """
+        ends = time.monotonic() + seconds
+        while not (lost := lost_ranks(self.inner, self.goodbye)) and time.monotonic() < ends:
+            time.sleep(1e-3)
+        return lost
+
+    def fails(self) -> bool:
+        """Whether this learner is on its way out because something failed."""
+        return self.broken or (_current is not self and _script_fails())
+
+    def lost_super_learners(self, super_ranks: Sequence[int]) -> None:
+        """The end of the job shall tell that these were lost."""
+        _failing.update(rank for i in super_ranks for rank in self.groups[i])
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
@@ -191,8 +229,14 @@ _current: World | None = None
 _finalizes = False  # MPI_Finalize is ours, not mpi4py's
 _registered = False  # _leave is registered
 _left_clean = True  # the last shutdown met all others
+_farewells: list[Any] = []  # buffers that MPI may still write to
 _left_last = False  # all others were lost by then
 _stuck = False  # a Horovod shutdown did not return
+_failing: set[int] = set()  # learners that are lost or leave because something failed
+_goodbye: Any = None  # communicator of all learners after a shutdown that did not meet them all
+_has_begun = False  # init() was successful once
+_exit_status: object = None  # what sys.exit was called with
+_leaving_now = False  # the script is over
 
 
 # ---- set up -------------------------------------------------------------------------------------
@@ -216,8 +260,9 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         ConfigError: on all learners, if a knob is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
+        PeerLostError: if a learner ends meanwhile.
     """
-    global _current
+    global _current, _goodbye, _has_begun, _left_clean
     if _current is not None:
         raise AlreadyInitializedError(
             f"init() on learner {_current.rank}: hvd_adpsgd is initialized already. Call "
@@ -227,13 +272,18 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     _require_mpi_launcher(os.environ)
     everyone = _communicator(_load_mpi(), comm)
     try:
-        world = _make_world(everyone, config, bool(process_sets))
+        with mpi_failures("init()"):
+            world = _make_world(everyone, config, bool(process_sets))
+    except TransportError:  # neither freeing nor finalizing can be done without who is lost
+        _left_clean, _goodbye = False, everyone
+        _failing.update(lost_ranks(everyone))
+        raise
     except Exception:
         everyone.Free()
         raise
     _start_horovod(world.inner, process_sets)
     _log_from(world.config.log_level)
-    _current = world
+    _current, _has_begun = world, True
     statefile.add_source("world", _describe)
     statefile.watch(world.rank, world.config.state_dir)
     return world
@@ -323,8 +373,10 @@ def _load_mpi() -> Any:
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    _mark(True)
     if not _registered:
         atexit.register(_leave, os.getpid())
+        sys.exit = _noting(sys.exit)
         _registered = True
     _require_threads(MPI)
     return MPI
@@ -580,18 +632,24 @@ def shutdown() -> None:
     Raises:
         Exception: the first that a registered callback raised, once all else is done.
     """
-    global _current, _left_clean, _left_last
+    global _current, _goodbye, _left_clean, _left_last
     world, _current = _current, None
     if world is None:
         return
     failures = list(_run_stops(world))
     ends = time.monotonic() + world.config.leave_deadline_s
     stopped = _stop_horovod(world.config.leave_deadline_s)
-    met = _meet(world.goodbye, ends)
-    _left_clean = stopped and met
-    _left_last = not met and _count_lost(world.goodbye) == world.size - 1
+    failing = _meet(world.goodbye, world.fails(), ends)
+    met = failing is not None
+    _failing.update(failing or ())
+    # all are here; but one whose patience was over may have gone before it knew
+    _left_clean = stopped and met and not lost_ranks(world.goodbye)
+    _left_last = not met and len(lost_ranks(world.goodbye)) == world.size - 1
     if _left_clean:  # others may still use theirs otherwise, and freeing is collective
         _free(world.outer, world.inner, world.host, world.goodbye, world.comm)
+    _goodbye = None if _left_clean else world.goodbye
+    if _left_clean:
+        _mark(False)
     if failures:
         raise failures[0]
 
@@ -633,35 +691,30 @@ def _returns(call: Callable[[], object], seconds: float) -> bool:
     return not thread.is_alive()
 
 
-def _meet(comm: Any, ends: float) -> bool:
-    """Whether all learners come here before `ends` (of time.monotonic)."""
+def _meet(comm: Any, fails: bool, ends: float) -> set[int] | None:
+    """Which of all learners leave because something failed.
+
+    Args:
+        comm: all learners.
+        fails: whether this one does.
+        ends: longest wait for the others, a time of time.monotonic.
+
+    Returns:
+        Their ranks; None if not all learners come here in time.
+    """
     from mpi4py import MPI
 
+    mine, total = np.zeros((2, comm.Get_size()), dtype=np.int32)
+    mine[comm.Get_rank()] = fails
+    _farewells.append((mine, total))
     try:
-        request = comm.Ibarrier()
-        return wait(request, max(ends, time.monotonic()))
+        request = comm.Iallreduce(mine, total)
+        if not wait(request, max(ends, time.monotonic())):
+            return None
+        return set(np.flatnonzero(total).tolist())
     except MPI.Exception as error:
         log.info("leaving without the others: %s", error)
-        return False
-
-
-def _failed(comm: Any, ranks: Sequence[int]) -> set[int]:
-    """The numbers of the processes of a communicator that are known to have ended."""
-    from mpi4py import MPI
-
-    if not survives_losses():
-        return set()
-    try:
-        failed, group = comm.Get_failed(), comm.Get_group()
-        places = failed.Translate_ranks(list(range(failed.Get_size())), group)
-    except MPI.Exception:
-        return set()
-    return {ranks[place] for place in places}
-
-
-def _count_lost(comm: Any) -> int:
-    """How many processes of a communicator are known to have ended; 0 if MPI cannot tell."""
-    return len(_failed(comm, range(comm.Get_size())))
+        return None
 
 
 def _free(*communicators: Any) -> None:
@@ -680,12 +733,85 @@ def _leave(pid: int) -> None:
     from mpi4py import MPI
 
     seconds = current().config.leave_deadline_s if _current else Config().leave_deadline_s
+    global _leaving_now
+    _leaving_now = True
     with contextlib.suppress(Exception):  # logged in shutdown(); an exit handler cannot raise
         shutdown()
     if not MPI.Is_finalized() and _finalizes and not _ended_mpi(MPI, seconds):
         sys.stdout.flush()
         sys.stderr.flush()
-        _leaving.end_without_finalize(_left_last)
+        # where init() failed, it did so on all learners: somebody's status must be the job's
+        judges = bool(_failing) and not (_has_begun and _script_fails())
+        last = _left_last or (judges and _ends_last())
+        _leaving.end_without_finalize(last, LOST_STATUS if _failing else 0)
+    _mark(False)
+
+
+def _mark(working: bool) -> None:
+    """Tell the shell above this process whether its end would be news to the others.
+
+    Our Horovod build starts learners below a shell (horovod_build.KEEPER); without, this does nothing.
+    """
+    name = os.environ.get("ADPSGD_LEARNER")
+    if name is None:
+        return
+    with contextlib.suppress(OSError):  # no room for an empty file; then it is as without the shell
+        if working:
+            Path(name).touch()
+        else:
+            Path(name).unlink(missing_ok=True)
+
+
+def _ends_last() -> bool:
+    """Whether all other processes of the job have ended; the first of the living waits for them.
+
+    The launcher tells of the last status only, so that is where a loss can be seen. Who has a learner
+    before it that lives, and ends well, leaves that to it.
+    """
+    if _goodbye is None:
+        return False
+    rank, size = _goodbye.Get_rank(), _goodbye.Get_size()
+    ends = time.monotonic() + _LAST_S
+    while time.monotonic() < ends:
+        ended = lost_ranks(_goodbye)
+        if len(ended) == size - 1:
+            return True
+        if not (ended | _failing).issuperset(range(rank)):
+            return False
+        time.sleep(_LOOK_S)
+    log.warning(
+        "learners %s have not ended %g s after this one: the status of the job may not tell that "
+        "learners %s were lost.",
+        sorted(set(range(size)) - ended - {rank}),
+        _LAST_S,
+        sorted(_failing),
+    )
+    return False
+
+
+def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
+    """sys.exit, which also remembers its argument: exit handlers are not told of it.
+
+    A weakness that we accept: `raise SystemExit(1)` is not noticed. The others then read a goodbye.
+    """
+
+    @functools.wraps(leave)
+    def noted(status: object = None, /) -> Any:
+        global _exit_status
+        _exit_status = status
+        leave(status)
+
+    return noted
+
+
+def _script_fails() -> bool:
+    """Whether the script is being left by an exception, or with another status than 0."""
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit):
+        return True
+    if not _leaving_now:
+        return False
+    return _exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
 
 
 def _ended_mpi(mpi: Any, seconds: float) -> bool:

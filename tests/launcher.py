@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from hvd_adpsgd.horovod_build import KEEPER
+
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
@@ -68,6 +70,7 @@ def run_learners(
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
     launcher: str | None = "mpirun",
+    kept: bool = False,
 ) -> Result:
     """Run a program on `np` learners and wait for all of them.
 
@@ -78,6 +81,7 @@ def run_learners(
         env: variables besides those of this process, which is rid of Horovod's and MPI's.
         timeout: seconds; then the process group started here is killed, and the test fails.
         launcher: "mpirun", "horovodrun", or None for one process without any.
+        kept: run each learner below the shell that our Horovod build puts there.
     """
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(program, str):
@@ -85,7 +89,8 @@ def run_learners(
             file.write_text(PRELUDE + textwrap.dedent(program))
         else:
             file = program
-        command = [*_launch(np, launcher), sys.executable, str(file), *args]
+        keeper = ["sh", "-c", KEEPER, "learner"] if kept else []
+        command = [*_launch(np, launcher), *keeper, sys.executable, str(file), *args]
         return _run(command, _environment(env or {}), timeout)
 
 

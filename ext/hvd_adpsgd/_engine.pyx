@@ -296,6 +296,7 @@ cdef struct State:
     bint paused
     bint leaving
     bint halted             # end the thread at once, without goodbye
+    bint broken             # the goodbye is that of a super learner that cannot go on
     int wanted              # partner of an explicit question
     int64_t round           # of those driven by hand
     double credit
@@ -316,6 +317,7 @@ cdef struct State:
     double ask_after
     double retry_s
     char* partners          # Partner
+    char* broken_partners   # who said goodbye because it cannot go on
     char* farewells         # goodbyes not yet seen
     bint said_goodbye
     double leave_by
@@ -458,6 +460,7 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
     elif m.kind == NO:
         hear_no(e, partner, m)
     elif m.kind == BYE:
+        e.broken_partners[partner] = m.nchunks
         set_partner(e, partner, LEFT)
         e.farewells[partner] = 0
         say(e, partner, BYE_SEEN, 0, 0)
@@ -1241,7 +1244,7 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         for partner in range(e.transport.size):
             if partner != e.transport.rank and e.partners[partner] in (ALIVE, SUSPECT):
                 e.farewells[partner] = 1
-                say(e, partner, BYE, 0, 0)
+                say(e, partner, BYE, 0, e.broken)
     for partner in range(e.transport.size):
         waiting |= e.farewells[partner] != 0 and e.partners[partner] == ALIVE
     return not waiting and e.outgoing == NULL
@@ -1330,13 +1333,14 @@ cdef class Loop:
         e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
         e.mapped = <char**>calloc(e.transport.size, sizeof(char*))
         e.partners = <char*>calloc(e.transport.size, 1)
+        e.broken_partners = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
         e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.schedule and e.exchanges and e.mapped and e.partners and e.farewells and e.met
-                and e.generations):
+        if not (e.schedule and e.exchanges and e.mapped and e.partners and e.broken_partners
+                and e.farewells and e.met and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
             memcpy(e.schedule, &schedule[0], e.schedule_length * sizeof(int))
@@ -1356,6 +1360,7 @@ cdef class Loop:
         free(e.schedule)
         free(e.mapped)
         free(e.partners)
+        free(e.broken_partners)
         free(e.farewells)
         free(e.met)
         free(e.generations)
@@ -1500,13 +1505,17 @@ cdef class Loop:
                 rest(50e-6)
         return load(&e.finished) >= count
 
-    def stop(self):
-        """Say goodbye (bounded by leave_deadline_s) and end the thread."""
+    def stop(self, bint broken=False):
+        """Say goodbye (bounded by leave_deadline_s) and end the thread.
+
+        `broken` tells the others that this super learner cannot go on: they count it as lost.
+        """
         cdef State* e = &self.state
         if not e.running:
             return
         with nogil:
             pthread_mutex_lock(&e.gate)
+            e.broken = broken
             e.leaving = True
             pthread_cond_signal(&e.wake)
             pthread_mutex_unlock(&e.gate)
@@ -1521,8 +1530,30 @@ cdef class Loop:
         return load(&self.state.partner_events)
 
     def partners(self):
-        """State of each partner: 0 alive, 1 suspect, 2 left, 3 lost."""
-        return [self.state.partners[i] for i in range(self.state.transport.size)]
+        """State of each partner: 0 alive, 1 suspect, 2 left, 3 lost.
+
+        For the thread a broken one has left, and it may be served to the end; for everybody else it is
+        lost.
+        """
+        cdef State* e = &self.state
+        return [LOST if e.broken_partners[i] else e.partners[i] for i in range(e.transport.size)]
+
+    def under_way(self):
+        """Exchanges not finished, as they were at some moment lately; for tests and diagnosis.
+
+        A list of dicts: partner, asked (this side asked), parked, broken (the partner is gone),
+        done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
+        """
+        cdef Exchange* x
+        cdef int i
+        out = []
+        for i in range(self.state.transport.size):
+            x = &self.state.exchanges[i]
+            if x.phase == RUNNING or x.phase == BROKEN:
+                out.append({"partner": i, "asked": bool(x.active), "parked": bool(x.parked),
+                            "broken": x.phase == BROKEN, "done": x.done, "chunks": x.nchunks,
+                            "since": x.began})
+        return out
 
     def met(self, int partner):
         """Exchanges finished with `partner`."""

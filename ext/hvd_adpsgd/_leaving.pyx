@@ -18,6 +18,7 @@ cdef extern from "unistd.h" nogil:
 
 
 cdef int keeps_status = 0
+cdef int instead_of_0 = 0
 
 
 cdef void _end(int status, void *argument) noexcept nogil:
@@ -25,25 +26,29 @@ cdef void _end(int status, void *argument) noexcept nogil:
 
     Open MPI's launcher tells the other processes of an end without MPI_Finalize only if the status
     is 0 or a signal ended the process; after another status it ends the job. The price is that the
-    launcher does not see the status.
+    launcher does not see the status, but for that of the last process.
     """
-    if status == 0 or keeps_status:
+    if status == 0:
+        _exit(instead_of_0)
+    if keeps_status:
         _exit(status)
     kill(getpid(), SIGKILL)
 
 
-def end_without_finalize(bint last):
+def end_without_finalize(bint last, int verdict=0):
     """From now on exit() ends the process without MPI_Finalize and C++ destructors.
 
     With its status if that is 0 or if `last`, else by SIGKILL.
 
     Args:
         last: no other process of the job lives.
+        verdict: status to end with instead of 0; must be 0 unless `last`.
 
     Raises:
         OSError: if the C library refuses.
     """
-    global keeps_status
+    global keeps_status, instead_of_0
     keeps_status = last
+    instead_of_0 = verdict if last else 0
     if on_exit(_end, NULL) != 0:
         raise OSError("on_exit() refused")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from horovod.torch import HorovodInternalError
 
 from hvd_adpsgd import statefile
 from hvd_adpsgd.engine import Engine, EngineOptions, exchange_metrics
 from hvd_adpsgd.errors import (
+    LearnerLostError,
     ModelMismatchError,
     NonFiniteModelError,
     NotInitializedError,
@@ -71,6 +75,7 @@ class Averaging:
         self.engine = _engine(world, wish, plan)
         self.engine.extend(specs)
         self.engine.start()
+        atexit.unregister(self.engine.stop)  # shutdown() comes first, and knows how the script ends
         world.at_shutdown(self.stop)
         _live.append(self)
         statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
@@ -313,7 +318,8 @@ class Averaging:
 
     def _meet_in_node(self) -> None:
         """All learners of the node are past the slot that is held."""
-        wait(self._world.inner.Ibarrier())
+        with mpi_failures("average_model, in the node"):
+            wait(self._world.inner.Ibarrier())
         self.engine.reopen()
 
     def _take_in(self) -> None:
@@ -353,14 +359,47 @@ class Averaging:
         """Have `call` called when this averages no longer."""
         self._at_stop.append(call)
 
+    @contextlib.contextmanager
+    def in_node(self) -> Iterator[None]:
+        """What is done inside needs all learners of the super learner.
+
+        Without one of them it leaves: its engine serves nobody any longer, and the others count it as
+        lost.
+
+        Raises:
+            LearnerLostError: if a learner of this super learner has ended.
+        """
+        try:
+            yield
+        except HorovodInternalError as error:
+            lost = self._world.lost_in_node(self._config.deadline_s)
+            if not lost and "shut down" not in str(error):
+                raise
+            raise self._broken(lost) from None
+
+    def _broken(self, lost: set[int]) -> LearnerLostError:
+        world = self._world
+        who = f"learner {', '.join(map(str, sorted(lost)))}" if lost else "another learner"
+        message = (
+            f"step {self._step}, learner {world.rank} of super learner {world.super_rank}: {who} of it "
+            "is lost, so this super learner leaves, and the others train on without it. Start the job "
+            "again from a checkpoint to have it back."
+        )
+        world.broken = True
+        self.stop("a learner of this super learner was lost")
+        return _LearnerLostError(message)
+
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Leave the others; bounded. Called by hvd.shutdown()."""
+        first = not self._stopped
         self._stopped = self._stopped or why
         while self._at_stop:
             self._at_stop.pop()()
         if self in _live:
             _live.remove(self)
-        self.engine.stop()
+        self.engine.stop(broken=self._world.fails())
+        if first:
+            self._world.lost_super_learners(self.engine.lost())
         self._trace_engine()
 
     def metrics(self) -> dict[str, Any]:
@@ -404,6 +443,16 @@ class Averaging:
                 name, "engine", began, ended, partner=partner, bytes=nbytes, step=step
             )
 
+
+class _LearnerLostError(LearnerLostError, HorovodInternalError):
+    """Ours, which is Horovod's as well, so that what catches that goes on working."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LearnerLostError, self.args
+
+
+_LearnerLostError.__name__ = _LearnerLostError.__qualname__ = LearnerLostError.__name__
+_LearnerLostError.__module__ = LearnerLostError.__module__
 
 # ---- set-up ----------------------------------------------------------------------------------
 

@@ -353,21 +353,24 @@ def _synchronize(self: Any) -> None:
     """Wait for the node's gradient all-reduces."""
     self._averaging.require_running()
     began = time.monotonic()
-    self._horovod.synchronize(self)
+    with self._averaging.in_node():
+        self._horovod.synchronize(self)
     self._averaging.synchronized(began, len(self._requires_update))
 
 
 def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
     _lay_out_gradient(parameter)
-    return self._horovod._allreduce_grad_async(self, parameter)
+    with self._averaging.in_node():
+        return self._horovod._allreduce_grad_async(self, parameter)
 
 
 def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
     self._averaging.before_gradient(len(parameters), len(self._requires_update))
     for parameter in parameters:
         _lay_out_gradient(parameter)
-    return self._horovod._grouped_allreduce_grad_async(self, parameters)
+    with self._averaging.in_node():
+        return self._horovod._grouped_allreduce_grad_async(self, parameters)
 
 
 def _lay_out_gradient(parameter: torch.Tensor) -> None:
@@ -486,7 +489,8 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     averaging = self._averaging
     averaging.begin_step(self.param_groups)
     began = time.monotonic()
-    loss = self._horovod.step(self, closure)
+    with averaging.in_node():
+        loss = self._horovod.step(self, closure)
     averaging.synchronized(began, len(self._requires_update))
     averaging.finish_step()
     return loss
@@ -494,7 +498,8 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
-    return self._horovod._allreduce_grad_async(self, parameter)
+    with self._averaging.in_node():
+        return self._horovod._allreduce_grad_async(self, parameter)
 
 
 def _adasum_add_param_group(self: Any, param_group: dict[str, Any]) -> None:

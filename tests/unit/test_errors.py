@@ -23,6 +23,7 @@ BASES = {
     "DeviceMovedError": (RuntimeError,),
     "TransportError": (RuntimeError,),
     "PeerLostError": (errors.TransportError,),
+    "LearnerLostError": (errors.PeerLostError,),
     "InnerOnlyError": (ValueError,),
     "CopyError": (TypeError,),
 }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.errors import TopologyError, WorldError
-from hvd_adpsgd.faults import Event, PartnerState, PartnerTable, next_state
+from hvd_adpsgd.faults import LAST_WORDS_S, Event, Losses, PartnerState, PartnerTable, next_state
 
 ALIVE, SUSPECT, LEFT, LOST = PartnerState
 MISSED, ANSWERED, GOODBYE, FAILED = Event
@@ -98,3 +98,42 @@ def test_sizes_and_ranks():
             PartnerTable(2).state(partner)
         with pytest.raises(TopologyError):
             PartnerTable(2).failed(partner)
+
+
+# ---- who tells of a loss -------------------------------------------------------------------------
+
+SOON, LATE = LAST_WORDS_S / 2, 2 * LAST_WORDS_S
+
+
+def warnings(rank: int, *story: tuple[float, list[int], list[int]]) -> list[str]:
+    """What the leader `rank` warns of, in a story of (when, who is noticed to be lost, who lives)."""
+    losses, told = Losses(rank), []
+    for when, lost, alive in story:
+        for partner in lost:
+            losses.noticed(partner, str(partner), when)
+        told += [message for warn, message in losses.to_tell(alive) if warn]
+    return told
+
+
+def test_the_first_living_leader_warns_and_nobody_else():
+    story = [(0.0, [2], [0, 1, 3]), (LATE, [1], [0, 3]), (LATE + SOON, [], [0, 3])]
+    assert warnings(0, *story) == ["2", "1"]
+    assert warnings(3, *story) == []
+
+
+@pytest.mark.parametrize("order", [[0, 2], [2, 0]])
+def test_all_lost_at_once_are_told_by_the_first_that_lives(order):
+    assert warnings(1, (0.0, order, [1, 3])) == [str(partner) for partner in order]
+    assert warnings(3, (0.0, order, [1, 3]), (SOON, [], [1, 3])) == []
+
+
+def test_the_next_one_warns_in_place_of_one_lost_soon_after():
+    soon = [(0.0, [2], [0, 1, 3]), (SOON, [0], [1, 3])]
+    assert warnings(1, *soon) == ["2", "0"]
+    assert warnings(3, *soon) == []
+    assert warnings(3, *soon, (2 * SOON - 0.1, [1], [3])) == ["2", "0", "1"]
+    assert warnings(1, (0.0, [2], [0, 1, 3]), (LATE, [0], [1, 3])) == ["0"]
+
+
+def test_one_that_left_has_told():
+    assert warnings(1, (0.0, [2], [0, 1, 3]), (SOON, [], [1, 3])) == []

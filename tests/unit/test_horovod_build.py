@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -110,6 +113,54 @@ def test_horovodrun_speaks_the_language_of_this_mpi(sources, monkeypatch, says, 
     assert ("--with-ft ulfm" in flags) == ulfm
     if ulfm:
         assert all(argument.startswith("--") for argument in binding_args)
+
+
+@pytest.mark.parametrize(
+    ("says", "kept"),
+    [
+        ("mpirun (Open MPI) 5.0.11", True),
+        ("mpirun (Open MPI) 4.1.4", False),
+        ("HYDRA build details: MPICH Version: 4.1", False),
+    ],
+)
+def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says, kept):
+    mpi_run = load_mpi_run(sources)
+    monkeypatch.setattr(mpi_run.tiny_shell_exec, "execute", lambda *_: (says, 0))
+    ran = []
+    monkeypatch.setattr(mpi_run.os, "execve", lambda *args: ran.append(args[1][2]))
+    settings = SimpleNamespace(
+        tcp_flag=None, ssh_port=None, ssh_identity_file=None, hosts="here:2", num_proc=2,
+        prefix_output_with_timestamp=False, binding_args=None, output_filename=None,
+        extra_mpi_args=None, verbose=0, run_func_mode=False,
+    )  # fmt: skip
+    mpi_run.mpi_run(settings, None, {}, ["python", "a b.py", "$HOME"])
+    words = shlex.split(ran[0])
+    assert words[-3:] == ["python", "a b.py", "$HOME"]
+    assert (words[-7:-3] == ["sh", "-c", hb.KEEPER, "learner"]) == kept
+
+
+@pytest.mark.parametrize(("status", "working", "expected"), [
+    (0, False, 0), (3, False, 3), (75, False, 75),
+    (0, True, -signal.SIGKILL), (1, True, -signal.SIGKILL), (255, True, -signal.SIGKILL),
+    (-signal.SIGKILL, True, -signal.SIGKILL),
+    (-signal.SIGKILL, False, -signal.SIGKILL), (255, False, 255),
+])  # fmt: skip
+def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, working, expected):
+    program = """if True:
+        import os, sys
+        status, working, told = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+        assert told == "two words"
+        if working:
+            open(os.environ["ADPSGD_LEARNER"], "w").close()
+        os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
+    """
+    command = ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    answer = subprocess.run(
+        [*command, str(status), str(working), "two words"], env=environment, capture_output=True
+    )
+    assert answer.returncode == expected, answer.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- key -----------------------------------------------------------------------------------------

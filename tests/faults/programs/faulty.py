@@ -1,0 +1,206 @@
+"""Trains a small model, and lets the learners named --victims commit a fault at a scripted place.
+
+A victim leaves RANK.fault in --folder just before its fault. Who reaches the end leaves RANK.json,
+and, when everything has been left behind and only the end of the process remains, RANK.left.
+
+Places: `before_init` (before hvd.init), `in_init` (MPI is up, the worlds are not yet agreed on),
+`between_steps`, `asking` and `answering` (at --step or soon after, inside an exchange that this learner
+asked for, or was asked for: chunks have been merged, others are to come), `inner_allreduce` (some
+gradients of the step are with Horovod, others never come), `last_step`, `shutdown` (the victims go there
+at --step, before the goodbye of their engine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd import world as worlds
+
+RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
+GRADIENT_S = 0.01  # the work of a step's gradient, for which the test machine has too few cores
+PAUSE_S = 3.0
+HANGS_S = 100.0  # then every thread shows where it is
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--fault", choices=FAULTS, required=True)
+    parser.add_argument("--at", required=True)
+    parser.add_argument("--victims", type=lambda s: [int(x) for x in s.split(",")], required=True)
+    parser.add_argument("--step", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--width", type=int, default=40)
+    parser.add_argument("--exchanges-per-step", type=float, default=1.0)
+    return parser.parse_args()
+
+
+# ---- the faults ---------------------------------------------------------------------------------
+
+
+def stop_and_continue() -> None:
+    """A child wakes this process up again."""
+    wake = f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+FAULTS = {
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sigstop": stop_and_continue,
+    "exit1": lambda: sys.exit(1),
+    "os_exit1": lambda: os._exit(1),
+    "exception": fail,
+    "segfault": lambda: ctypes.string_at(0),
+}
+
+
+class Script:
+    """What this learner does when it comes to a place."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.mine = RANK in args.victims
+        self.step = -1
+
+    def here(self, place: str, **facts: Any) -> None:
+        """Commit the fault, if it is this learner's turn and this is the place."""
+        now = place in BEFORE_TRAINING or self.step == self.when()
+        if self.mine and now and place == self.args.at:
+            self.commit(self.step, **facts)
+
+    def commit(self, step: int, **facts: Any) -> None:
+        """The fault, now."""
+        self.mine = False
+        self.leave("fault", step=step, at=time.monotonic(), **facts)
+        FAULTS[self.args.fault]()
+
+    def leaves_early(self) -> bool:
+        """Whether this learner goes to its shutdown now, while the others train on."""
+        return self.mine and self.args.at == "shutdown" and self.step == self.when()
+
+    def when(self) -> int:
+        """The step of the fault."""
+        return self.args.steps - 1 if self.args.at == "last_step" else self.args.step
+
+    def leave(self, kind: str, **facts: Any) -> None:
+        """A file of facts, which appears whole or not at all."""
+        new = self.args.folder / f"{RANK}.new"
+        new.write_text(json.dumps(facts))
+        new.rename(self.args.folder / f"{RANK}.{kind}")
+
+
+BEFORE_TRAINING = ("before_init", "in_init")
+IN_EXCHANGE = ("asking", "answering")
+
+
+def script_init(script: Script) -> None:
+    """The fault inside init: when this learner is to tell the others of its seat."""
+    answer = worlds._answer
+
+    def told(*args: Any) -> Any:
+        script.here("in_init")
+        return answer(*args)
+
+    worlds._answer = told
+
+
+def script_exchange(script: Script, optimizer: Any) -> None:
+    """Watch the engine from a thread, which acts in the middle of an exchange."""
+    if not script.mine or script.args.at not in IN_EXCHANGE:
+        return
+    loop = optimizer._averaging.engine._loop
+    asks = script.args.at == "asking"
+
+    def watch() -> None:
+        while True:
+            if script.step >= script.args.step:
+                for exchange in loop.under_way():
+                    if exchange["asked"] == asks and 0 < exchange["done"] < exchange["chunks"] - 8:
+                        script.commit(script.when(), **exchange)
+                        return
+            time.sleep(1e-4)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(HANGS_S)
+    args = parsed()
+    script = Script(args)
+    atexit.register(lambda: script.leave("left", at=time.monotonic()))  # the last to run
+    script.here("before_init")
+    script_init(script)
+    hvd.init()
+    facts = train(args, script)
+    worlds.current().at_shutdown(lambda: script.here("shutdown"))  # before the engine's goodbye
+    script.leave("json", **facts)
+    hvd.shutdown()
+
+
+def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
+    torch.manual_seed(hvd.super_rank())
+    width = args.width
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=args.lr),
+        named_parameters=model.named_parameters(),
+        exchanges_per_step=args.exchanges_per_step,
+    )
+    script_exchange(script, optimizer)
+    # the gradient of the last layer comes first, and is with Horovod by then
+    model[0].weight.register_hook(lambda _: script.here("inner_allreduce"))
+    times, met = [], []
+    for step in range(args.steps):
+        script.step = step
+        optimizer.zero_grad()
+        model(torch.randn(4, width)).pow(2).mean().backward()
+        time.sleep(GRADIENT_S)
+        optimizer.step()
+        script.here("between_steps")
+        script.here("last_step")
+        times.append(time.monotonic())
+        met.append(hvd.metrics()["partners"])
+        if script.leaves_early():
+            break
+    metrics = hvd.metrics()
+    return {
+        "steps": len(times),
+        "times": times,
+        "met": met,
+        "broken": [[e["done"], e["chunks"]] for e in unfinished(optimizer)],
+        **{k: metrics[k] for k in ("parked", "exchanges", "partners")},
+    }
+
+
+def unfinished(optimizer: Any) -> list[dict[str, Any]]:
+    """Exchanges that this leader could not finish, because the partner is gone."""
+    loop = optimizer._averaging.engine._loop
+    return [e for e in loop.under_way() if e["broken"]] if loop is not None else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Super learners of one process, without Horovod: one is killed in the middle of an exchange.
+
+Nobody trains (the learning rate is 0), so the sum of all models may move only by chunks in flight. The
+memory of the victim's engine is a file, so that what it had merged can be read after its end. Each
+survivor leaves its model twice: when the loss is noticed, and some exchanges later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import mpi4py
+
+mpi4py.rc.finalize = False
+
+import numpy as np  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+from hvd_adpsgd import engine as engines  # noqa: E402
+from hvd_adpsgd import mailbox  # noqa: E402
+from hvd_adpsgd.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.strategies import parse  # noqa: E402
+
+LANES = 8
+DEADLINE_S = 30.0
+MORE = 20  # exchanges after the loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--victim", type=int, required=True)
+    parser.add_argument("--elements", type=int, required=True)
+    parser.add_argument("--asking", action="store_true", help="the victim asked; else was asked")
+    parser.add_argument("--no-share", action="store_true")
+    parser.add_argument("--seed", type=int, required=True)
+    args = parser.parse_args()
+    learner = Learner(MPI.COMM_WORLD, args)
+    if learner.rank == args.victim:
+        learner.die()
+    learner.survive()
+    os._exit(0)
+
+
+class Learner:
+    """A super learner of one process."""
+
+    def __init__(self, comm: MPI.Comm, args: argparse.Namespace):
+        self.args, self.rank = args, comm.rank
+        self.survivors = comm.Split(0 if comm.rank == args.victim else 1)
+        if comm.rank == args.victim:
+            keep_memory(args.folder)
+        outer = comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        self.model = draw(args.seed, comm.rank, args.elements)
+        self.engine = Engine(
+            inner=None,
+            outer=outer,
+            plan=parse("random_pairs").plan(comm.rank, comm.size),
+            options=EngineOptions(exchanges_per_step=4, share_host=not args.no_share),
+        )
+        self.engine.extend([TensorSpec("x", self.model.shape, "float32")])
+        self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
+        self.engine.start()
+        comm.Barrier()
+
+    def die(self) -> None:
+        """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile."""
+        self.engine.absorb(self.addresses, -1, 0)
+        loop = self.engine._loop
+        assert loop is not None
+        while True:
+            self.engine.offer(0)  # credit to ask once more
+            ends = time.monotonic() + 0.05
+            while time.monotonic() < ends:
+                for x in loop.under_way():
+                    here = x["asked"] == self.args.asking and not x["broken"]
+                    if here and LANES < x["done"] < x["chunks"] - 2 * LANES:
+                        (self.args.folder / "fault").write_text(json.dumps(x))
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+    def survive(self) -> None:
+        self.step = 0
+        self.turns(lambda: not self.engine.lost())
+        broken = [x for x in self.engine._loop.under_way() if x["broken"]]
+        self.leave("after")
+        finished = self.engine.metrics()["exchanges"] + MORE
+        self.turns(lambda: self.engine.metrics()["exchanges"] < finished)
+        self.leave("end")
+        self.engine.stop()
+        facts = {"rank": self.rank, "broken": [[x["done"], x["chunks"]] for x in broken]}
+        (self.args.folder / f"{self.rank}.json").write_text(json.dumps(facts))
+
+    def turns(self, more) -> None:
+        ends = time.monotonic() + DEADLINE_S
+        while more():
+            assert time.monotonic() < ends, "not in time"
+            self.turn()
+            time.sleep(2e-3)
+
+    def turn(self) -> None:
+        self.engine.publish(self.step)
+        self.engine.absorb(self.addresses, self.engine.published(), self.step)
+        self.engine.offer(self.step)
+        self.step += 1
+
+    def leave(self, name: str) -> None:
+        """The model with all that is owed to it, when nobody exchanges."""
+        assert self.engine.pause(DEADLINE_S)
+        self.survivors.Barrier()
+        assert self.engine.pause(DEADLINE_S)
+        self.survivors.Barrier()
+        self.turn()
+        self.turn()
+        np.save(self.args.folder / f"{self.rank}.{name}.npy", self.model)
+        self.survivors.Barrier()
+        self.engine.resume()
+
+
+def draw(seed: int, rank: int, elements: int) -> np.ndarray:
+    return np.random.default_rng([seed, rank]).standard_normal(elements).astype(np.float32)
+
+
+def keep_memory(folder: Path) -> None:
+    """Of the engine made next: files memory.0 (mailbox) and memory.1 (mirror)."""
+    made = []
+
+    def kept(nbytes: int) -> np.ndarray:
+        made.append(nbytes)
+        return np.memmap(folder / f"memory.{len(made) - 1}", np.uint8, "w+", shape=(nbytes,))
+
+    engines.private_memory = kept
+    mailbox.private_memory = kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Promise 1 under loss: what a death in the middle of an exchange can move, and what it cannot.
+
+Take the sum of the survivors' models, and of the victim's with all that it had merged. Nobody trains,
+so this sum was constant. A chunk in flight at the death is one that one of the two had merged and the
+other had not: there the sum is off by what was merged, w |difference of the two models|, at most. A lane
+begins chunk c + LANES only when both have merged chunk c (or will, from what has arrived), so one exchange
+has at most LANES chunks in flight; two partners have at most one exchange, and nobody has more than one
+on each side: the victim had two at most. Everywhere else, and among the survivors afterwards, the sum
+is what it was, to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launcher import run_learners
+from numpy.typing import NDArray
+
+from hvd_adpsgd.layout import Layout, TensorSpec
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "in_flight.py"
+CHUNK = 2**18
+LANES, SIDES, WEIGHT = 8, 2, 0.5
+ROUNDING = 1e-5  # of sums of a few float32 numbers of size 1 to 5
+N, CHUNKS = 3, 96
+ELEMENTS = CHUNKS * CHUNK // 4
+
+
+def initial(seed: int, rank: int) -> NDArray[np.float64]:
+    drawn = np.random.default_rng([seed, rank]).standard_normal(ELEMENTS)
+    return drawn.astype(np.float32).astype(np.float64)
+
+
+def left_by_victim(folder: Path) -> NDArray[np.float64]:
+    """Its model and what its engine had merged: mirror + correction, by chunk where there is one."""
+    mirror = np.fromfile(folder / "memory.1", np.float32).astype(np.float64)
+    memory = np.fromfile(folder / "memory.0", np.uint8)
+    slots = memory[: 2 * mirror.size * 4].view(np.float32).reshape(2, -1)
+    flags = memory[2 * mirror.size * 4 :].reshape(2, -1)[:, :CHUNKS]
+    for slot, full in zip(slots, flags, strict=True):
+        mirror += slot * np.repeat(full != 0, CHUNK // 4)
+    return mirror
+
+
+def survivors_sum(folder: Path, victim: int, name: str) -> NDArray[np.float64]:
+    models = [np.load(folder / f"{r}.{name}.npy") for r in range(N) if r != victim]
+    return np.sum(models, axis=0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("asking", [True, False], ids=["asking", "answering"])
+@pytest.mark.parametrize("way", [(), ("--no-share",)], ids=["shared", "sent"])
+def test_a_death_moves_no_more_than_the_chunks_in_flight(
+    tmp_path: Path, asking: bool, way: tuple[str, ...]
+) -> None:
+    seed, victim = 7, 1
+    layout = Layout(CHUNK)
+    layout.extend([TensorSpec("x", (ELEMENTS,), "float32")])
+    assert len(layout.generations[0].chunks) == CHUNKS
+    arguments = ["--folder", tmp_path, "--victim", victim, "--elements", ELEMENTS, "--seed", seed]
+    side = ("--asking",) if asking else ()
+    result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120)
+    fault = json.loads((tmp_path / "fault").read_text())
+    assert fault["asked"] == asking, result.report()
+    assert LANES < fault["done"] < CHUNKS
+    told = [json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 2)]
+    assert any(facts["broken"] for facts in told), f"no exchange was cut: {result.report()}"
+
+    models = [initial(seed, rank) for rank in range(N)]
+    after = survivors_sum(tmp_path, victim, "after")
+    moved = after + left_by_victim(tmp_path) - np.sum(models, axis=0)
+    by_chunk = np.abs(moved).reshape(CHUNKS, -1).max(axis=1)
+    in_flight = by_chunk > ROUNDING
+    assert in_flight.sum() <= LANES * SIDES, by_chunk
+    widest = np.ptp(models, axis=0)  # averaging keeps every element among those it began with
+    assert np.all(np.abs(moved) <= SIDES * WEIGHT * widest + ROUNDING)
+    later = survivors_sum(tmp_path, victim, "end")
+    assert np.abs(later - after).max() <= ROUNDING, "the survivors lost something afterwards"
