@@ -4,7 +4,6 @@ A line per half second: seconds of time.monotonic (one clock for all hosts) and 
 the super learner had finished with each of the others.
 """
 
-import faulthandler; faulthandler.dump_traceback_later(28)
 import argparse
 import json
 import os
