@@ -170,6 +170,11 @@ class Engine:
     def is_leader(self) -> bool:
         return self._outer is not None
 
+    @property
+    def communicators(self) -> list[Any]:
+        """Its own, for whoever frees them when all engines have stopped."""
+        return [comm for comm in (self._outer, self._everybody) if comm is not None]
+
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average these tensors too, from the next offer on. All learners of the node call it."""
         generation = self.layout.extend(tensors)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -52,9 +53,11 @@ __all__ = [
     "Seat",
     "World",
     "current",
+    "enter",
     "form_super_learners",
     "init",
     "is_initialized",
+    "load_mpi",
     "merge_super_learners",
     "shutdown",
     "wait",
@@ -99,6 +102,11 @@ class World:
         comm: all learners that live; without the lost ones after `together` has noticed.
         ranks: the learners of `comm`, by their rank there.
         on_loss: what operations over all learners do without the lost: "go_on" or "raise".
+        joining: a newcomer that has not met the others yet; `comm` is its super learner.
+        mixed: some were started later. MPI_Finalize of those started together does not wait for the
+            rest, whom an early end would keep from meeting; so all meet twice in shutdown.
+        owned: communicators that are freed when all have met. MPI_Finalize would wait for everybody in
+            two or more of a mixed world.
         goodbye: all learners; used by shutdown only, whose barrier must not meet another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
@@ -136,6 +144,9 @@ class World:
     goodbye: Any
     on_loss: str
     broken: bool = False
+    joining: bool = False
+    mixed: bool = False
+    owned: list[Any] = field(default_factory=list)
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -163,7 +174,7 @@ class World:
         def told(comm: Any) -> T:
             if comm is not self.comm:
                 self._adopt(comm, doing)
-            if self.on_loss == "raise":
+            if self.on_loss == "raise" and not self.joining:
                 self._require_everybody(doing)
             return operation(comm)
 
@@ -262,7 +273,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         InnerOnlyError: on all learners, for process_sets with several super learners.
         PeerLostError: if a learner ends meanwhile.
     """
-    global _current, _goodbye, _has_begun, _left_clean
+    global _goodbye, _left_clean
     if _current is not None:
         raise AlreadyInitializedError(
             f"init() on learner {_current.rank}: hvd_adpsgd is initialized already. Call "
@@ -270,7 +281,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         )
     _require_whole()
     _require_mpi_launcher(os.environ)
-    everyone = _communicator(_load_mpi(), comm)
+    everyone = _communicator(load_mpi(), comm)
     try:
         with mpi_failures("init()"):
             world = _make_world(everyone, config, bool(process_sets))
@@ -281,6 +292,12 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     except Exception:
         everyone.Free()
         raise
+    return enter(world, process_sets)
+
+
+def enter(world: World, process_sets: Any = None) -> World:
+    """Start Horovod in the super learner; `current` returns this world from now on."""
+    global _current, _has_begun
     _start_horovod(world.inner, process_sets)
     _log_from(world.config.log_level)
     _current, _has_begun = world, True
@@ -352,8 +369,11 @@ def _require_mpi_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
-def _load_mpi() -> Any:
+def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
     """The module mpi4py.MPI, once it is known to serve us.
+
+    Args:
+        start: starts MPI instead of mpi4py, if it is not running; gets the module.
 
     Raises:
         LaunchError: if it does not.
@@ -363,6 +383,8 @@ def _load_mpi() -> Any:
 
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
+        if start is not None:
+            mpi4py.rc.initialize = False
         _finalizes = True
     from mpi4py import MPI
 
@@ -371,6 +393,8 @@ def _load_mpi() -> Any:
             "init(): MPI is finalized in this process, and cannot be started twice. Call "
             "hvd.init() before MPI.Finalize()."
         )
+    if not MPI.Is_initialized() and start is not None:
+        start(MPI)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _mark(True)
@@ -646,7 +670,10 @@ def shutdown() -> None:
     _left_clean = stopped and met and not lost_ranks(world.goodbye)
     _left_last = not met and len(lost_ranks(world.goodbye)) == world.size - 1
     if _left_clean:  # others may still use theirs otherwise, and freeing is collective
-        _free(world.outer, world.inner, world.host, world.goodbye, world.comm)
+        _free(*world.owned, world.outer, world.inner, world.host, world.comm)
+        if world.mixed:
+            _meet(world.goodbye, False, time.monotonic() + world.config.leave_deadline_s)
+        _free(world.goodbye)
     _goodbye = None if _left_clean else world.goodbye
     if _left_clean:
         _mark(False)
@@ -814,13 +841,20 @@ def _script_fails() -> bool:
     return _exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
 
 
+def _finalize() -> None:
+    """MPI_Finalize, which may wait without bound; mpi4py's holds the GIL meanwhile."""
+    from mpi4py import MPI
+
+    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+
 def _ended_mpi(mpi: Any, seconds: float) -> bool:
     """Finalize MPI; False if that would wait for learners that may be gone.
 
     With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
     """
     if _left_clean:
-        return _returns(mpi.Finalize, seconds)
+        return _returns(_finalize, seconds)
     if survives_losses() or _stuck:
         return False
     mpi.Finalize()

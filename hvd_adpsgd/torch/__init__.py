@@ -123,6 +123,9 @@ from hvd_adpsgd.torch.ranks import (
     super_rank,
     super_size,
 )
+from hvd_adpsgd.torch.replacing import (
+    replace_lost,
+)
 from hvd_adpsgd.torch.schedules import (
     Newbob,
     WarmupAnneal,
@@ -215,6 +218,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "replace_lost",
     "rocm_built",
     "settled",
     "shutdown",

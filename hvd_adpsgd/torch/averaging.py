@@ -65,20 +65,40 @@ class Averaging:
         self._stopped = ""  # why
         self._at_stop: list[Callable[[], object]] = []
         self._timeline = open_timeline(world)
-        plan = wish.strategy.plan(world.super_rank, world.super_size)
-        self._in_step = plan.in_step
+        self._wish = wish
+        self._plan = wish.strategy.plan(world.super_rank, world.super_size)
+        self._in_step = self._plan.in_step
         self._spec = wish.strategy.spec()
         self._trained = {id(tensor) for _, tensor in wish.named}
-        self.rule = make_rule(plan.rule, wish.named, wish.config.exchanges_per_step)
+        self.rule = make_rule(self._plan.rule, wish.named, wish.config.exchanges_per_step)
         averaged = self.rule.averaged()
         specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
-        self.engine = _engine(world, wish, plan)
-        self.engine.extend(specs)
-        self.engine.start()
-        atexit.unregister(self.engine.stop)  # shutdown() comes first, and knows how the script ends
+        self._specs = [specs]  # by generation
+        self.engine = self.another_engine(world.outer)
         world.at_shutdown(self.stop)
         _live.append(self)
         statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
+
+    def another_engine(self, outer: Any) -> Engine:
+        """An engine for these tensors, started. All learners of all super learners make it together.
+
+        Args:
+            outer: the leaders; None on learners that are not leaders. A newcomer's is made and has no
+                thread until it has joined.
+        """
+        engine = _engine(self._world, self._wish, self._plan, outer)
+        for specs in self._specs:
+            engine.extend(specs)
+        engine.start()
+        atexit.unregister(engine.stop)  # shutdown() comes first, and knows how the script ends
+        self._world.owned += engine.communicators
+        return engine
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Go on with another engine; between steps, settled. Numbers of exchanges begin anew."""
+        self.engine.stop()
+        self._trace_engine()
+        self.engine = engine
 
     # ---- the step, in order ----------------------------------------------------------------
 
@@ -103,6 +123,11 @@ class Averaging:
             raise NotInitializedError(
                 f"this optimizer averages no longer: {self._stopped} after it was wrapped. Use an "
                 "optimizer that was wrapped after that."
+            )
+        if self._world.joining:
+            raise NotInitializedError(
+                "this learner replaces a lost one, and has not met the others: call hvd.replace_lost(model, "
+                "optimizer) before the first step."
             )
 
     def _require_known(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -275,7 +300,8 @@ class Averaging:
                     + difference(told[0], other, f"inner learner {inner_rank}", "inner learner 0")
                 )
         self._trained.update(id(tensor) for _, tensor in named)
-        self.engine.extend(self.parameters.add(named))
+        self._specs.append(self.parameters.add(named))
+        self.engine.extend(self._specs[-1])
 
     def require_growing(self) -> None:
         """Raise a typed error if tensors cannot be added."""
@@ -354,6 +380,20 @@ class Averaging:
         for name, tensors in self.rule.tensors().items():
             for mine, theirs in zip(tensors, state["rule"][name], strict=True):
                 mine.copy_(theirs)
+
+    def terms(self) -> tuple[str, list[str]]:
+        """What must be equal on all learners that average with this one."""
+        return self._spec, described(self._wish.named)
+
+    def memory(self) -> tuple[int, dict[str, Any]]:
+        """What a newcomer must know besides the model."""
+        return self._step, self.state()
+
+    def remember(self, memory: tuple[int, dict[str, Any]]) -> None:
+        """Go on where another learner is."""
+        self._step = memory[0]
+        if memory[1]:
+            self.load_state(memory[1])
 
     def at_stop(self, call: Callable[[], object]) -> None:
         """Have `call` called when this averages no longer."""
@@ -457,30 +497,21 @@ _LearnerLostError.__module__ = LearnerLostError.__module__
 # ---- set-up ----------------------------------------------------------------------------------
 
 
-def _engine(world: Any, wish: Wish, plan: Plan) -> Engine:
+def _engine(world: Any, wish: Wish, plan: Plan, outer: Any) -> Engine:
     """An engine with a communicator of its own; not yet started."""
-    outer = None
-    if world.is_leader:
+    if outer is not None:
         from mpi4py import MPI
 
         with mpi_failures("averaging"):
-            outer = world.outer.Dup()
+            outer = outer.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
     return Engine(
         inner=world.inner,
         outer=outer,
         plan=plan,
         options=EngineOptions.from_config(wish.config),
-        names=_leader_names(world),
+        names=[f"{world.seats[group[0]].hostname}, learner {group[0]}" for group in world.groups],
     )
-
-
-def _leader_names(world: Any) -> list[str]:
-    """What to call each super learner in messages."""
-    told = (world.super_rank, f"{world.hostname}, learner {world.rank}")
-    everybody = world.together("averaging", lambda comm: allgather_object(comm, told))
-    leaders = dict(reversed(everybody))
-    return [leaders[i] for i in range(world.super_size)]
 
 
 # ---- for the user --------------------------------------------------------------------------------

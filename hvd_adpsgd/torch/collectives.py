@@ -490,7 +490,7 @@ def broadcast_object(
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
     """What the root makes; None on the root itself."""
     world = worlds.current()
-    may_be_root = call.root is None or world.rank == call.root  # made here: it may raise
+    may_be_root = call.root in (None, world.rank) or world.joining  # made here: it may raise
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
@@ -528,8 +528,11 @@ def _broadcast_all(
 
 
 def _root_in(world: World, call: Call) -> int:
-    """The root's rank in world.comm; None is the first learner that lives."""
-    if call.root is None:
+    """The root's rank in world.comm; None is the first learner that lives.
+
+    To a newcomer that has not joined yet its own first learner stands for the root.
+    """
+    if call.root is None or world.joining:
         return 0
     if not 0 <= call.root < world.size:
         raise ConfigError(

@@ -16,7 +16,7 @@ from hvd_adpsgd.together import allgather_object, wait
 from hvd_adpsgd.torch.agreement import described, require_same
 from hvd_adpsgd.torch.averaging import live
 
-__all__ = ["average_model", "consensus_distance", "settled"]
+__all__ = ["average_model", "consensus_distance", "mean_model", "settled"]
 
 
 @contextlib.contextmanager
@@ -94,6 +94,18 @@ def consensus_distance(model: torch.nn.Module) -> float:
     told = world.together(doing, lambda comm: allgather_object(comm, (world.is_leader, square)))
     squares = [square for leads, square in told if leads]
     return math.sqrt(sum(squares) / len(squares))
+
+
+@torch.no_grad()
+def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, then buffers, on the host: the mean over the leaders of floating-point numbers.
+
+    Other buffers are this learner's. All learners call it together.
+    """
+    world, doing = worlds.current(), "mean_model"
+    means = iter(_means(world, doing, _floating(world, doing, model)))
+    tensors = [*model.parameters(), *model.buffers()]
+    return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
 
 
 def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tensor]:

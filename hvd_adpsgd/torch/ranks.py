@@ -6,6 +6,7 @@ from typing import Any
 
 import horovod.torch as horovod
 
+from hvd_adpsgd import replacement
 from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import InnerOnlyError
@@ -33,6 +34,8 @@ __all__ = [
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
     """Make the worlds; all learners call this together.
 
+    A process that was started by replace_lost gets the numbers of the lost one.
+
     Args:
         comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.
         process_sets: as in Horovod; only with one super learner.
@@ -42,7 +45,10 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         AlreadyInitializedError, LaunchError, ConfigError, TopologyError, InnerOnlyError: see
             hvd_adpsgd.world.init.
     """
-    worlds.init(config, comm=comm, process_sets=process_sets)
+    if replacement.is_newcomer():
+        replacement.enter()
+    else:
+        worlds.init(config, comm=comm, process_sets=process_sets)
 
 
 def shutdown() -> None:

@@ -26,6 +26,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     **{room: set() for room in ("errors", "config", "__init__", "horovod_build")},
     "engine": {"numpy", "mpi4py"},
     "mailbox": {"numpy", "mpi4py"},
+    "replacement": {"numpy", "mpi4py"},
     "together": {"numpy", "mpi4py"},
     "world": None,
     "torch": None,
@@ -215,7 +216,7 @@ def test_the_table_is_read():
     assert {"_engine", "_kernels"} <= TABLE.files[f"ext/{PACKAGE}"]
     assert TABLE.chains[0][0] == {"torch"}
     assert TABLE.chains[0][-1] == {"config", "errors"}
-    assert len(TABLE.chains) == 4
+    assert len(TABLE.chains) == 5
 
 
 @pytest.mark.parametrize("path", sources(), ids=ids)

@@ -1,0 +1,184 @@
+"""Trains a float64 model with super learners that are lost, one after the other, and replaced.
+
+The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
+models differ. When everybody is there, the next of --victims kills itself; when all of them have been
+replaced, everybody trains --after more epochs. Each learner says its facts.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvd_adpsgd.replacement as replacement
+import hvd_adpsgd.torch as hvd
+
+NEW = "HVD_ADPSGD_JOINS" in os.environ
+STEPS = 5
+BREATHER_S = 0.01  # of a step, for which this machine has too few cores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--victims", default="", help="ranks, by comma; lost in this order")
+    parser.add_argument("--after", type=int, default=6, help="epochs after the last replacement")
+    parser.add_argument("--fails", default="", help="where a newcomer is lost")
+    parser.add_argument("--exits", action="store_true", help="... by an exception")
+    parser.add_argument("--fail-times", type=int, default=1, help="how many newcomers are")
+    parser.add_argument("--patience-s", type=float, default=60.0)
+    parser.add_argument("--averaging", default="random_pairs")
+    parser.add_argument("--elements", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
+    parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
+    args = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="LOG %(relativeCreated)d %(message)s"
+    )
+    if NEW:
+        fail(args, "start")
+    if args.fails == "launch":
+        spoil_launch(args.folder)
+    hvd.init()
+    Run(args).train()
+
+
+def fail(args: argparse.Namespace, where: str) -> None:
+    """The first newcomers that come here are lost; the files that they leave tell so."""
+    for i in range(args.fail_times if args.fails == where else 0):
+        if leaves(args.folder / f"failed{i}"):
+            if args.exits:
+                raise RuntimeError("a newcomer's script fails")
+            die()
+
+
+def spoil_launch(folder: Path) -> None:
+    """What starts a newcomer's command is a file that cannot be run."""
+    env = folder / "env"
+    if leaves(env):
+        env.write_text("#!/nonexistent\n")
+        env.chmod(0o755)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+
+
+def leaves(file: Path) -> bool:
+    """Whether this process is the one that makes the file."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.victims = [int(v) for v in args.victims.split(",") if v]
+        self.model = torch.nn.Linear(args.elements, 1, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.model.weight.fill_(hvd.super_rank() + 1.0)
+        plain = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.optimizer = hvd.DistributedOptimizer(
+            plain, named_parameters=self.model.named_parameters(), averaging=args.averaging
+        )
+        self.facts = {"rank": hvd.rank(), "size": hvd.size(), "new": NEW, "super": hvd.super_rank()}
+        self.ends = time.monotonic() + args.seconds
+        self.slowest = 0.0
+
+    def train(self) -> None:
+        if NEW:
+            fail(self.args, "wrapped")
+            self.fail_at_meeting()
+            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as scripts do
+        state = self.replace({"epoch": 0, "whole": 0, "alone": 0, "told": []})
+        self.facts |= {"began": state["epoch"], "first": self.values()}
+        if NEW:
+            saved = self.optimizer.state_dict()["state"]
+            self.facts["momentum"] = [v["momentum_buffer"] is not None for v in saved.values()]
+        while True:
+            mean, alive = self.exact_mean()
+            if state["told"]:
+                state["told"][-1][1:] = [mean, alive]
+            lost = sum((self.args.folder / f"lost{i}").exists() for i in range(len(self.victims)))
+            whole = alive == list(range(hvd.super_size()))
+            if whole and lost == len(self.victims):
+                state["whole"] += 1
+            state["alone"] += not whole
+            if state["whole"] > self.args.after or self.late():
+                break
+            if self.args.alone and state["alone"] > self.args.alone:
+                break
+            self.epoch()
+            state["epoch"] += 1
+            if whole and state["epoch"] % 4 == 3 and lost < len(self.victims):
+                self.lose(lost)
+            state["told"].append([self.exact_mean()[0], 0.0, []])
+            state = self.replace(state)
+        self.facts |= state
+        self.facts |= {"slowest_s": self.slowest, "partners": hvd.metrics()["partners"]}
+        hvd.average_model(self.model)
+        self.facts["last"] = self.values()
+        self.facts["done"] = time.monotonic()
+        os.write(1, ("\n@learner " + json.dumps(self.facts) + "\n").encode())
+
+    def fail_at_meeting(self) -> None:
+        """Have a newcomer die before, or just after it is connected with the others."""
+        connect = replacement.connect
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            fail(self.args, "meeting")
+            joint = connect(*args, **kwargs)
+            fail(self.args, "met")
+            return joint
+
+        replacement.connect = failing
+
+    def epoch(self) -> None:
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            drift = torch.full((1, self.args.elements), 0.01 * (hvd.super_rank() + 1))
+            self.model(drift.double()).sum().backward()
+            self.optimizer.step()
+            time.sleep(BREATHER_S)
+
+    def replace(self, state: dict) -> dict:
+        began = time.monotonic()
+        state = hvd.replace_lost(self.model, self.optimizer, state, patience_s=self.args.patience_s)
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        return state
+
+    def values(self) -> list[float]:
+        """Smallest and largest element of the model."""
+        return [float(self.model.weight.detach().min()), float(self.model.weight.detach().max())]
+
+    def exact_mean(self) -> tuple[float, list[int]]:
+        """Of the super learners' models, which stay as they are; and the numbers of those that live."""
+        with hvd.settled():
+            mine = (hvd.super_rank(), float(self.model.weight.detach().mean()))
+            means = dict(hvd.allgather_object(mine))
+        return sum(means.values()) / len(means), sorted(means)
+
+    def late(self) -> bool:
+        return any(hvd.allgather_object(not NEW and time.monotonic() > self.ends))
+
+    def lose(self, number: int) -> None:
+        """The next victim dies; all see that it is about to."""
+        file = self.args.folder / f"lost{number}"
+        if hvd.rank() == self.victims[number] and leaves(file):
+            die()
+        while not file.exists():
+            time.sleep(0.01)
+
+
+main()

@@ -1,0 +1,129 @@
+"""A lost super learner is replaced by a new one, which takes the mean model and trains on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import Result, run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
+TIMEOUT_S = 240.0  # each newcomer loads torch once more, on a machine that may be busy
+MEETING_S = 10.0  # hvd_adpsgd.replacement.MEETING_S
+ENDS_S = 10.0  # promise 6
+
+
+def train(
+    folder: Path, np: int, victims: str, *args: object, of: int = 1, launcher: str = "mpirun"
+) -> Result:
+    arguments = [str(a) for a in ("--folder", folder, "--victims", victims, *args)]
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(of)}
+    return run_learners(np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher)
+
+
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-12)
+
+
+def joinings(facts: dict[str, Any]) -> list[tuple[int, float, float, list[int], list[int]]]:
+    """(epoch, mean before, mean after, who lived before, who lives after) where somebody has joined.
+
+    No step lies between the two means.
+    """
+    pairs = itertools.pairwise(facts["told"])
+    return [
+        (epoch, after[0], after[1], before[2], after[2])
+        for epoch, (before, after) in enumerate(pairs, 2)
+        if len(after[2]) > len(before[2])
+    ]
+
+
+def require_replaced(result: Result, np: int, of: int, joined: int, new: set[int]) -> None:
+    """All learners are there at the end, and what joined did not change the mean."""
+    learners = result.by_rank()
+    assert [f["rank"] for f in learners] == list(range(np)), result.report()
+    assert {f["rank"] for f in learners if f["new"]} == new, result.report()
+    everybody = list(range(np // of))
+    for facts in learners:
+        assert facts["size"] == np
+        assert facts["super"] == facts["rank"] // of
+        assert facts["told"][-1][2] == everybody, result.report()
+        assert facts["last"] == learners[0]["last"]  # average_model works for all
+        told = joinings(facts)
+        assert len(told) == joined, result.report()
+        for _, before, after, fewer, more in told:
+            assert len(fewer) == len(more) - 1
+            assert close(before, after), told
+    for facts in (f for f in learners if f["new"]):
+        began, mean, *_ = joinings(facts)[-1]
+        assert all(close(value, mean) for value in facts["first"]), (facts["first"], mean)
+        assert facts["began"] == began
+        assert facts["momentum"] == [True]
+    for facts in learners:
+        if facts["rank"] % of == 0:  # leaders have exchanged with everybody since
+            met = [n for i, n in enumerate(facts["partners"]) if i != facts["super"]]
+            assert min(met) > 0, facts["partners"]
+
+
+def test_replaced_under_horovodrun(tmp_path):
+    result = train(tmp_path, 3, "2", "--after", 10, launcher="horovodrun").checked()
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert "super learner 2 has joined" in result.stderr
+
+
+def test_super_learner_of_two(tmp_path):
+    """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
+    result = train(tmp_path, 4, "1", "--after", 10, of=2).checked()
+    require_replaced(result, 4, 2, joined=1, new={0, 1})
+
+
+def test_twice_in_a_row(tmp_path):
+    """The second one lost is the newcomer, after which mpirun's own status is that of its end."""
+    result = train(tmp_path, 3, "0,0", "--after", 10)
+    require_replaced(result, 3, 1, joined=2, new={0})
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("start", "it was not ready after patience_s=20 s"),
+        ("wrapped", "it ended before it was ready"),
+        ("meeting", "it was lost, or did not come, when all met"),
+        ("met", "it was lost, or did not come, when all met"),
+    ],
+)
+def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
+    """The others go on, and start another one."""
+    args = ("--after", 10, "--fails", where, "--patience-s", 20)
+    result = train(tmp_path, 3, "2", *args)
+    assert (tmp_path / "failed0").exists(), result.report()
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert f"super learner 2 was not replaced: {told}" in result.stderr
+    slowest = max(f["slowest_s"] for f in result.said if not f["new"])
+    assert slowest < 2 * MEETING_S, slowest
+
+
+def test_without_a_launcher_that_can_start_it(tmp_path):
+    """A line in the log, three times; the others train to the end."""
+    result = train(tmp_path, 3, "2", "--fails", "launch", "--alone", 20)
+    assert result.stderr.count("super learner 2 was not replaced: the launcher cannot") == 3
+    assert "no more after 3 attempts" in result.stderr
+    learners = result.by_rank()
+    assert [f["rank"] for f in learners] == [0, 1], result.report()
+    assert all(f["told"][-1][2] == [0, 1] and f["alone"] == 21 for f in learners)
+
+
+def test_job_that_ends_before_the_newcomer_joins(tmp_path):
+    """The newcomer ends, too, and does not keep mpirun."""
+    result = train(tmp_path, 3, "2", "--alone", 1)
+    ended = time.monotonic()
+    learners = result.by_rank()
+    assert [f["rank"] for f in learners] == [0, 1], result.report()
+    assert "starting another one in its place" in result.stderr
+    assert ended - max(f["done"] for f in learners) < 2 * ENDS_S
