@@ -109,6 +109,14 @@ def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
     assert slowest < 2 * MEETING_S, slowest
 
 
+def test_newcomer_whose_script_fails_does_not_end_the_job(tmp_path):
+    """An exception, not a signal."""
+    args = ("--after", 10, "--fails", "start", "--exits", "--patience-s", 20)
+    result = train(tmp_path, 3, "2", *args)
+    assert (tmp_path / "failed0").exists(), result.report()
+    require_replaced(result, 3, 1, joined=1, new={2})
+
+
 def test_without_a_launcher_that_can_start_it(tmp_path):
     """A line in the log, three times; the others train to the end."""
     result = train(tmp_path, 3, "2", "--fails", "launch", "--alone", 20)
