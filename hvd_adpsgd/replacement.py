@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import pickle
@@ -64,6 +63,7 @@ MEETING_S = 10.0  # longest wait for all to be connected, once a newcomer is rea
 START_S = 120  # longest MPI_Init of a newcomer, whose recruiter may have ended meanwhile
 _PASSED_ON = ("HVD_ADPSGD_", "HOROVOD_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH")
 _TAG_SIZE, _TAG_DATA = 1, 2
+_LOOK_S = 2e-3
 _PORT_FREED = "the job has ended"
 
 
@@ -194,20 +194,24 @@ class _Inbox:
         self._next_size()
         return [value]
 
-    def wait(self, ends: float | None = None) -> Any:
+    def wait(self, ends: float | None, lives: Callable[[], bool]) -> Any:
         """The next object.
 
         Args:
             ends: of time.monotonic; None: no bound but the sender's life.
+            lives: whether the sender does; MPI is silent about one that has ended well.
 
         Raises:
-            TimeoutError: if it is not here by then.
+            TimeoutError: if it is not here by then, or never will be.
             MPI.Exception: if the sender is lost.
         """
         while not (got := self.take()):
-            if ends is not None and time.monotonic() > ends:
+            over = ends is not None and time.monotonic() > ends
+            if (over or not lives()) and not (got := self.take()):
                 raise TimeoutError
-            time.sleep(1e-3)
+            if got:
+                break
+            time.sleep(_LOOK_S)
         return got[0]
 
 
@@ -368,8 +372,10 @@ class Newcomer:
 
     def __init__(self) -> None:
         self._name, pid, hostname = os.environ[JOINS].split(" ", 2)
-        recruiter = int(pid) if hostname == socket.gethostname() else None
-        mpi = worlds.load_mpi(functools.partial(_start_mpi, recruiter=recruiter))
+        self._recruiter = int(pid) if hostname == socket.gethostname() else None
+        met = threading.Event()
+        threading.Thread(target=self._watch, args=(met,), daemon=True).start()
+        mpi = worlds.load_mpi(_start_mpi)
         parent = mpi.Comm.Get_parent()
         if parent == mpi.COMM_NULL:
             raise LaunchError(
@@ -377,14 +383,29 @@ class Newcomer:
             )
         parent.Set_errhandler(mpi.ERRORS_RETURN)
         self._bridge = _merged(parent, high=True)
+        met.set()
         self._inbox = _Inbox(self._bridge, 0)
         self.welcome: Welcome = self._hear()
+
+    def _watch(self, met: threading.Event) -> None:
+        """End this process when its recruiter has ended, or after START_S, unless they have met.
+
+        MPI_Init and MPI_Intercomm_merge wait for the recruiter without bound.
+        """
+        ends = time.monotonic() + START_S
+        while not met.wait(0.2):
+            if time.monotonic() > ends or not self._recruiter_lives():
+                os._exit(0)  # nobody is left to tell
+
+    def _recruiter_lives(self) -> bool:
+        """As far as can be seen from this host."""
+        return self._recruiter is None or _lives(self._recruiter)
 
     def _hear(self, ends: float | None = None) -> Any:
         from mpi4py import MPI
 
         try:
-            said = self._inbox.wait(ends)
+            said = self._inbox.wait(ends, self._recruiter_lives)
         except (MPI.Exception, TimeoutError):
             raise PeerLostError(
                 f"joining as super learner {self._name}: the learner that started this one is "
@@ -454,31 +475,11 @@ class Newcomer:
         self._bridge.Free()
 
 
-def _start_mpi(mpi: Any, recruiter: int | None) -> None:
-    """MPI_Init of a newcomer, which waits for its recruiter without bound.
-
-    So the process ends when the recruiter has ended, or after START_S.
-
-    Args:
-        mpi: mpi4py.MPI.
-        recruiter: its process id; None if it is on another host.
-    """
-    met = threading.Event()
-
-    def watch() -> None:
-        ends = time.monotonic() + START_S
-        while not met.wait(0.2):
-            if time.monotonic() > ends or (recruiter is not None and not _lives(recruiter)):
-                os._exit(0)  # nobody is left to tell
-
-    threading.Thread(target=watch, daemon=True, name="hvd_adpsgd.watch").start()
+def _start_mpi(mpi: Any) -> None:
+    """MPI_Init; mpi4py's own call holds the GIL, and the watch could not run."""
     provided = ctypes.c_int()
-    # mpi4py's own call holds the GIL
-    ctypes.CDLL(mpi.__file__).MPI_Init_thread(
-        None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided)
-    )
-    met.set()
-    return worlds.load_mpi()
+    library = ctypes.CDLL(mpi.__file__)
+    library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided))
 
 
 def _lives(pid: int) -> bool:
