@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from hvd_adpsgd import __version__
 from hvd_adpsgd.config import PREFIX, Config
@@ -87,8 +87,12 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield findings.judge_launch(survival, ulfm)
 
 
-def _examine_mpi(seconds: float) -> Iterator[Finding]:
-    """Returns: whether ULFM is compiled in, and whether a plain horovodrun switches it on."""
+def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
+    """MPI and ULFM.
+
+    Returns:
+        whether ULFM is compiled in, and whether a plain horovodrun switches it on.
+    """
     mpirun, launcher = probes.mpirun_version(seconds)
     library = probes.ask_library(seconds)
     yield findings.judge_mpi(mpirun, launcher, library)
@@ -130,4 +134,7 @@ def _visits(args: argparse.Namespace) -> list[findings.Visit]:
         return []
     named = hosts.read_hostfile(args.hostfile) if args.hostfile else hosts.read_hosts(args.hosts)
     ssh = hosts.Ssh(args.ssh_port, args.ssh_identity_file)
-    return hosts.visit_all(named, ssh, args.patience)
+    remote = hosts.remote_command(
+        sys.executable, os.getcwd(), os.environ.get("PYTHONPATH"), probes.mpi_daemon()
+    )
+    return hosts.visit_all(named, ssh, remote, args.patience)

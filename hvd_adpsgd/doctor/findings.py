@@ -407,7 +407,8 @@ class Visit:
         slots: learners that it shall run.
         local: it is this host, and was not visited.
         status: exit status of ssh, None if it was not done in time.
-        said: what the program found: "version", "packages", "cores", "free_bytes"; None if nothing.
+        said: what the program found: "version", "packages", "cores", "free_bytes",
+            "daemon" (whether mpirun's helper is where it is here); None if nothing.
         error: what ssh or the program complained of last.
     """
 
@@ -455,6 +456,9 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
         found = ", ".join(f"{n} {there or 'missing'} there, {h} here" for n, there, h in differing)
         judge = _fail if any(there is None for _, there, _ in differing) else _warn
         return judge(what, found, "Install the same versions on all hosts.")
+    if not said["daemon"]:
+        found = "prted of mpirun is not where it is here, and is started there by its path"
+        return _warn(what, found, "Install the same MPI there, under the same path.")
     found = f"ssh works, hvd_adpsgd {here.version}, {said['cores']:g} cores for {visit.slots} "
     found += f"learners, {_size(said['free_bytes'])} free in /dev/shm"
     if said["cores"] < visit.slots:

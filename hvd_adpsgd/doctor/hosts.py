@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import shlex
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from hvd_adpsgd.doctor.findings import PACKAGES, Visit
 from hvd_adpsgd.doctor.probes import bounded, last_line, marked
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["Host", "Ssh", "is_local", "read_hostfile", "read_hosts", "visit_all"]
+__all__ = ["Host", "Ssh", "is_local", "read_hostfile", "read_hosts", "remote_command", "visit_all"]
 
 CONNECT_S = 5
 AT_ONCE = 32
@@ -133,19 +131,28 @@ def _within(seconds: float, call: Callable[[], str]) -> str | None:
 _NAMES = tuple(PACKAGES)
 # One line without an exclamation mark, for any shell.
 _PROGRAM = (
-    "import json,os; from importlib import metadata as m; import hvd_adpsgd as h; "
+    "import json,os,sys; from importlib import metadata as m; import hvd_adpsgd as h; "
     "s=os.statvfs('/dev/shm'); "
     "v={d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}; "
     "print('\\n@doctor '+json.dumps(dict(version=h.__version__, "
     f"packages={{n: v.get(n) for n in {_NAMES!r}}}, "
-    "cores=len(os.sched_getaffinity(0)), free_bytes=s.f_bavail*s.f_frsize)))"
+    "cores=len(os.sched_getaffinity(0)), free_bytes=s.f_bavail*s.f_frsize, "
+    "daemon=os.path.exists(sys.argv[1]))))"
 )
 
 
-def remote_command(python: str, folder: str, pythonpath: str | None) -> str:
-    """What a host is asked to run: the same interpreter, in the same place, with the same path."""
+def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str | None) -> str:
+    """What a host is asked to run: the same interpreter, in the same place, with the same path.
+
+    Args:
+        python: path of the interpreter.
+        folder: to go to, if it is there.
+        pythonpath: as here, None if not set.
+        daemon: path of a program to look for, None if there is none.
+    """
     path = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
-    program = f"{path}exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)}"
+    program = f"{path}exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)} "
+    program += shlex.quote(daemon or "/")
     return f"sh -c {shlex.quote(f'cd {shlex.quote(folder)} 2>/dev/null; {program}')}"
 
 
@@ -158,18 +165,17 @@ def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
     return [*command, host, remote]
 
 
-def visit(host: Host, ssh: Ssh, seconds: float) -> Visit:
-    """Run a small program on a host, unless it is this one; at most `seconds`."""
+def visit(host: Host, ssh: Ssh, remote: str, seconds: float) -> Visit:
+    """Run a command (see remote_command) on a host, unless it is this one; at most `seconds`."""
     if is_local(host.name):
         return Visit(host.name, host.slots, local=True)
-    remote = remote_command(sys.executable, os.getcwd(), os.environ.get("PYTHONPATH"))
     answer = bounded(ssh_command(host.name, ssh, remote), seconds)
     said = marked(answer.out)
     error = answer.error or last_line(answer.err)
     return Visit(host.name, host.slots, False, answer.status, said[-1] if said else None, error)
 
 
-def visit_all(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> list[Visit]:
+def visit_all(hosts: Sequence[Host], ssh: Ssh, remote: str, seconds: float) -> list[Visit]:
     """Visit all hosts, AT_ONCE of them at a time; in the order given, each once."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda host: visit(host, ssh, seconds), dict.fromkeys(hosts)))
+        return list(pool.map(lambda host: visit(host, ssh, remote, seconds), dict.fromkeys(hosts)))

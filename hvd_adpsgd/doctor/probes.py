@@ -84,21 +84,35 @@ def bounded(
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             late = f"not done after {seconds:g} s"
-        finally:
             _end(process)
+        except BaseException:
+            _end(process)
+            raise
         status = None if late else process.returncode
         return Answer(status, _text(out), _text(err), time.monotonic() - began, late)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group; a launcher first gets a chance to end its learners."""
+    """End a process group; a launcher in it first gets a chance to end its learners."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+        ends = time.monotonic() + 5
+        while _group_lives(process):
+            if time.monotonic() > ends:
+                break
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _group_lives(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # a zombie would count
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _text(file: Any) -> str:
@@ -252,6 +266,13 @@ def mpirun_version(seconds: float) -> tuple[str | None, str]:
         return None, ""
     answer = bounded([path, "--version"], seconds)
     return path, answer.out + answer.err
+
+
+def mpi_daemon() -> str | None:
+    """Path of the program that mpirun starts on every other host; None if it has none beside it."""
+    mpirun = shutil.which("mpirun")
+    beside = Path(mpirun).with_name("prted") if mpirun else None
+    return str(beside) if beside and beside.exists() else None
 
 
 def ompi_info(mpirun: str | None, seconds: float) -> str | None:
