@@ -237,7 +237,7 @@ def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
     """What a plain horovodrun gives mpirun: "flags" (None: it finds no MPI), or "error"."""
     what = "ULFM switched on"
     if "error" in flags:
-        return _fail(what, f"horovodrun does not load: {flags['error']}", f"Run {_BUILD}.")
+        return _fail(what, f"horovodrun does not load: {flags['error']}", _cure(flags))
     if flags["flags"] is None:
         cure = "Put the mpirun of an MPI that Horovod knows on PATH (Open MPI 5 is tested)."
         return _fail(what, "horovodrun does not know this MPI", cure)
@@ -247,6 +247,13 @@ def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
     return _ok(what, "by a plain horovodrun (--with-ft ulfm)")
 
 
+def _cure(answer: Mapping[str, Any]) -> str:
+    """For a Horovod that does not load."""
+    if str(answer["error"]).startswith("ModuleNotFoundError"):
+        return "Install what is missing, as said above."
+    return f"Run {_BUILD}."
+
+
 # ---- Horovod and the extension -------------------------------------------------------------------
 
 
@@ -254,7 +261,7 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
     """horovod.torch as a process imports it: "torch", "mpi" (built with it), or "error"."""
     what = "horovod.torch"
     if "error" in answer:
-        return _fail(what, f"does not load: {answer['error']}", f"Run {_BUILD}.")
+        return _fail(what, f"does not load: {answer['error']}", _cure(answer))
     if not answer["mpi"]:
         return _fail(what, "built without MPI", f"Run {_BUILD}.")
     return _ok(what, f"built with MPI, loads with torch {answer['torch']}")

@@ -119,8 +119,8 @@ def test_the_mpirun_of_another_mpi(tmp_path):
 def test_an_mpirun_that_hangs(tmp_path):
     executable(tmp_path / "mpirun", "#!/bin/sh\nexec sleep 600\n")
     began = time.monotonic()
-    report = doctor("--quick", "--patience", "15", env=with_path(tmp_path))
-    assert time.monotonic() - began < 10 * 15
+    report = doctor("--quick", "--patience", "8", env=with_path(tmp_path))
+    assert time.monotonic() - began < 20 * 8
     report.require("MPI", FAIL, str(tmp_path))
 
 
@@ -174,7 +174,7 @@ def test_a_python_where_nothing_is_installed(tmp_path):
     failed = {line[6:].partition(":")[0] for line in answer.stdout.splitlines() if "FAIL  " in line}
     assert failed == {
         "torch", "numpy", "mpi4py", "horovod", "MPI", "ULFM switched on", "horovod.torch",
-        "extension", "launch",
+        "launch",
     }, answer.stdout  # fmt: skip
     assert "NOT fit" in answer.stdout.splitlines()[-1]
 

@@ -201,7 +201,7 @@ def test_ulfm_compiled(info, level):
             ["--mpi-args=", "--binding-args=", "pml ob1"],
         ),
         ({"flags": None}, FAIL, ["mpirun"]),
-        ({"error": "No module named 'horovod'"}, FAIL, ["No module named 'horovod'"]),
+        ({"error": "ImportError: on purpose"}, FAIL, ["on purpose", "build-horovod"]),
     ],
 )
 def test_ulfm_on(flags, level, words):
@@ -222,6 +222,7 @@ def test_the_options_are_those_of_the_readme():
     [
         ({"torch": "2.13.0", "mpi": True}, OK, ["2.13.0"]),
         ({"torch": "2.13.0", "mpi": False}, FAIL, ["without MPI", "build-horovod"]),
+        ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
         ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),
     ],
 )
