@@ -21,6 +21,14 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 if nothing fails, 1 otherwise."""
     args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("doctor: stopped", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     found: list[Finding] = []
     for finding in examine(args):
         found.append(finding)
@@ -81,9 +89,9 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield findings.judge_horovod(probes.ask_horovod(seconds))
     yield findings.judge_extension(probes.ask_extension(seconds), probes.older_modules())
     here = findings.Here(sys.executable, __version__, packages)
-    yield from _examine_machine(args, config, here)
+    reached = yield from _examine_machine(args, config, here)
     if not args.quick:
-        survival = launch.try_survival(2 * seconds, switch_on=ulfm and not plain)
+        survival = launch.try_survival(2 * seconds, ulfm and not plain, reached)
         yield findings.judge_launch(survival, ulfm)
 
 
@@ -107,8 +115,12 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
 
 def _examine_machine(
     args: argparse.Namespace, config: Config, here: findings.Here
-) -> Iterator[Finding]:
-    """Memory, cores and network of this host, and the other hosts."""
+) -> Generator[Finding, None, list[str]]:
+    """Memory, cores and network of this host, and the other hosts.
+
+    Returns:
+        names of the hosts on which learners may be started.
+    """
     try:
         visits = _visits(args)
     except ConfigError as problem:
@@ -120,8 +132,9 @@ def _examine_machine(
     yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
     yield findings.judge_cores(probes.usable_cores(), learners)
     yield findings.judge_network(probes.interfaces(), len(visits))
-    for visit in visits:
-        yield findings.judge_host(visit, here)
+    judged = {visit.host: findings.judge_host(visit, here) for visit in visits}
+    yield from judged.values()
+    return [host for host, finding in judged.items() if finding.level != FAIL]
 
 
 def _visits(args: argparse.Namespace) -> list[findings.Visit]:

@@ -258,12 +258,20 @@ def _cure(answer: Mapping[str, Any]) -> str:
 
 
 def judge_horovod(answer: Mapping[str, Any]) -> Finding:
-    """horovod.torch as a process imports it: "torch", "mpi" (built with it), or "error"."""
+    """horovod.torch beside mpi4py, as a process imports them.
+
+    Args:
+        answer: "torch" (version), "mpi" (built with it), "files" (of the MPI libraries that both
+            have loaded); or "error".
+    """
     what = "horovod.torch"
     if "error" in answer:
         return _fail(what, f"does not load: {answer['error']}", _cure(answer))
     if not answer["mpi"]:
         return _fail(what, "built without MPI", f"Run {_BUILD}.")
+    if len(answer["files"]) > 1:
+        found = f"loads another MPI than mpi4py: {', '.join(answer['files'])}"
+        return _fail(what, found, f"Build both with one MPI: {_BUILD}.")
     return _ok(what, f"built with MPI, loads with torch {answer['torch']}")
 
 
@@ -486,19 +494,21 @@ def judge_hosts_text(problem: str) -> Finding:
 
 @dataclass(frozen=True)
 class Survival:
-    """What came of two learners, one of which kills itself.
+    """What came of learners of which the last kills itself.
 
     Attributes:
-        together: both have summed before (3 + 4).
-        killed: learner 1 is about to kill itself.
-        alone: sum of learner 0 afterwards; 3 if it went on alone. None: it never came.
+        learners: how many.
+        together: all have added up before, rightly.
+        killed: the last one was about to kill itself.
+        alive: those that learner 0 added up afterwards; None if it never came so far.
         seconds: how long it took.
         error: what was said last, if it did not end well.
     """
 
+    learners: int
     together: bool
     killed: bool
-    alone: float | None
+    alive: int | None
     seconds: float
     error: str = ""
 
@@ -510,15 +520,15 @@ def judge_launch(survival: Survival, ulfm: bool) -> Finding:
         survival: what came of it.
         ulfm: whether MPI has ULFM; without it no survival is expected.
     """
-    what = "launch"
+    what, n = "launch", survival.learners
     if not survival.together:
         cure = "Cure what is named above first. Else see what horovodrun says by itself: "
         cure += 'horovodrun -np 2 python -c "import hvd_adpsgd.torch as h; h.init(); h.barrier()"'
-        return _fail(what, f"two learners did not start: {survival.error}", cure)
-    if survival.killed and survival.alone == 3.0:
-        found = "horovodrun started two learners, one was killed, the other went on "
+        return _fail(what, f"{n} learners did not start: {survival.error}", cure)
+    if survival.killed and survival.alive == n - 1:
+        found = f"horovodrun started {n} learners, one was killed, {n - 1} went on "
         return _ok(what, found + f"({survival.seconds:.0f} s)")
-    found = "two learners started; when one was killed the other did not go on"
+    found = f"{n} learners started; when one was killed the others did not go on"
     if survival.error:
         found += f": {survival.error}"
     if not ulfm:

@@ -1,10 +1,11 @@
-"""The survival probe: two learners start under horovodrun, one kills itself, one goes on."""
+"""The survival probe: learners start under horovodrun, one kills itself, the others go on."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adpsgd.config import PREFIX
@@ -13,8 +14,7 @@ from hvd_adpsgd.doctor.probes import Answer, bounded, last_line, marked
 
 __all__ = ["find_horovodrun", "try_survival"]
 
-# Learner r gives 3 + r, so 7 is the sum of both and 3 that of learner 0 alone. One os.write per
-# line, for learners share the pipe.
+# Every learner gives 1. One os.write per line, for learners share the pipe.
 PROGRAM = """
 import json, os, signal, torch
 import hvd_adpsgd.torch as hvd
@@ -22,16 +22,18 @@ import hvd_adpsgd.torch as hvd
 def say(**facts):
     os.write(1, ("\\n@doctor " + json.dumps(facts) + "\\n").encode())
 
+def count(name):
+    return int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name=name).item())
+
 hvd.init()
 torch.set_num_threads(1)
-rank = hvd.rank()
-given = torch.tensor([3.0 + rank])
-say(rank=rank, together=hvd.allreduce(given, op=hvd.Sum, name="together").item())
+rank, last = hvd.rank(), hvd.size() - 1
+say(rank=rank, together=count("together"))
 hvd.barrier()
-if rank == 1:
+if rank == last:
     say(rank=rank, killed=True)
     os.kill(os.getpid(), signal.SIGKILL)
-say(rank=rank, alone=hvd.allreduce(given, op=hvd.Sum, name="alone").item())
+say(rank=rank, alive=count("alive"))
 """
 
 
@@ -47,29 +49,33 @@ def find_horovodrun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("horovodrun")
 
 
-def try_survival(seconds: float, switch_on: bool) -> Survival:
+def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
     """Launch and see.
 
     Args:
         seconds: longest time.
         switch_on: give horovodrun the options for ULFM, which it does not set itself.
+        hosts: where, one learner on each; fewer than two: two learners here.
     """
+    n = max(2, len(hosts))
     horovodrun = find_horovodrun()
     if horovodrun is None:
-        return Survival(False, False, None, 0.0, "no horovodrun beside this Python or on PATH")
+        return Survival(n, False, False, None, 0.0, "no horovodrun beside this Python or on PATH")
+    where = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
     options = list(ULFM_OPTIONS) if switch_on else []
-    command = [horovodrun, "-np", "2", *options, sys.executable, "-c", PROGRAM]
-    return read_survival(bounded(command, seconds, _knobs()))
+    command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
+    return read_survival(n, bounded(command, seconds, _knobs()))
 
 
-def read_survival(answer: Answer) -> Survival:
-    """Judge by what learners said, not by the exit status: after a loss it is anything."""
+def read_survival(n: int, answer: Answer) -> Survival:
+    """Judge by what learner 0 of n said, not by the exit status: after a loss it is anything."""
     said = marked(answer.out)
-    alone = [facts["alone"] for facts in said if "alone" in facts and facts["rank"] == 0]
+    first = [facts for facts in said if facts.get("rank") == 0]
     return Survival(
-        together=any(facts.get("together") == 7.0 and facts["rank"] == 0 for facts in said),
+        learners=n,
+        together=any(facts.get("together") == n for facts in first),
         killed=any("killed" in facts for facts in said),
-        alone=alone[0] if alone else None,
+        alive=next((facts["alive"] for facts in first if "alive" in facts), None),
         seconds=answer.seconds,
         error=answer.error or _complaint(answer),
     )

@@ -163,9 +163,16 @@ def _failure(answer: Answer) -> str:
 
 # ---- what is asked -------------------------------------------------------------------------------
 
-_LIBRARY = """
+# Files of the MPI libraries that this process has loaded.
+_FILES = """
+lines = [line.split() for line in open("/proc/self/maps")]
+paths = {words[5] for words in lines if len(words) == 6}
+files = sorted(p for p in paths if p.rpartition("/")[2].startswith(("libmpi.", "libmpich.")))
+"""
+
+_LIBRARY = f"""
 from mpi4py import MPI
-files = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
+{_FILES}
 say(version=MPI.Get_library_version(), file=files[0] if files else "no shared library")
 """
 
@@ -185,10 +192,13 @@ flags = mpi_run._get_mpi_implementation_flags(False)[0]
 say(flags=flags)
 """
 
-_HOROVOD = """
-import torch
+_HOROVOD = f"""
+import contextlib, torch
 import horovod.torch as horovod
-say(torch=torch.__version__, mpi=bool(horovod.mpi_built()))
+with contextlib.suppress(ImportError):
+    from mpi4py import MPI
+{_FILES}
+say(torch=torch.__version__, mpi=bool(horovod.mpi_built()), files=files)
 """
 
 _SPEC = """
@@ -217,8 +227,8 @@ def ask_flags(seconds: float) -> dict[str, Any]:
 
 
 def ask_horovod(seconds: float) -> dict[str, Any]:
-    """Whether horovod.torch loads: "torch", "mpi"; or "error"."""
-    return ask(_HOROVOD, seconds)
+    """Whether horovod.torch loads: "torch", "mpi", "files" (of MPI libraries); or "error"."""
+    return ask(_HOROVOD, seconds, {"MPI4PY_RC_INITIALIZE": "0"})
 
 
 def ask_spec(seconds: float) -> str | None:

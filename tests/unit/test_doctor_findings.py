@@ -220,8 +220,14 @@ def test_the_options_are_those_of_the_readme():
 @pytest.mark.parametrize(
     ("answer", "level", "words"),
     [
-        ({"torch": "2.13.0", "mpi": True}, OK, ["2.13.0"]),
-        ({"torch": "2.13.0", "mpi": False}, FAIL, ["without MPI", "build-horovod"]),
+        ({"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"]}, OK, ["2.13.0"]),
+        ({"torch": "2.13.0", "mpi": True, "files": []}, OK, []),  # linked into Horovod
+        (
+            {"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},
+            FAIL,
+            ["/a/libmpi.so.40, /b/libmpi.so.12"],
+        ),
+        ({"torch": "2.13.0", "mpi": False, "files": []}, FAIL, ["without MPI", "build-horovod"]),
         ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
         ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),
     ],
@@ -349,14 +355,16 @@ def test_hosts(visit, level, words):
 @pytest.mark.parametrize(
     ("survival", "ulfm", "level", "words"),
     [
-        (Survival(True, True, 3.0, 9.0), True, OK, ["9 s"]),
-        (Survival(True, True, 3.0, 60.0, "not done after 60 s"), True, OK, []),
-        (Survival(True, True, None, 9.0, "mpirun: killed"), True, FAIL, ["mpirun: killed"]),
-        (Survival(True, True, None, 9.0), False, WARN, ["did not go on"]),
-        (Survival(True, True, 7.0, 9.0), True, FAIL, ["did not go on"]),  # nobody died
-        (Survival(True, False, 3.0, 9.0), True, FAIL, ["did not go on"]),
-        (Survival(False, False, None, 9.0, "no horovodrun"), True, FAIL, ["no horovodrun"]),
-        (Survival(False, False, 3.0, 9.0, "what"), False, FAIL, ["did not start"]),
+        (Survival(2, True, True, 1, 9.0), True, OK, ["2 learners", "9 s"]),
+        (Survival(5, True, True, 4, 9.0), False, OK, ["4 went on"]),
+        (Survival(2, True, True, 1, 60.0, "not done after 60 s"), True, OK, []),
+        (Survival(2, True, True, None, 9.0, "mpirun: killed"), True, FAIL, ["mpirun: killed"]),
+        (Survival(2, True, True, None, 9.0), False, WARN, ["did not go on"]),
+        (Survival(2, True, True, 2, 9.0), True, FAIL, ["did not go on"]),  # nobody died
+        (Survival(5, True, True, 1, 9.0), True, FAIL, ["did not go on"]),  # more died
+        (Survival(2, True, False, 1, 9.0), True, FAIL, ["did not go on"]),
+        (Survival(2, False, False, None, 9.0, "no horovodrun"), True, FAIL, ["no horovodrun"]),
+        (Survival(2, False, False, 1, 9.0, "what"), False, FAIL, ["did not start"]),
     ],
 )
 def test_launch(survival, ulfm, level, words):
@@ -373,12 +381,13 @@ def test_a_finding_is_one_line_and_its_cure_another():
 
 def test_survival_is_read_from_marked_lines():
     out = (
-        '[1,0]<stdout>: @doctor {"rank": 0, "together": 7.0}\n@doctor {"rank": 1, "together": 7.0}\n'
+        '[1,0]<stdout>: @doctor {"rank": 0, "together": 2}\n@doctor {"rank": 1, "together": 2}\n'
         '[1,1]<stdout>: @doctor {"rank": 1, "killed": true}\nnoise\n'
-        '[1,0]<stdout>: @doctor {"rank": 0, "alone": 3.0}\n'
+        '[1,0]<stdout>: @doctor {"rank": 0, "alive": 1}\n'
     )
-    survival = launch.read_survival(Answer(137, out, "", 5.0))
-    assert survival == Survival(True, True, 3.0, 5.0, "exit status 137")
+    answer = Answer(137, out, "", 5.0)
+    assert launch.read_survival(2, answer) == Survival(2, True, True, 1, 5.0, "exit status 137")
+    assert not launch.read_survival(3, answer).together
 
 
 @pytest.mark.parametrize(
@@ -390,8 +399,10 @@ def test_survival_is_read_from_marked_lines():
     ],
 )
 def test_survival_that_never_came(err, error):
-    survival = launch.read_survival(Answer(1, '@doctor {"rank": 1, "together": 7.0}', err, 5.0))
-    assert survival == Survival(False, False, None, 5.0, error)
+    """What others than learner 0 say does not count."""
+    out = '@doctor {"rank": 1, "together": 2}\n@doctor {"rank": 1, "alive": 1}'
+    survival = launch.read_survival(2, Answer(1, out, err, 5.0))
+    assert survival == Survival(2, False, False, None, 5.0, error)
 
 
 def test_marked_lines_that_are_torn_are_passed_over():
