@@ -132,9 +132,19 @@ def _examine_machine(
     yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
     yield findings.judge_cores(probes.usable_cores(), learners)
     yield findings.judge_network(probes.interfaces(), len(visits))
-    judged = {visit.host: findings.judge_host(visit, here) for visit in visits}
-    yield from judged.values()
-    return [host for host, finding in judged.items() if finding.level != FAIL]
+    reached = []
+    for visit in visits:
+        finding = findings.judge_host(visit, here)
+        yield finding
+        if finding.level != FAIL:
+            reached.append(visit)
+    return _different(reached)
+
+
+def _different(visits: Sequence[findings.Visit]) -> list[str]:
+    """Names of hosts, this one under its first name only."""
+    local = [visit.host for visit in visits if visit.local][:1]
+    return list(dict.fromkeys(v.host for v in visits if not v.local or v.host in local))
 
 
 def _visits(args: argparse.Namespace) -> list[findings.Visit]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_adpsgd import doctor
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.doctor import findings as f
 from hvd_adpsgd.doctor import hosts, launch, probes
@@ -628,3 +629,8 @@ def test_it_loads_nothing_but_the_standard_library():
     )
     assert answer.returncode == 0, answer.stderr
     assert set(json.loads(answer.stdout)) <= {"__main__"}
+
+
+def test_one_learner_is_started_on_each_host():
+    visits = [Visit("a", 2), Visit("localhost", 1, local=True), Visit("me", 1, local=True)]
+    assert doctor._different([*visits, Visit("a", 3)]) == ["a", "localhost"]
