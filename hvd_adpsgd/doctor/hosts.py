@@ -79,7 +79,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 def _line(line: str, where: str) -> Host:
     words, parts = line.split(), line.rstrip().split("=")
-    if not words or len(parts) < 2 or not _HOST.fullmatch(f"{words[0]}:{parts[1]}"):
+    if len(parts) < 2 or not _HOST.fullmatch(f"{words[0]}:{parts[1]}"):
         raise ConfigError(
             f"{where}: {line!r} is not NAME slots=N. Write every line so, and leave out comments "
             "and empty lines: horovodrun stops at them."

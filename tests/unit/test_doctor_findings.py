@@ -420,7 +420,9 @@ def test_hosts_are_read_as_horovod_reads_them():
     assert hosts.read_hosts("node-1:4, 10.0.0.2:8") == [("node-1", 4), ("10.0.0.2", 8)]
 
 
-@pytest.mark.parametrize("text", ["", "node1", "node1:", "node1:4,", "fd00::1:4", "a b:1", "a:-1"])
+@pytest.mark.parametrize(
+    "text", ["", "node1", "node1:", "a:4,", "fd00::1:4", "a b:1", "a:-1", "a:1x", "a:1 b:1"]
+)
 def test_hosts_that_horovod_refuses(text):
     with pytest.raises(ConfigError, match="-H"):
         hosts.read_hosts(text)
