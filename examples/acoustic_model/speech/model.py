@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from .features import BINS, WIDTH
 
-KINDS = ("blstm", "dnn")
 ACTIVATIONS = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 
 
