@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from speech import corpus, journal, scoring, viterbi
-from speech.model import AcousticModel, Shape
+from speech.model import Shape, make
 from speech.problem import Problem, run
 
 PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
@@ -44,19 +44,19 @@ class Posteriors:
     said: list[str]
 
 
-def load_model(path: Path) -> AcousticModel:
+def load_model(path: Path) -> torch.nn.Module:
     """A model.pt of train.py."""
     saved = journal.load(path)
     if "shape" not in saved:
         raise Problem(f"{path} is a checkpoint, not a model; pass the model.pt beside it")
-    model = AcousticModel(Shape(**saved["shape"]))
+    model = make(Shape(**saved["shape"]))
     model.load_state_dict(saved["model"])
     return model.eval()
 
 
-def posteriors(model: AcousticModel, data: Path, split: str) -> Posteriors:
+def posteriors(model: torch.nn.Module, data: Path, split: str) -> Posteriors:
     """Forward pass over whole utterances."""
-    source = corpus.Split(data, split)
+    source = corpus.Split(data, split, model.shape.context)
     lengths = np.diff(source.offsets)
     order = np.argsort(-lengths, kind="stable")
     batches = []
@@ -67,7 +67,7 @@ def posteriors(model: AcousticModel, data: Path, split: str) -> Posteriors:
 
 
 def _forward(
-    model: AcousticModel, source: corpus.Split, chosen: np.ndarray, lengths: np.ndarray
+    model: torch.nn.Module, source: corpus.Split, chosen: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     frames = [torch.from_numpy(source.utterance(int(index))) for index in chosen]
     padded = torch.nn.utils.rnn.pad_sequence(frames, batch_first=True)

@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share th
 
 import torch
 from speech import corpus, journal, strategy
-from speech.model import AcousticModel, Shape, preset
+from speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
 from speech.problem import Problem, require, run, within
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -66,9 +66,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--schedule", choices=SCHEDULES, default="short", help="warm-up: 1 epoch, or 5/8 of all")
     add("--warmup", type=float, help="epochs from LR to LR x SCALE, instead of the schedule's")
     add("--anneal", type=int, help="rate x 1/sqrt(2) per epoch from this one (default: 5/8 of all)")
-    add("--preset", choices=("small", "paper"), default="small")
-    add("--layers", type=int, help="bidirectional LSTM layers, instead of the preset's")
-    add("--hidden", type=int, help="cells per direction")
+    add("--preset", choices=tuple(PRESETS), default="small")
+    add(
+        "--layers", type=int, help="bidirectional LSTM layers, or layers of a DNN, not the preset's"
+    )
+    add("--hidden", type=int, help="cells per direction, or width of a layer")
+    add("--activation", choices=tuple(ACTIVATIONS), help="of a DNN (default: sigmoid)")
+    add("--init", type=Path, metavar="FILE", help="hidden layers of a DNN, of pretrain_rbm.py")
     add("--projection", type=int, help="width of the linear layer before the outputs, 0 for none")
     options = parser.parse_args(argv)
     for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
@@ -120,14 +124,39 @@ def shape_of(options: argparse.Namespace, data: Path) -> Shape:
     """
     states = len(corpus.read_json(data / "states.json"))
     shape = asdict(preset(options.preset, states))
-    # The paper's 260 inputs and 32,000 outputs need its features and its speech; ours are fewer.
-    shape |= {"inputs": Shape.inputs, "outputs": states}
+    # The papers' 260 inputs and 32,000 outputs need their features and their speech; ours are fewer.
+    shape["outputs"] = states
+    if shape["kind"] == "blstm":
+        shape["inputs"] = Shape.inputs
     for name in ("layers", "hidden", "projection"):
         given = getattr(options, name)
         if given is not None:
             within(f"--{name}", given, 0 if name == "projection" else 1, 8192)
             shape[name] = given
+    if options.activation:
+        shape["activation"] = options.activation
     return Shape(**shape)
+
+
+def start_from(path: Path, model: torch.nn.Module) -> None:
+    """Take the hidden layers over from a pre-trained stack.
+
+    Raises:
+        Problem: if they do not fit.
+    """
+    stack = journal.load(path)
+    layers = stack.get("layers", [])
+    shapes = [tuple(layer.weight.shape) for layer in getattr(model, "hidden", [])]
+    found = [tuple(layer["weight"].shape) for layer in layers]
+    if not shapes or found != shapes:
+        raise Problem(
+            f"--init {path}: its layers are {found}, the model's {shapes}; use --preset dnn with the "
+            "--layers and --hidden of pretrain_rbm.py"
+        )
+    with torch.no_grad():
+        for mine, theirs in zip(model.hidden, layers, strict=True):
+            mine.weight.copy_(theirs["weight"])
+            mine.bias.copy_(theirs["bias"])
 
 
 def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
@@ -143,8 +172,9 @@ class Trainer:
 
     def __init__(self, hvd: ModuleType, options: argparse.Namespace) -> None:
         self.hvd, self.options = hvd, options
-        self.train = corpus.Split(options.data, "train")
-        self.dev = corpus.Split(options.data, "dev")
+        shape = shape_of(options, options.data)
+        self.train = corpus.Split(options.data, "train", shape.context)
+        self.dev = corpus.Split(options.data, "dev", shape.context)
         if len(self.train) < options.batch * hvd.size():
             raise Problem(
                 f"--batch {options.batch} x {hvd.size()} learners is more than the "
@@ -156,7 +186,9 @@ class Trainer:
         batches = BatchSampler(self.sampler, options.batch, drop_last=True)
         self.loader = DataLoader(self.train, sampler=batches, batch_size=None)
         torch.manual_seed(options.seed)
-        self.model = AcousticModel(shape_of(options, options.data))
+        self.model = make(shape)
+        if options.init:
+            start_from(options.init, self.model)
         optimizer = torch.optim.SGD(
             self.model.parameters(), lr=options.lr, momentum=options.momentum
         )
@@ -188,6 +220,7 @@ class Trainer:
         """What a checkpoint must agree in to be continued."""
         kept = ("strategy", "seed", "epochs", "batch", "lr", "scale", "momentum", "warmup")
         chosen = {name: getattr(self.options, name) for name in (*kept, "anneal")}
+        chosen["init"] = str(self.options.init)
         return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
 
     def epoch(self, epoch: int) -> float:
@@ -213,14 +246,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.options, self.hvd.size(), epoch)
 
-    def consensus(self) -> AcousticModel:
+    def consensus(self) -> torch.nn.Module:
         """The mean of all super learners' models, as a copy: training is not disturbed."""
         mean = copy.deepcopy(self.model)
         if is_asynchronous(self.options.strategy):
             self.hvd.average_model(mean)
         return mean
 
-    def heldout(self, model: AcousticModel) -> tuple[float, float]:
+    def heldout(self, model: torch.nn.Module) -> tuple[float, float]:
         """Cross-entropy and error rate per held-out frame; every learner counts its share."""
         model.eval()
         total = torch.zeros(3, dtype=torch.float64)
@@ -235,7 +268,7 @@ class Trainer:
         total = self.hvd.allreduce(total, name="heldout", op=self.hvd.Sum)
         return float(total[0] / total[2]), float(total[1] / total[2])
 
-    def checkpoint(self, mean: AcousticModel) -> None:
+    def checkpoint(self, mean: torch.nn.Module) -> None:
         """Rank 0: the mean model, and what is needed to go on from it."""
         content = {
             "model": mean.state_dict(),

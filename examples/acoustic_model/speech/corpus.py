@@ -47,9 +47,16 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 
 class Split:
-    """One split, memory-mapped. Features are normalised and get their deltas when asked for."""
+    """One split, memory-mapped. Features are normalised and get their deltas when asked for.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    Args:
+        folder: of prepare_data.py.
+        name: of the split.
+        context: frames to give on either side of what is asked for; the first and last frame of an
+            utterance are repeated where there are none.
+    """
+
+    def __init__(self, folder: Path, name: str, context: int = 0) -> None:
         try:
             self._features = np.load(folder / name / "features.npy", mmap_mode="r")
             self._labels = np.load(folder / name / "labels.npy", mmap_mode="r")
@@ -59,6 +66,7 @@ class Split:
         except FileNotFoundError as error:
             raise Problem(f"no {error.filename}; make it first: python prepare_data.py") from None
         self._folder, self._name = folder, name
+        self._reach = features.REACH + context
         self._starts, self._owners = _segments(self.offsets)
 
     def __len__(self) -> int:
@@ -66,9 +74,9 @@ class Split:
         return len(self._starts)
 
     def __getitem__(self, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """A batch of segments: features float32 (batch, 21, 120), labels int64 (batch, 21)."""
+        """A batch of segments: features float32 (batch, 21 + 2 context, 120), labels int64 (batch, 21)."""
         starts, owners = self._starts[chosen], self._owners[chosen]
-        at = starts[:, None] + np.arange(-features.REACH, SEGMENT + features.REACH)
+        at = starts[:, None] + np.arange(-self._reach, SEGMENT + self._reach)
         at = at.clip(self.offsets[owners, None], self.offsets[owners + 1, None] - 1)
         logmel = self._features[at].astype(np.float32) - self._means[owners][:, None, :]
         labels = self._labels[starts[:, None] + np.arange(SEGMENT)].astype(np.int64)
@@ -80,10 +88,10 @@ class Split:
         return len(self.offsets) - 1
 
     def utterance(self, index: int) -> np.ndarray:
-        """Features of a whole utterance, float32 (frames, 120)."""
+        """Features of a whole utterance, float32 (frames + 2 context, 120)."""
         begin, end = self.offsets[index], self.offsets[index + 1]
         logmel = self._features[begin:end].astype(np.float32) - self._means[index]
-        padded = np.pad(logmel, ((features.REACH, features.REACH), (0, 0)), mode="edge")
+        padded = np.pad(logmel, ((self._reach, self._reach), (0, 0)), mode="edge")
         return features.with_deltas(padded) * self._scale
 
     def texts(self) -> list[str]:

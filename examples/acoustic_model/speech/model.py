@@ -1,14 +1,19 @@
-"""The acoustic model: a bidirectional LSTM that gives a score to every state in every frame."""
+"""Acoustic models, which give a score to every state in every frame: a bidirectional LSTM, and a deep
+feed-forward net over a window of frames (DNN).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .features import WIDTH
+from .features import BINS, WIDTH
+
+ACTIVATIONS = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 
 
 @dataclass(frozen=True)
@@ -17,9 +22,12 @@ class Shape:
 
     Attributes:
         inputs: features per frame.
-        layers, hidden: bidirectional LSTM layers; cells per direction.
+        layers, hidden: bidirectional LSTM layers, cells per direction; or hidden layers, their width.
         projection: width of the linear layer before the outputs; 0 for none.
         outputs: states.
+        kind: "blstm" or "dnn".
+        context: frames to either side that a DNN sees with each frame.
+        activation: of a DNN: "sigmoid" or "relu".
     """
 
     layers: int
@@ -27,13 +35,38 @@ class Shape:
     projection: int
     outputs: int
     inputs: int = WIDTH
+    kind: str = "blstm"
+    context: int = 0
+    activation: str = "sigmoid"
+
+    @property
+    def window(self) -> int:
+        """Inputs of a DNN's first layer."""
+        return (2 * self.context + 1) * self.inputs
+
+
+PRESETS = {
+    "small": Shape(2, 64, 0, 0),
+    "paper": Shape(6, 512, 256, 32_000, inputs=260),
+    "dnn": Shape(5, 256, 0, 0, inputs=BINS, kind="dnn", context=5),
+    "dnn-paper": Shape(6, 2048, 0, 8_900, inputs=BINS, kind="dnn", context=5),
+}
 
 
 def preset(name: str, outputs: int) -> Shape:
-    """`small` trains on a laptop; `paper` is the model of the H-ADPSGD papers (43,154,944 parameters)."""
-    if name == "paper":
-        return Shape(layers=6, hidden=512, projection=256, outputs=32_000, inputs=260)
-    return Shape(layers=2, hidden=64, projection=0, outputs=outputs)
+    """A named shape; those of papers have their own number of outputs.
+
+    `small` and `dnn` train on a laptop. `paper` is the model of the H-ADPSGD papers (43,154,944
+    parameters), `dnn-paper` the size of DNN on which model averaging was published (6 sigmoid layers of
+    2048 over 440 inputs).
+    """
+    shape = PRESETS[name]
+    return shape if shape.outputs else replace(shape, outputs=outputs)
+
+
+def make(shape: Shape) -> nn.Module:
+    """A new model; its forward is that of AcousticModel or of FeedForward."""
+    return FeedForward(shape) if shape.kind == "dnn" else AcousticModel(shape)
 
 
 class AcousticModel(nn.Module):
@@ -67,3 +100,40 @@ class AcousticModel(nn.Module):
         packed = pack_padded_sequence(frames, lengths, batch_first=True)
         hidden = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
         return self.output(self.projection(hidden))
+
+
+class FeedForward(nn.Module):
+    """Layers over a window of frames: y = activation(W x + b), then outputs.
+
+    Of the features of a frame it takes the first `inputs`: those without deltas, for the window shows
+    how they change.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        widths = [shape.window] + [shape.hidden] * shape.layers
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.activation = ACTIVATIONS[shape.activation]()
+        self.output = nn.Linear(shape.hidden, shape.outputs)
+
+    def forward(self, frames: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores before the softmax.
+
+        Args:
+            frames: float32, shape (batch, context + time + context, at least inputs).
+            lengths: not needed: no frame is seen from farther than `context`.
+
+        Returns:
+            shape (batch, time, outputs).
+        """
+        hidden = windows(frames, self.shape)
+        for layer in self.hidden:
+            hidden = self.activation(layer(hidden))
+        return self.output(hidden)
+
+
+def windows(frames: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """What a DNN sees of each frame: (batch, context + time + context, ...) to (batch, time, window)."""
+    static = frames[..., : shape.inputs]
+    return static.unfold(1, 2 * shape.context + 1, 1).flatten(2)

@@ -1,0 +1,252 @@
+"""Pre-train the hidden layers of a sigmoid DNN as a stack of restricted Boltzmann machines.
+
+    horovodrun -np 4 python pretrain_rbm.py                     then
+    horovodrun -np 4 python train.py --preset dnn --init out/rbm/stack.pt
+
+Layer after layer: Gaussian visible units for the speech, then 0 or 1 for what the layers below give.
+Each machine is trained by contrastive divergence (CD-1), data parallel with any --strategy of train.py.
+Left in --out: stack.pt, and per epoch a line of monitor.jsonl with the squared error of reconstruction
+and the free-energy gap: mean F of held-out frames minus that of as many training frames, which grows
+when a machine learns its training data by heart.
+
+Recipe after Kaldi's (Hinton's guide, 2010): momentum 0.9, rate LR x (1 - momentum), L2 on weights. If
+reconstructions of Gaussian units spread more than twice as far as the data, all parameters are scaled
+down, the rate falls by a tenth, momentum is cleared and the minibatch is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+
+import torch
+from speech import corpus, journal, strategy
+from speech.model import PRESETS, Shape, windows
+from speech.problem import Problem, run, within
+from speech.rbm import RBM, spread
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from train import averaging, horovod_for, is_asynchronous
+
+WATCHED = 64  # segments of either split that are looked at after each epoch
+TOO_WIDE, SHRINK_RATE = 2.0, 0.9
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script.
+
+    Raises:
+        Problem: if one is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategy", default="random-pairs", metavar="NAME", help="as in train.py")
+    add("--data", type=Path, default=Path("out/speech/easy"), help="folder of prepare_data.py")
+    add("--out", type=Path, default=Path("out/rbm"), help="folder (default: out/rbm)")
+    add("--seed", type=int, default=0)
+    add("--layers", type=int, default=PRESETS["dnn"].layers)
+    add("--hidden", type=int, default=PRESETS["dnn"].hidden)
+    add("--batch", type=int, default=5, help="segments of 21 frames per learner (default: 5)")
+    add("--first-epochs", type=int, default=2, help="of the Gaussian machine (default: 2)")
+    add("--epochs", type=int, default=1, help="of each other machine (default: 1)")
+    add("--first-lr", type=float, default=0.01, help="of the Gaussian machine (default: 0.01)")
+    add("--lr", type=float, default=0.4, help="of the others (default: 0.4)")
+    add("--momentum", type=float, default=0.9)
+    add("--l2", type=float, default=2e-4, help="penalty on weights (default: 2e-4)")
+    options = parser.parse_args(argv)
+    for name, low, high in (("seed", 0, 2**31 - 1), ("layers", 1, 64), ("hidden", 1, 8192)):
+        within(f"--{name}", getattr(options, name), low, high)
+    for name in ("batch", "first_epochs", "epochs"):
+        within(f"--{name.replace('_', '-')}", getattr(options, name), 1, 2**20)
+    for name, high in (("first_lr", 1e3), ("lr", 1e3), ("momentum", 0.9999), ("l2", 1.0)):
+        within(f"--{name.replace('_', '-')}", getattr(options, name), 0, high)
+    strategy.check(options.strategy)
+    return options
+
+
+class Job(NamedTuple):
+    """What the training of all machines shares.
+
+    Attributes:
+        hvd: Horovod, or what takes its place.
+        options: of the script.
+        shape: of the DNN.
+        train, dev: the data.
+        generator: for hidden units, another on each learner.
+    """
+
+    hvd: ModuleType
+    options: argparse.Namespace
+    shape: Shape
+    train: corpus.Split
+    dev: corpus.Split
+    generator: torch.Generator
+
+
+class Machine:
+    """One layer under training, on top of those that are done."""
+
+    def __init__(self, job: Job, below: list[RBM]) -> None:
+        self.job, self.below = job, below
+        hvd, options = job.hvd, job.options
+        first = not below
+        visible = job.shape.window if first else job.shape.hidden
+        mean = None if first else self.visible(_some(job.train)).mean(0)
+        torch.manual_seed(options.seed + len(below))
+        self.rbm = RBM(visible, job.shape.hidden, first, mean)
+        rate = (options.first_lr if first else options.lr) * (1 - options.momentum)
+        others = [self.rbm.bias, self.rbm.visible_bias]
+        sgd = torch.optim.SGD(
+            [{"params": [self.rbm.weight], "weight_decay": options.l2}, {"params": others}],
+            lr=rate,
+            momentum=options.momentum,
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            sgd,
+            named_parameters=self.rbm.named_parameters(),
+            **averaging(hvd, options.strategy, options.seed),
+        )
+        hvd.broadcast_parameters(self.rbm.state_dict(), root_rank=0)
+
+    @torch.no_grad()
+    def visible(self, frames: torch.Tensor) -> torch.Tensor:
+        """What this layer sees of segments: (batch, time, inputs) to (batch x time, units)."""
+        v = windows(frames, self.job.shape).flatten(0, 1)
+        for rbm in self.below:
+            v = rbm(v)
+        return v
+
+    def epoch(self, batches: Iterator[torch.Tensor]) -> tuple[float, int]:
+        """Train; squared error of reconstruction per unit, and how often the guard acted."""
+        total, steps, guarded = 0.0, 0, 0
+        for frames in batches:
+            v = self.visible(frames)
+            reconstructed = self.rbm.reconstruct(v, self.job.generator)
+            total += (v - reconstructed).square().mean().item()
+            steps += 1
+            if self.rbm.gaussian and self._too_wide(v, reconstructed):
+                guarded += 1
+                continue
+            self.optimizer.zero_grad()
+            self.rbm.contrastive(v, reconstructed).backward()
+            self.optimizer.step()
+        return total / max(1, steps), guarded
+
+    def _too_wide(self, v: torch.Tensor, reconstructed: torch.Tensor) -> bool:
+        """The guard: true if the machine had to be shrunk. The same on all learners of a node."""
+        data, model = self._mean_in_node(spread(v, reconstructed))
+        if model <= TOO_WIDE * data:
+            return False
+        self.rbm.shrink(data / model)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= SHRINK_RATE
+        for state in self.optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        return True
+
+    def _mean_in_node(self, numbers: tuple[float, ...]) -> list[float]:
+        """Of the learners whose gradients are averaged."""
+        hvd, mine = self.job.hvd, torch.tensor(numbers)
+        node = {"process_set": hvd.super_learner} if hasattr(hvd, "super_learner") else {}
+        total = hvd.allreduce(mine, name="spread", op=hvd.Sum, **node)
+        count = hvd.super_learner.size() if node else hvd.size()
+        return (total / count).tolist()
+
+    @torch.no_grad()
+    def watch(self) -> dict[str, float]:
+        """Reconstruction of held-out frames, and the free-energy gap."""
+        dev, train = (self.visible(_some(split)) for split in (self.job.dev, self.job.train))
+        error = (dev - self.rbm.back(self.rbm(dev))).square().mean().item()
+        gap = self.rbm.free_energy(dev).mean() - self.rbm.free_energy(train).mean()
+        return {"heldout_error": error, "free_energy_gap": gap.item()}
+
+
+def _some(split: corpus.Split) -> torch.Tensor:
+    """Frames of segments spread over a split; the same on every learner."""
+    step = max(1, len(split) // WATCHED)
+    return torch.from_numpy(split[list(range(0, len(split), step))][0])
+
+
+def pretrain(job: Job) -> list[RBM]:
+    """Train the stack; a line per machine and epoch."""
+    lead = job.hvd.rank() == 0
+    path = job.options.out / "monitor.jsonl"
+    if lead:
+        path.write_text("")
+    done: list[RBM] = []
+    for layer in range(job.shape.layers):
+        machine = Machine(job, done)
+        epochs = job.options.epochs if layer else job.options.first_epochs
+        for epoch in range(epochs):
+            began = time.perf_counter()
+            error, guarded = machine.epoch(_batches(job, layer * 1000 + epoch))
+            entry = {"layer": layer + 1, "epoch": epoch + 1, "error": error, "guarded": guarded}
+            entry |= machine.watch() | {"seconds": time.perf_counter() - began}
+            if lead:
+                _record(path, entry, epochs)
+        if is_asynchronous(job.options.strategy):
+            job.hvd.average_model(machine.rbm)
+        done.append(machine.rbm)
+    return done
+
+
+def _batches(job: Job, epoch: int) -> Iterator[torch.Tensor]:
+    hvd, options = job.hvd, job.options
+    sampler = DistributedSampler(
+        job.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed
+    )
+    sampler.set_epoch(epoch)
+    batches = BatchSampler(sampler, options.batch, drop_last=True)
+    for frames, _ in DataLoader(job.train, sampler=batches, batch_size=None):
+        yield frames
+
+
+def _record(path: Path, entry: dict, epochs: int) -> None:
+    with path.open("a") as lines:
+        lines.write(json.dumps(entry) + "\n")
+    guard = f"  guard {entry['guarded']} times" if entry["guarded"] else ""
+    print(
+        f"layer {entry['layer']}, epoch {entry['epoch']}/{epochs}  reconstruction "
+        f"{entry['error']:.4f}  held-out {entry['heldout_error']:.4f}  free-energy gap "
+        f"{entry['free_energy_gap']:+.2f}  {entry['seconds']:.1f} s{guard}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Choose Horovod, start it, pre-train, save the stack."""
+    options = arguments()
+    corpus.read_json(options.data / "states.json")  # before the learners meet: a clear error
+    hvd = horovod_for(options.strategy)
+    torch.set_num_threads(1)
+    hvd.init()
+    options.out.mkdir(parents=True, exist_ok=True)
+    shape = replace(PRESETS["dnn"], layers=options.layers, hidden=options.hidden)
+    splits = [corpus.Split(options.data, name, shape.context) for name in ("train", "dev")]
+    if len(splits[0]) < options.batch * hvd.size():
+        raise Problem(
+            f"--batch {options.batch} x {hvd.size()} learners is more than the {len(splits[0])} "
+            f"segments in {options.data}"
+        )
+    generator = torch.Generator().manual_seed(options.seed * 1000 + hvd.rank())
+    stack = pretrain(Job(hvd, options, shape, *splits, generator))
+    if hvd.rank() == 0:
+        layers = [{"weight": m.weight.detach(), "bias": m.bias.detach()} for m in stack]
+        journal.save(options.out / "stack.pt", {"layers": layers, "seed": options.seed})
+        print(f"{options.out / 'stack.pt'}: {len(layers)} layers", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
