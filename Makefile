@@ -22,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format demo compare large-batch bench clean
+.PHONY: help venv build test lint format demo compare large-batch soak bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -58,6 +58,9 @@ compare: venv $(STAMPS)/examples  ## every averaging scheme on the demo's task: 
 
 large-batch: venv $(STAMPS)/examples  ## the largest batch that each scheme bears (an hour or more)
 	@$(PY) benchmarks/large_batch.py $(ARGS)
+
+soak: venv $(STAMPS)/examples  ## an hour in which learners die and are replaced: does anything grow?
+	@$(PY) benchmarks/soak.py $(ARGS)
 
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)

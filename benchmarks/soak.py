@@ -1,0 +1,321 @@
+"""Train for an hour while learners die and are replaced, and see what grows.
+
+    python benchmarks/soak.py                    an hour
+    python benchmarks/soak.py --minutes 5
+
+Four super learners of one learner train, with `hvd.replace_lost` every 50 steps. At random moments a
+random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. What is
+lost is replaced, and the new one may be next. Each learner writes what it holds every second: resident
+memory, threads, file descriptors, shared memory. In the end all leave, and the machine is looked at.
+
+A learner is flat if its memory in the last quarter of its life is within 1 % (or 1 MiB) of that in the
+second quarter; counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing is
+left behind, and all that should have ended well did.
+Left in --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+N = 4  # super learners
+STEPS_BETWEEN = 50  # calls of replace_lost
+FAULTS = ("kill", "stop", "segfault", "raise", "exit")
+STOP_S = (0.2, 3.0)  # how long a stopped one is stopped
+PAUSE_S = (5.0, 25.0)  # between faults
+LONG_ENOUGH_S = 120.0
+GROWTH, GROWTH_BYTES = 0.01, 2**20
+LEAVE_S = 90.0  # for the job to end once it is told to
+
+
+# ---- a learner ------------------------------------------------------------------------------------
+
+
+def learner(folder: Path) -> None:
+    """Train until told to stop, and say every second what this process holds."""
+    import torch
+
+    import hvd_adpsgd.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    wish = _wishes(folder)
+    model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.ReLU(), torch.nn.Linear(500, 9))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        exchanges_per_step=2,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    told = hvd.replace_lost(model, optimizer, state=(0, False))
+    threading.Thread(target=_watch, args=(folder, hvd), daemon=True).start()
+    while not told[1]:
+        for _ in range(STEPS_BETWEEN):
+            optimizer.zero_grad()
+            model(torch.randn(16, 500)).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.02)  # a GPU would compute now
+            if wish():
+                return
+        over = hvd.allreduce(torch.tensor([float((folder / "over").exists())]), op=hvd.Max)
+        told = hvd.replace_lost(
+            model, optimizer, state=(told[0] + STEPS_BETWEEN, bool(over.item()))
+        )
+    assert torch.isfinite(model[0].weight).all()
+    _note(folder / "ended.jsonl", pid=os.getpid(), rank=hvd.rank(), steps=told[0])
+
+
+def _wishes(folder: Path) -> Any:
+    """Whether this learner is asked to end by itself; it raises or exits then."""
+
+    def look() -> bool:
+        file = folder / f"wish.{os.getpid()}"
+        if not file.exists():
+            return False
+        if file.read_text() == "raise":
+            raise RuntimeError("this fault was asked for")
+        sys.exit(1)
+
+    return look
+
+
+def _watch(folder: Path, hvd: Any) -> None:
+    file = folder / f"learner.{os.getpid()}.jsonl"
+    while True:
+        held = {
+            "rss": _status_kib("VmRSS") * 1024,
+            "threads": _status_kib("Threads"),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "exchanges": hvd.metrics()["exchanges"] if hvd.is_initialized() else None,
+            "rank": hvd.rank() if hvd.is_initialized() else None,
+        }
+        _note(file, t=time.time(), **held)
+        time.sleep(1.0)
+
+
+def _status_kib(name: str) -> int:
+    """A number of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise LookupError(name)
+
+
+def _note(file: Path, **facts: Any) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(facts) + "\n")
+
+
+# ---- the driver -------------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    """Options of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/soak"))
+    parser.add_argument("--learner", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def living(folder: Path) -> list[int]:
+    """Process ids of learners that train: they have said something, and live."""
+    pids = [int(file.name.split(".")[1]) for file in folder.glob("learner.*.jsonl")]
+    return [pid for pid in pids if _alive(pid)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def disturb(folder: Path, rng: random.Random, ends: float) -> Iterator[dict[str, Any]]:
+    """Commit faults until the end; at least two learners are left alone at any moment."""
+    while time.time() < ends:
+        time.sleep(min(rng.uniform(*PAUSE_S), max(0.0, ends - time.time())))
+        pids = living(folder)
+        if len(pids) < 3 or time.time() >= ends:
+            continue
+        fault, pid = rng.choice(FAULTS), rng.choice(pids)
+        yield {"t": time.time(), "fault": fault, "pid": pid}
+        _commit(folder, fault, pid, rng.uniform(*STOP_S))
+
+
+def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
+    if fault in ("raise", "exit"):
+        (folder / f"wish.{pid}").write_text(fault)
+        return
+    if fault == "stop":
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)  # the stop itself
+        os.kill(pid, signal.SIGCONT)
+        return
+    os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSEGV)
+
+
+def launch(folder: Path) -> subprocess.Popen[bytes]:
+    """The job; its output goes to files."""
+    here = Path(sys.executable).parent
+    env = {**os.environ, "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = os.pathsep.join([str(here), env.get("PATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    how = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    command = ["mpirun", *root, *how, "-np", str(N), sys.executable, __file__]
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        return subprocess.Popen(
+            [*command, "--learner", str(folder)], env=env, stdout=out, stderr=err
+        )
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    """Poll; whether it came true in time."""
+    ends = time.time() + seconds
+    while not condition():
+        if time.time() > ends:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """A JSON-lines file; a last line that was cut short is left out."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1] if line]
+
+
+def growth(series: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    """Medians of the second and of the last quarter of a life."""
+    values = [row[name] for row in series]
+    quarter = len(values) // 4
+    return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+
+
+def judged(folder: Path) -> list[dict[str, Any]]:
+    """What grew in each learner that lived long enough."""
+    lives = []
+    for file in sorted(folder.glob("learner.*.jsonl")):
+        series = rows(file)
+        if len(series) < 8 or series[-1]["t"] - series[0]["t"] < LONG_ENOUGH_S:
+            continue
+        life = {"pid": int(file.name.split(".")[1]), "seconds": series[-1]["t"] - series[0]["t"]}
+        for name in ("rss", "threads", "descriptors"):
+            life[name] = growth(series, name)
+        early, late = life["rss"]
+        life["flat"] = late <= early + max(GROWTH * early, GROWTH_BYTES)
+        lives.append(life)
+    return lives
+
+
+def figure(folder: Path) -> None:
+    """Memory of every learner over time, and the faults."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 4), layout="constrained")
+    axes = drawing.subplots()
+    files = sorted(folder.glob("learner.*.jsonl"))
+    zero = min(rows(file)[0]["t"] for file in files)
+    for file in files:
+        series = rows(file)
+        axes.plot(
+            [(row["t"] - zero) / 60 for row in series], [row["rss"] / 2**20 for row in series], lw=1
+        )
+    for fault in rows(folder / "faults.jsonl"):
+        axes.axvline((fault["t"] - zero) / 60, color="0.85", lw=0.5, zorder=0)
+    axes.set(xlabel="minutes", ylabel="resident memory, MiB", title="learners, and faults (grey)")
+    axes.set_ylim(bottom=0)
+    drawing.savefig(folder / "soak.png", dpi=120)
+
+
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """The job, the faults, and what came of it."""
+    folder = options.out.resolve()
+    for old in folder.glob("*"):
+        old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "faults.jsonl").touch()
+    before = set(os.listdir("/dev/shm"))
+    job = launch(folder)
+    committed: Counter[str] = Counter()
+    try:
+        if not wait_until(lambda: len(living(folder)) == N, 120):
+            raise SystemExit(f"error: the job did not start; see {folder / 'stderr'}")
+        ends = time.time() + 60 * options.minutes
+        for fault in disturb(folder, random.Random(options.seed), ends):
+            _note(folder / "faults.jsonl", **fault)
+            committed[fault["fault"]] += 1
+            left = (ends - time.time()) / 60
+            print(f"{left:5.1f} min left  {fault['fault']} {fault['pid']}", flush=True)
+            if job.poll() is not None:
+                break
+        whole = wait_until(lambda: len(living(folder)) == N or job.poll() is not None, 90)
+        (folder / "over").touch()
+        ended = wait_until(lambda: job.poll() is not None, LEAVE_S)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(30)
+    lives = judged(folder)
+    well = rows(folder / "ended.jsonl") if (folder / "ended.jsonl").exists() else []
+    return {
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "faults": dict(committed),
+        "all_replaced": whole,
+        "learners_started": len(list(folder.glob("learner.*.jsonl"))),
+        "steps": max((row["steps"] for row in well), default=0),
+        "ended_well": len(well),
+        "command_returned": ended,
+        "status": job.returncode,
+        "lives": lives,
+        "left_in_dev_shm": sorted(
+            name for name in set(os.listdir("/dev/shm")) - before if name.startswith("hvd_adpsgd")
+        ),
+    }
+
+
+def main() -> int:
+    """Soak, tell, judge."""
+    options = arguments()
+    if options.learner:
+        learner(options.learner)
+        return 0
+    print(f"seed {options.seed}", flush=True)
+    result = soak(options)
+    folder = options.out.resolve()
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    figure(folder)
+    print(json.dumps({k: v for k, v in result.items() if k != "lives"}, indent=1))
+    for life in result["lives"]:
+        early, late = (value / 2**20 for value in life["rss"])
+        print(
+            f"lived {life['seconds']:5.0f} s  memory {early:.1f} -> {late:.1f} MiB  threads "
+            f"{life['threads']}  descriptors {life['descriptors']}{'' if life['flat'] else '  GROWS'}"
+        )
+    good = (
+        result["ended_well"] == N and result["command_returned"] and not result["left_in_dev_shm"]
+    )
+    return 0 if good and all(life["flat"] for life in result["lives"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
