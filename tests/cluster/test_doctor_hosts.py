@@ -39,6 +39,7 @@ def doctor(cluster: Cluster, *args: str) -> tuple[int, dict[str, dict[str, str]]
     return done.returncode, {row["what"]: row for row in told["findings"]}
 
 
+@pytest.mark.slow
 def test_hosts_that_are_fit(cluster: Cluster) -> None:
     """One learner on each of three hosts; that of the third is killed, two go on."""
     hosts = ",".join(f"{host}:1" for host in cluster.hosts)
@@ -50,6 +51,7 @@ def test_hosts_that_are_fit(cluster: Cluster) -> None:
     assert "started 3 learners, one was killed, 2 went on" in found["launch"]["found"]
 
 
+@pytest.mark.slow
 def test_a_host_whose_cable_is_out(cluster: Cluster, tmp_path: Path) -> None:
     """It is named, and the others are visited all the same."""
     file = tmp_path / "hosts"
