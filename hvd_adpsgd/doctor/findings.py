@@ -423,7 +423,7 @@ class Visit:
         local: it is this host, and was not visited.
         status: exit status of ssh, None if it was not done in time.
         said: what the program found: "version", "packages", "cores", "free_bytes",
-            "daemon" (whether mpirun's helper is where it is here); None if nothing.
+            "daemon" (whether prted lies where it does here); None if nothing.
         error: what ssh or the program complained of last.
     """
 
