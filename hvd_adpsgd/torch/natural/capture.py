@@ -14,7 +14,7 @@ computed. One backward pass goes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Tap:
         bias: shape (Dout,), or None.
         rank_in, rank_out: largest ranks; a side of D inputs (outputs) gets at most (D + 1) // 2.
         options: of both `OnlineFisher`.
+        unit: what derivatives are multiplied by before they enter the estimate, 1 / loss scale.
 
     Attributes:
         active: gradients are preconditioned; False after `release`.
@@ -66,8 +67,10 @@ class Tap:
         rank_in: int,
         rank_out: int,
         options: dict[str, Any],
+        unit: Callable[[], float],
     ) -> None:
         self.name, self.weight, self.bias = name, weight, bias
+        self._unit = unit
         inputs, outputs = weight[0].numel(), weight.shape[0]
         self.fisher_in = OnlineFisher(
             inputs + (bias is not None), min(rank_in, (inputs + 1) // 2), **options
@@ -114,7 +117,7 @@ class Tap:
             gradients: dY^T X, for weight and bias, where it is at hand; it may be written to.
         """
         self._open_pass()
-        ready = self.fisher_in.start(x), self.fisher_out.start(dy)
+        ready = self.fisher_in.start(x), self.fisher_out.start(dy, self._unit)
         basis = tuple(
             fisher.basis(rows.like) if started else rows.like.new_zeros(1, rows.dim)
             for fisher, rows, started in zip(self._fishers(), (x, dy), ready, strict=True)
@@ -225,14 +228,10 @@ class Tap:
 
     # ---- between backward passes
 
-    def finish(self, unit: float = 1.0) -> None:
-        """The step is taken: the estimates move, if an update is due.
-
-        Args:
-            unit: 1 / loss scale, by which derivatives are multiplied.
-        """
+    def finish(self) -> None:
+        """The step is taken: the estimates move, if an update is due."""
         self.fisher_in.finish(self._step[0])
-        self.fisher_out.finish(self._step[1], unit)
+        self.fisher_out.finish(self._step[1], self._unit)
         self.forget()
 
     def forget(self) -> None:
@@ -329,15 +328,19 @@ class _Delivery(_NotCopied):
 # ---- modules -------------------------------------------------------------------------------------
 
 
-def tap_module(
-    name: str, module: nn.Module, rank_in: int, rank_out: int, options: dict[str, Any]
-) -> Iterator[Tap]:
-    """Taps for the affine maps of this module itself; none if it has none that can be tapped."""
+def tap_module(name: str, module: nn.Module, make: Callable[..., Tap]) -> Iterator[Tap]:
+    """Taps for the affine maps of this module itself; none if it has none that can be tapped.
+
+    Args:
+        name: of the module.
+        module: any.
+        make: Tap, but for its first three arguments.
+    """
     if not can_tap(module):
         return
     weight: Any = module.weight
     bias: Any = module.bias
-    tap = Tap(name, weight, bias, rank_in, rank_out, options)
+    tap = make(name, weight, bias)
     tap.hold(module.register_forward_hook(_Output(tap)))
     yield tap
 

@@ -9,6 +9,7 @@ and Khudanpur, arXiv:1410.7455, and Kaldi's nnet3/natural-gradient-online.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +133,12 @@ class OnlineFisher:
         """Whether the minibatch under way makes an update."""
         return self.updates < FIRST_UPDATES or self._skipped + 1 >= self.update_period
 
-    def start(self, rows: RowsLike) -> bool:
-        """Begin with these rows unless begun; False while there was none to begin with."""
+    def start(self, rows: RowsLike, unit: Callable[[], float] = lambda: 1.0) -> bool:
+        """Begin with these rows, times unit(), unless begun.
+
+        Returns:
+            False while there was nothing to begin with: zeros, or rows that are not finite.
+        """
         if self.rank == 0 or self.directions is not None:
             return self.rank > 0
         trace = float(rows.trace())
@@ -143,6 +148,8 @@ class OnlineFisher:
         for _ in range(FIRST_PASSES):
             basis = self.basis(rows.like)
             self._move(rows.count, trace, rows.moment(rows.project(basis)))
+        factor = unit() ** 2  # the basis does not depend on it
+        self.strengths, self.floor = self.strengths * factor, self.floor * factor
         return True
 
     def basis(self, like: Tensor) -> Tensor:
@@ -173,12 +180,12 @@ class OnlineFisher:
             remaining = trace - (projected.square().sum(0) @ factor).double()
         return Gathered(rows.count, trace, remaining, rows.moment(projected) if self.due else None)
 
-    def finish(self, gathered: Gathered, unit: float = 1.0) -> None:
+    def finish(self, gathered: Gathered, unit: Callable[[], float] = lambda: 1.0) -> None:
         """The minibatch is over: make the update if one is due.
 
         Args:
             gathered: of all its rows.
-            unit: what the rows must be multiplied by, 1 / loss scale.
+            unit: gives what the rows must be multiplied by, 1 / loss scale.
         """
         if gathered.count == 0 or self.directions is None:
             return
@@ -189,7 +196,8 @@ class OnlineFisher:
         trace = float(gathered.trace)
         if not (0 < trace < math.inf and bool(gathered.moment.isfinite().all())):
             return
-        self._move(gathered.count, trace * unit**2, gathered.moment.double() * unit**2)
+        factor = unit() ** 2
+        self._move(gathered.count, trace * factor, gathered.moment.double() * factor)
         self.updates += 1
         self._skipped = 0
 

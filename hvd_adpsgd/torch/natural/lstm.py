@@ -7,6 +7,7 @@ weights and of the recurrent weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,22 +134,15 @@ class _Taps(dict[str, Tap]):
         return _Taps, ()
 
 
-def tap_lstm(
-    name: str, module: LSTM, wanted: set[int], rank_in: int, rank_out: int, options: dict[str, Any]
-) -> list[Tap]:
-    """Taps for every weight matrix that is wanted, by id."""
-    taps = []
+def tap_lstm(name: str, module: LSTM, wanted: set[int], make: Callable[..., Tap]) -> Iterator[Tap]:
+    """Taps for every weight matrix that is wanted, by id; `make` is Tap but for three arguments."""
     for full, weight in module.named_parameters(recurse=False):
         suffix = full.removeprefix("weight_")
         if suffix == full or id(weight) not in wanted or not weight.requires_grad:
             continue
-        tap = Tap(
-            f"{name}.{suffix}", weight, getattr(module, f"bias_{suffix}", None), rank_in, rank_out,
-            options,
-        )  # fmt: skip
+        tap = make(f"{name}.{suffix}", weight, getattr(module, f"bias_{suffix}", None))
         module.taps[suffix] = tap
-        taps.append(tap)
-    return taps
+        yield tap
 
 
 class _Recurrence(torch.autograd.Function):

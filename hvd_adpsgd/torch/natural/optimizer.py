@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
@@ -107,9 +108,12 @@ class NaturalGradientSGD(torch.optim.Optimizer):
             _require(rank >= 1, name, rank, ">= 1")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         options = {"alpha": alpha, "history": history, "update_period": update_period}
-        self._curvature = _Curvature(model, defaults, (rank_in, rank_out), options)
-        self._curvature.limits = max_change_per_component, max_change
-        self._curvature.scaler = scaler
+        make = functools.partial(
+            Tap, rank_in=rank_in, rank_out=rank_out, options=options,
+            unit=functools.partial(_unit, scaler),
+        )  # fmt: skip
+        limits = max_change_per_component, max_change
+        self._curvature = _Curvature(model, defaults, make, limits)
         chosen = [p for p in model.parameters() if p.requires_grad] if params is None else params
         super().__init__(chosen, dict(defaults))
         self._curvature.say_what_falls_back(self._parameters())
@@ -196,22 +200,20 @@ class _Curvature:
 
     Attributes:
         taps: by name.
+        defaults: of the optimizer.
         limits: of a step, per component and in all.
     """
-
-    limits = (math.inf, math.inf)
-    scaler: Any = None
 
     def __init__(
         self,
         model: nn.Module,
         defaults: dict[str, Any],
-        ranks: tuple[int, int],
-        options: dict[str, Any],
+        make: Callable[..., Tap],
+        limits: tuple[float, float],
     ) -> None:
-        self.defaults = defaults
+        self.defaults, self.limits = defaults, limits
         self.taps: dict[str, Tap] = {}
-        self._ranks, self._options = ranks, options
+        self._make = make
         self._modules = dict(model.named_modules())
         self._owners = Counter(id(p) for m in self._modules.values() for p in _own(m))
         self._component: dict[int, str] = {}
@@ -235,9 +237,9 @@ class _Curvature:
 
     def _tap(self, name: str, module: nn.Module, wanted: set[int]) -> Iterable[Tap]:
         if isinstance(module, LSTM):
-            return tap_lstm(name, module, wanted, *self._ranks, self._options)
+            return tap_lstm(name, module, wanted, self._make)
         if can_tap(module) and id(module.weight) in wanted:
-            return tap_module(name, module, *self._ranks, self._options)
+            return tap_module(name, module, self._make)
         return ()
 
     def say_what_falls_back(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -278,10 +280,8 @@ class _Curvature:
 
     def finish(self) -> None:
         """The parameters have stepped."""
-        scaler = self.scaler
-        unit = 1.0 if scaler is None or not scaler.is_enabled() else 1 / scaler.get_scale()
         for tap in self.taps.values():
-            tap.finish(unit)
+            tap.finish()
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -317,6 +317,11 @@ def _found(groups: Any) -> _Curvature:
         "derivatives of its modules are needed, not parameters alone. Pass the model, and params= to "
         "train a part of it."
     )
+
+
+def _unit(scaler: Any) -> float:
+    """1 / loss scale."""
+    return 1.0 if scaler is None else 1 / scaler.get_scale()
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
