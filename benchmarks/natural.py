@@ -40,7 +40,7 @@ from hvd_adpsgd.torch.natural import NaturalGradientSGD
 CLASSES, DIM, HIDDEN, BATCH = 40, 40, 128, 128
 CONDITION = 100.0
 NOISE = 1.0  # standard deviation within a class, and of the means
-RATES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+RATES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 NO_PRECONDITIONING = 1e12  # alpha: the identity outweighs every estimate
 SETTINGS = {  # name: learners, minibatches between means, epochs
     "1 learner": (1, 0, 3),
@@ -180,9 +180,7 @@ def dnn() -> nn.Module:
     torch.manual_seed(0)
     widths = [440] + [1024] * 6
     layers = [
-        part
-        for a, b in itertools.pairwise(widths)
-        for part in (nn.Linear(a, b), nn.Sigmoid())
+        part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Sigmoid())
     ]
     return nn.Sequential(*layers, nn.Linear(1024, 1024))
 
@@ -250,7 +248,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("what", choices=("toy", "overhead"))
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="besides 0 (default: 1 2 3 4)")
     add("--samples", type=int, default=51200, help="for training (default: 51200)")
-    add("--rates", type=float, nargs="+", default=list(RATES), help="grid (default: 0.2 ... 12.8)")
+    add("--rates", type=float, nargs="+", default=list(RATES), help="grid (default: 0.2 ... 51.2)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--rounds", type=int, default=30, help="of overhead (default: 30)")
     add("--threads", type=int, default=1, help="of torch, for overhead (default: 1)")

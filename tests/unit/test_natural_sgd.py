@@ -353,6 +353,28 @@ def test_a_minibatch_of_zeros():
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def test_a_first_pass_of_zeros_then_one_that_is_not():
+    model = net(6, 8, 5)
+    optimizer = unlimited(model)
+    for x in (torch.zeros(20, 6, dtype=F64), normal(0, 20, 6)):
+        (model(x) * x.abs().sum()).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()["natural"]
+    assert [saved[name][side]["updates"] for name in "02" for side in ("in", "out")] == [1] * 4
+
+
+def test_rows_that_almost_vanish_keep_their_norm_in_float32():
+    """One direction, which the estimate knows: what is left of it must not be lost to rounding."""
+    model = nn.Linear(30, 4, bias=False)
+    optimizer = unlimited(model, alpha=0.0)
+    x = normal(0, 2000, 1, dtype=torch.float32) * normal(1, 1, 30, dtype=torch.float32)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert bool(model.weight.grad.isfinite().all())
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(dtype):
     found = []

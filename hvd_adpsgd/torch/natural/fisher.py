@@ -37,7 +37,8 @@ class Gathered:
         count: rows, n.
         trace: tr X X^T, float64.
         remaining: tr Xhat Xhat^T with Xhat = X - X W^T W, float64.
-        moment: (X W^T)^T X, shape (R, D), or None if no update is due.
+        moment: (X W^T)^T X, shape (R, D), of those rows that the estimate could take in; None if there
+            were none, or no update is due.
     """
 
     count: int = 0
@@ -48,14 +49,12 @@ class Gathered:
     def __add__(self, other: Gathered) -> Gathered:
         if self.count == 0:
             return other
-        moment = self.moment
-        if moment is not None and other.moment is not None:
-            moment = moment + other.moment
+        moments = [m for m in (self.moment, other.moment) if m is not None]
         return Gathered(
             self.count + other.count,
             self.trace + other.trace,
             self.remaining + other.remaining,
-            moment,
+            sum(moments[1:], moments[0]) if moments else None,
         )
 
     def scale(self) -> Tensor:
@@ -171,13 +170,15 @@ class OnlineFisher:
         Args:
             rows: X.
             projected: X W^T, shape (n, R).
-            remaining: tr Xhat Xhat^T if it is known. Else it follows from `projected`, with a
-                relative error of 1e-7 (1 + D / alpha)^2 at worst in float32.
+            remaining: tr Xhat Xhat^T if it is known. Else it follows from `projected`, and loses as many
+                digits as almost all of X is suppressed.
         """
         trace = rows.trace()
         if remaining is None:
-            factor = (2 - self._suppression()).to(projected.device, projected.dtype)
+            e = self._suppression()
+            factor = (2 - e).to(projected.device, projected.dtype)
             remaining = trace - (projected.square().sum(0) @ factor).double()
+            remaining = remaining.clamp(min=float((1 - e).min()) ** 2 * trace)  # against rounding
         return Gathered(rows.count, trace, remaining, rows.moment(projected) if self.due else None)
 
     def finish(self, gathered: Gathered, unit: Callable[[], float] = lambda: 1.0) -> None:
@@ -192,9 +193,10 @@ class OnlineFisher:
         if not self.due:
             self._skipped += 1
             return
-        assert gathered.moment is not None
         trace = float(gathered.trace)
-        if not (0 < trace < math.inf and bool(gathered.moment.isfinite().all())):
+        if gathered.moment is None or not (
+            0 < trace < math.inf and bool(gathered.moment.isfinite().all())
+        ):
             return
         factor = unit() ** 2
         self._move(gathered.count, trace * factor, gathered.moment.double() * factor)
