@@ -27,6 +27,7 @@ FIRST_UPDATES = 10  # so many before any is left out
 FIRST_PASSES = 3  # over the first minibatch
 CONDITION = 1e6  # of C, from which on rounding may have bent the rows
 STRAIGHT = 1e-9  # largest error of R R^T that is left alone
+STEEP = 1e-3  # least over largest entry of Cholesky's diagonal that is trusted
 
 
 @dataclass
@@ -82,8 +83,9 @@ class OnlineFisher:
     Kaldi's other floor, 1e-10, and its start value are absolute, and made for derivatives of a sum
     over the minibatch. Here both are relative to the mean square of a coordinate, because
     derivatives of a mean are smaller by n: the estimate follows any scale of the rows. A minibatch
-    of zeros, or with an Inf or a NaN, leaves it as it is. Rows are made orthonormal again by QR,
-    which is Cholesky's factor up to signs, and never fails.
+    of zeros, or with an Inf or a NaN, leaves it as it is. Rows are made orthonormal again at errors
+    of 1e-9, not 1e-3, for they are float64; where Cholesky's factor is in doubt, by QR, which is the same
+    but for signs.
 
     Args:
         dim: D >= 1; with D = 1 nothing is done.
@@ -320,10 +322,18 @@ def _column(factors: Tensor, like: Tensor) -> Tensor:
 
 
 def _straightened(rows: Tensor) -> Tensor:
-    """Orthonormal rows, the leading ones kept; as they are if they are straight enough."""
-    error = rows @ rows.T - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    """Orthonormal rows, the leading ones kept; as they are if they are straight enough.
+
+    By Cholesky's factor of R R^T, or, where that would lose too many digits, by QR.
+    """
+    products = rows @ rows.T
+    error = products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
     if float(error.abs().max()) <= STRAIGHT:
         return rows
+    lower, failed = torch.linalg.cholesky_ex(products)
+    diagonal = lower.diagonal()
+    if int(failed) == 0 and float(diagonal.min()) > STEEP * float(diagonal.max()):
+        return torch.linalg.solve_triangular(lower, rows, upper=False)
     q, _ = torch.linalg.qr(rows.T)
     return q.T.contiguous()
 
