@@ -156,7 +156,7 @@ def toy(options: argparse.Namespace) -> str:
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for setting in options.settings:
         base = math.nan
-        for method in METHODS:
+        for method in options.methods:
             grid = {lr: run(0, setting, method, lr) for lr in options.rates}
             best = min(grid, key=lambda lr: grid[lr])
             found = [run(seed, setting, method, best) for seed in options.seeds]
@@ -250,6 +250,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--samples", type=int, default=51200, help="for training (default: 51200)")
     add("--rates", type=float, nargs="+", default=list(RATES), help="grid (default: 0.2 ... 51.2)")
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     add("--rounds", type=int, default=30, help="of overhead (default: 30)")
     add("--threads", type=int, default=1, help="of torch, for overhead (default: 1)")
     add("--quick", action="store_true", help="few samples, two rates, one seed, few rounds")
