@@ -52,7 +52,10 @@ class NaturalGradientSGD(torch.optim.Optimizer):
     1 - momentum: lr = n (1 - momentum) lr_kaldi. Only lr depends on the scale of the loss; directions
     do not.
 
-    It works inside hvd.DistributedOptimizer under every strategy. Second derivatives (create_graph)
+    It works inside hvd.DistributedOptimizer under every strategy. hvd.broadcast_optimizer_state gives
+    all learners the root's estimates; in a job of one super learner it is Horovod's, and leaves each
+    its own. A minibatch whose step is left out (GradScaler, the first of delayed gradients) does not
+    enter the estimates. Second derivatives (create_graph)
     through a preconditioned map are not supported. An old optimizer over the same weights loses its
     hooks to a new one.
 
