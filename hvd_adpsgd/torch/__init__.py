@@ -29,6 +29,7 @@ from hvd_adpsgd.torch import (
     elastic,
     functions,
     mpi_ops,
+    natural,
 )
 from hvd_adpsgd.torch.averaging import (
     metrics,
@@ -104,6 +105,9 @@ from hvd_adpsgd.torch.means import (
     consensus_distance,
     settled,
 )
+from hvd_adpsgd.torch.natural import (
+    NaturalGradientSGD,
+)
 from hvd_adpsgd.torch.optimizer import (
     DistributedOptimizer,
 )
@@ -145,6 +149,7 @@ __all__ = [
     "LockStep",
     "Max",
     "Min",
+    "NaturalGradientSGD",
     "Newbob",
     "NoLoCo",
     "PeriodicAveraging",
@@ -210,6 +215,7 @@ __all__ = [
     "mpi_lib_v2",
     "mpi_ops",
     "mpi_threads_supported",
+    "natural",
     "nccl_built",
     "on_loss",
     "optimizer",

@@ -1,0 +1,275 @@
+"""Natural-gradient SGD against SGD: what it gains on a toy, and what a step costs.
+
+    python benchmarks/natural.py toy                 one learner, and eight averaged every 10 and 40
+    python benchmarks/natural.py toy --quick         few samples, one seed: does it run?
+    python benchmarks/natural.py overhead            a step on a DNN with 6 x 1024 sigmoids
+
+toy: 40 Gaussian classes in 40 dimensions, seen through a matrix of condition 100 (covariances of
+condition 10^4); ReLU layers 40-128-128-40, minibatch 128, no momentum, the rate falls tenfold over
+the run. The eight learners are simulated in one process: each takes every eighth minibatch, and
+after every K of its minibatches all take the mean of the parameters; estimates stay each learner's
+own. Every method gets the rate of the grid that is best on seed 0, and keeps it for the other seeds,
+which are the result. Methods: sgd (torch.optim.SGD), sgd-max-change (the same limits as natural, no
+preconditioning), natural (NaturalGradientSGD as it comes).
+
+overhead: seconds of a whole step (forward, backward, update) of both optimizers in turn, on the
+same minibatch of 256 x 440, and CPU seconds; medians over rounds, and the median of the ratios.
+
+Left in --out: toy.json, overhead.json, and the tables as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_adpsgd.torch.natural import NaturalGradientSGD
+
+CLASSES, DIM, HIDDEN, BATCH = 40, 40, 128, 128
+CONDITION = 100.0
+NOISE = 1.0  # standard deviation within a class, and of the means
+RATES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
+NO_PRECONDITIONING = 1e12  # alpha: the identity outweighs every estimate
+SETTINGS = {  # name: learners, minibatches between means, epochs
+    "1 learner": (1, 0, 3),
+    "8, every 10": (8, 10, 6),
+    "8, every 40": (8, 40, 6),
+}
+METHODS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+    "sgd": lambda model, lr: torch.optim.SGD(model.parameters(), lr),
+    "sgd-max-change": lambda model, lr: NaturalGradientSGD(model, lr, alpha=NO_PRECONDITIONING),
+    "natural": lambda model, lr: NaturalGradientSGD(model, lr),
+}
+
+
+# ---- the toy
+
+
+class Task:
+    """Samples of one seed.
+
+    Attributes:
+        train, heldout: (inputs, classes), shapes (n, 40) and (n,).
+    """
+
+    def __init__(self, seed: int, samples: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._means = self._normal(CLASSES, DIM)
+        left, _ = torch.linalg.qr(self._normal(DIM, DIM))
+        right, _ = torch.linalg.qr(self._normal(DIM, DIM))
+        values = torch.logspace(0, -math.log10(CONDITION), DIM)
+        matrix = left * values @ right
+        self._matrix = matrix / values.square().mean().sqrt()
+        self.train = self._draw(samples)
+        self.heldout = self._draw(8192)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _draw(self, count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(CLASSES, (count,), generator=self._generator)
+        x = self._means[labels] + NOISE * self._normal(count, DIM)
+        return x @ self._matrix.T, labels
+
+    def minibatches(self, epochs: int) -> list[Tensor]:
+        """Indices of every minibatch of the run, in order."""
+        count = len(self.train[1])
+        found: list[Tensor] = []
+        for _ in range(epochs):
+            order = torch.randperm(count, generator=self._generator)
+            found.extend(order[: count - count % BATCH].split(BATCH))
+        return found
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(DIM, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
+        nn.Linear(HIDDEN, CLASSES),
+    )  # fmt: skip
+
+
+def heldout_loss(model: nn.Module, task: Task) -> float:
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(task.heldout[0]), task.heldout[1]).item()
+
+
+def take_mean(models: list[nn.Module]) -> None:
+    with torch.no_grad():
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack(list(same)).mean(0)
+            for parameter in same:
+                parameter.copy_(mean)
+
+
+def train(seed: int, samples: int, setting: str, method: str, lr: float) -> float:
+    """Held-out cross-entropy of the final model, or of the mean of all; infinite if it diverged."""
+    learners, every, epochs = SETTINGS[setting]
+    task, first = Task(seed, samples), network(seed)
+    models = [copy.deepcopy(first) for _ in range(learners)]
+    optimizers = [METHODS[method](model, lr) for model in models]
+    batches = task.minibatches(epochs)
+    steps = len(batches) // learners
+    for step in range(steps):
+        for learner, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = lr * 0.1 ** (step / steps)
+            chosen = batches[step * learners + learner]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(task.train[0][chosen]), task.train[1][chosen])
+            loss.backward()
+            optimizer.step()
+        if not math.isfinite(loss.item()):
+            return math.inf
+        if every and (step + 1) % every == 0:
+            take_mean(models)
+    take_mean(models)
+    found = heldout_loss(models[0], task)
+    return found if math.isfinite(found) else math.inf
+
+
+def toy(options: argparse.Namespace) -> str:
+    """Run the grid on seed 0 and the best rates on the other seeds; the table."""
+    path = options.out / "toy.json"
+    kept: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+
+    def run(seed: int, setting: str, method: str, lr: float) -> float:
+        key = f"{options.samples} {seed} {setting} {method} {lr}"
+        if key not in kept:
+            kept[key] = train(seed, options.samples, setting, method, lr)
+            path.write_text(json.dumps(kept, indent=1))
+            print(f"{key}: {kept[key]:.4f}", flush=True)
+        return kept[key]
+
+    lines = ["| learners | method | rate | grid on seed 0 | other seeds | median | sgd / it |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for setting in options.settings:
+        base = math.nan
+        for method in options.methods:
+            grid = {lr: run(0, setting, method, lr) for lr in options.rates}
+            best = min(grid, key=lambda lr: grid[lr])
+            found = [run(seed, setting, method, best) for seed in options.seeds]
+            median = statistics.median(found)
+            base = median if method == "sgd" else base
+            row = (setting, method, f"{best:g}", texts(grid.values()), texts(found))
+            lines.append(f"| {' | '.join(row)} | {median:.4f} | {base / median:.2f} |")
+    return (
+        "\n".join(lines) + f"\n\nRates of the grid: {', '.join(f'{r:g}' for r in options.rates)}.\n"
+    )
+
+
+def texts(values: Any) -> str:
+    return ", ".join(f"{value:.3f}" if math.isfinite(value) else "diverged" for value in values)
+
+
+# ---- the cost of a step
+
+
+def dnn() -> nn.Module:
+    torch.manual_seed(0)
+    widths = [440] + [1024] * 6
+    layers = [
+        part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Sigmoid())
+    ]
+    return nn.Sequential(*layers, nn.Linear(1024, 1024))
+
+
+def stepper(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], None]:
+    model = dnn()
+    optimizer = make(model)
+    x = torch.randn(256, 440, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(256)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def timed(step: Callable[[], None], count: int) -> tuple[float, float]:
+    """Seconds, and CPU seconds of this process, per step."""
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        step()
+    return (time.perf_counter() - began) / count, (time.process_time() - used) / count
+
+
+def overhead(options: argparse.Namespace) -> str:
+    """Measure both optimizers in turn; the table."""
+    torch.set_num_threads(options.threads)
+    steps = {
+        "sgd": stepper(lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)),
+        "natural": stepper(lambda m: NaturalGradientSGD(m, 0.1, 0.9)),
+    }
+    for step in steps.values():
+        timed(step, 14)  # past the first ten updates
+    period = 4  # so that every round has as many updates of the estimates
+    rounds = [
+        {name: timed(step, period) for name, step in steps.items()} for _ in range(options.rounds)
+    ]
+    lines = ["| clock | sgd, ms | natural, ms | ratio, median of rounds | quartiles |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for clock, name in enumerate(("wall", "CPU")):
+        sgd, natural = ([r[key][clock] for r in rounds] for key in ("sgd", "natural"))
+        ratios = [b / a for a, b in zip(sgd, natural, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        lines.append(
+            f"| {name} | {1e3 * statistics.median(sgd):.1f} | {1e3 * statistics.median(natural):.1f} "
+            f"| {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} |"
+        )
+    (options.out / "overhead.json").write_text(json.dumps(rounds))
+    load = os.getloadavg()[0]
+    return "\n".join(lines) + (
+        f"\n\n{options.rounds} rounds of {period} steps, {options.threads} thread(s), load {load:.1f}.\n"
+    )
+
+
+# ---- the script
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("what", choices=("toy", "overhead"))
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="besides 0 (default: 1 2 3 4)")
+    add("--samples", type=int, default=51200, help="for training (default: 51200)")
+    add("--rates", type=float, nargs="+", default=list(RATES), help="grid (default: 0.2 ... 51.2)")
+    add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    add("--rounds", type=int, default=30, help="of overhead (default: 30)")
+    add("--threads", type=int, default=1, help="of torch, for overhead (default: 1)")
+    add("--quick", action="store_true", help="few samples, two rates, one seed, few rounds")
+    add("--out", type=Path, default=Path("out") / "natural", help="folder (default: out/natural)")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.seeds, options.samples, options.rates = [1], 8 * 40 * BATCH // 6, [0.4, 1.6]
+        options.rounds = 3
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = toy(options) if options.what == "toy" else overhead(options)
+    (options.out / f"{options.what}.md").write_text(table)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,65 @@
+"""NaturalGradientSGD inside DistributedOptimizer, on real learners.
+
+Each launch runs several cases (programs/natural.py), and the tests look at what the learners said.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import run_learners
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("programs") / "natural.py"
+ALONE = ("random_pairs", "delay_by_one", DELAYED := "delay_by_one:reading=b", "periodic_averaging:period=3",
+         "synchronous")  # fmt: skip
+IN_PAIRS = ("random_pairs", "delay_by_one", "periodic_averaging:period=3", "random_pairs*2",
+            "synchronous")  # fmt: skip
+
+Facts = dict[str, Any]
+
+
+@functools.cache
+def trained(np: int, size: int, cases: tuple[str, ...]) -> dict[str, list[Facts]]:
+    """What the learners said of each case, by rank; SEED=n chooses another seed than 7."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
+    result = run_learners(np, PROGRAM, args=cases, env=env, timeout=200).checked()
+    found: dict[str, list[Facts]] = defaultdict(list)
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        found[facts["case"]].append(facts)
+    return found
+
+
+def require_trained(said: list[Facts], learners: int) -> None:
+    """The loss falls; in the node all are equal; gradients are means of own natural ones."""
+    assert [facts["rank"] for facts in said] == list(range(learners))
+    for facts in said:
+        assert facts["finite"] and facts["is_instance"] and all(facts["same"]), facts
+        assert facts["last"] < 0.95 * facts["first"], facts
+    own = [facts["estimates"] for facts in said]
+    assert len(set(own)) == learners
+    # reading b takes no first step: a first minibatch does not enter the estimates
+    delayed = said[0]["case"] == DELAYED
+    assert all(delayed or facts["error"] < 1e-5 for facts in said), said
+    assert [facts["as_alone"] for facts in said] == [not delayed] * learners
+    # Horovod's broadcast, in a single super learner, knows torch's state only
+    after = own if said[0]["case"] == "synchronous" else [own[1]] * learners
+    assert [facts["broadcast"] for facts in said] == after
+    assert all(facts["loaded"] for facts in said), said
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_every_learner_a_super_learner(case: str) -> None:
+    require_trained(trained(3, 1, ALONE)[case], 3)
+
+
+@pytest.mark.parametrize("case", IN_PAIRS)
+def test_two_super_learners_of_two(case: str) -> None:
+    said = trained(4, 2, IN_PAIRS)[case]
+    require_trained(said, 4)
+    assert said[0]["model"] == said[1]["model"] and said[2]["model"] == said[3]["model"]
