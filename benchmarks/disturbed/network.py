@@ -21,12 +21,12 @@ from .hosts import Hosts
 # Blocks are as long as a handful of steps of that model; with averaging on at least two exchanges long, but
 # no longer than the cap. The rate of learning was chosen on seed 7 with averaging off, no seed is left out.
 SETTINGS: dict[str, Any] = {
-    "inputs": 64,
+    "inputs": 16,
     "classes": 10,
     "hidden_layers": 3,
     "batch": {"cpu": 32, "accelerator": 8},
     "wait_s": 0.25,  # for the largest model
-    "rate": 0.05,
+    "rate": 0.02,
     "momentum": 0.9,
     "seed": 0,
     "longest_on_s": 28.0,

@@ -95,7 +95,8 @@ def draw_network(
         _links(axis, result, kind)
         axis.set_title(f"computation: {kind}", fontsize=10)
     axes[0][0].set_ylabel("steps/s, of those with averaging off")
-    axes[0][0].legend(fontsize=8, frameon=False)
+    if result:
+        axes[0][0].legend(fontsize=8, frameon=False)
     if curves:
         _curves(axes[0][-2], curves, lambda copy: copy["seconds"], "seconds")
         _curves(axes[0][-1], curves, lambda copy: statistics.mean(copy["steps"]), "steps")
