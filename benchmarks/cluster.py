@@ -42,13 +42,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
         help="of the stragglers (default: seven)")  # fmt: skip
-    add("--repetitions", type=int, default=stragglers.REPETITIONS, help="of each (default: 3)")
+    add("--repetitions", type=int, help="of each (default: 3 with stragglers, 2 of the network)")
     add("--links", nargs="+", default=list(network.LINKS), help="(default: all three)")
     add("--models", nargs="+", default=list(network.MODELS), help="(default: all three)")
     add("--no-curves", action="store_true", help="speeds only, no held-out loss")
     add("--out", type=Path, default=Path("out/cluster"))
     options = parser.parse_args(argv)
-    within("--repetitions", options.repetitions, 1, 100)
+    if options.repetitions is not None:
+        within("--repetitions", options.repetitions, 1, 100)
     network.require_known(options.links, network.LINKS, "--links")
     network.require_known(options.models, network.MODELS, "--models")
     return options
@@ -56,16 +57,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
     """Every scheme in turn, as often as asked for."""
+    repetitions = options.repetitions or stragglers.REPETITIONS
     told = [
         stragglers.job(scheme, repetition)
-        for repetition in range(options.repetitions)
+        for repetition in range(repetitions)
         for scheme in options.schemes
     ]
     records, failed = jobs.perform(told, options.out / "runs")
-    found = stragglers.gather(options.schemes, options.repetitions, records)
+    found = stragglers.gather(options.schemes, repetitions, records)
     result = stragglers.results(found)
     lines = [stragglers.table(result)] if result else []
-    lines += stragglers.notes(result, options.repetitions)
+    lines += stragglers.notes(result, repetitions)
     if result:
         picture.draw_stragglers(result, options.out / "stragglers.png")
     return {"result": result, "failed": failed, "lines": [*lines, jobs.loads(records)]}
@@ -75,13 +77,14 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
     """Every link with every model; then the curves."""
     missing = hosts.missing()
     if missing:
-        raise Problem(f"--parts network {missing}; --parts stragglers goes without")
+        raise Problem(f"--parts network: {missing}; --parts stragglers goes without")
     cells = network.cells(options.links, options.models)
+    repetitions = options.repetitions or network.REPETITIONS
     curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
     with hosts.Hosts() as both:
         told = [
             network.job(both, f"{link}, {model}, {scheme}", link,
-                        network.options((link, model, scheme), options.repetitions))
+                        network.options((link, model, scheme), repetitions))
             for link, model, scheme in cells
         ]  # fmt: skip
         told += [

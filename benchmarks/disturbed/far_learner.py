@@ -153,7 +153,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     kinds = [(int(b), float(w)) for b, w in (c.split(":") for c in options.computations)]
     with resting():
         block(off, kinds[0], seconds=0.0)  # memory is touched
-    first = block(on, kinds[0], seconds=0.0, steps=3 if on.in_step else None)
+    first = block(on, kinds[0], seconds=0.0, steps=2 if on.in_step else None)
     rows: dict[str, list[Any]] = {computation: [] for computation in options.computations}
     for _ in range(options.repetitions):
         for computation, kind in zip(options.computations, kinds, strict=True):
@@ -181,9 +181,9 @@ def resting() -> Iterator[None]:
 
 
 def enough(first: list[dict[str, Any]], kind: tuple[int, float], seconds: float) -> int:
-    """Steps that fill some seconds, at least 3, the same number on all learners."""
+    """Steps that fill some seconds, at least 2, the same number on all learners."""
     slowest = max(told["seconds"] / told["steps"] for told in first)
-    return max(3, math.ceil(seconds / (slowest + kind[1])))
+    return max(2, math.ceil(seconds / (slowest + kind[1])))
 
 
 def block(

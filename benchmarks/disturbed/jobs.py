@@ -116,7 +116,12 @@ def run(command: Sequence[str], knobs: Mapping[str, str], deadline_s: float, log
             _end(child)
     if status != 0:
         what = f"status {status}" if status is not None else f"not over after {deadline_s:.0f} s"
-        raise Problem(f"{what}: {' '.join(command[:4])} ...\n{log.read_text()[-_TAIL:]}")
+        raise Problem(f"{what}: {' '.join(command[:4])} ...\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    """The end of what a command said."""
+    return log.read_text(errors="replace")[-_TAIL:]
 
 
 def _end(child: subprocess.Popen) -> None:

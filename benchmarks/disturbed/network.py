@@ -18,8 +18,9 @@ from .hosts import Hosts
 # and the kernel's TCP share with the trainer. "accelerator": a small batch and a wait that stands for an
 # accelerator, in proportion to the model (0.25 s for the largest), during which the core is free. An
 # accelerator's step is rarely shorter beside a model of that size; a longer one hides more.
-# Blocks are as long as a handful of steps of that model; with averaging on at least two exchanges long, but
-# no longer than the cap. The rate of learning was chosen on seed 7 with averaging off, no seed is left out.
+# Blocks are as long as a dozen steps of that model; with averaging on as two exchanges, up to the cap. The
+# rate of learning is the better of 0.01 and 0.02 for one learner with seed 7, and the better of 0.02, 0.05
+# and 0.1 with the smallest model. All of this was settled before anything was measured.
 SETTINGS: dict[str, Any] = {
     "inputs": 16,
     "classes": 10,
@@ -29,12 +30,12 @@ SETTINGS: dict[str, Any] = {
     "rate": 0.02,
     "momentum": 0.9,
     "seed": 0,
-    "longest_on_s": 28.0,
+    "longest_on_s": 20.0,
 }
 MODELS = {"1 M": 1e6, "10 M": 10e6, "43.15 M": 43.15e6}
-BLOCK_S = {"1 M": 2.0, "10 M": 3.0, "43.15 M": 6.0}
+BLOCK_S = {"1 M": 1.5, "10 M": 2.5, "43.15 M": 5.0}
 LINKS = {"10 Gb/s": 10e9, "1 Gb/s": 1e9, "100 Mb/s": 100e6}
-REPETITIONS = 3
+REPETITIONS = 2
 KINDS = ("cpu", "accelerator")
 GOSSIP, SYNCHRONOUS, HALVED = "random_pairs", "synchronous", "random_pairs, bfloat16"
 ALONE = "averaging off"
@@ -44,7 +45,7 @@ SCHEMES = {
     HALVED: {"averaging": "random_pairs", "wire_dtype": "bfloat16"},
     ALONE: {},
 }
-HALVED_ON = (("1 Gb/s", "43.15 M"), ("100 Mb/s", "43.15 M"))
+HALVED_ON = (("1 Gb/s", "43.15 M"),)
 CURVE = ("1 Gb/s", "43.15 M", "accelerator", 45.0)  # link, model, computation, seconds
 GOAL_CELL = ("1 Gb/s", "43.15 M")
 GOAL_KEPT, GOAL_FASTER = 0.95, 3.0

@@ -12,14 +12,14 @@ from hvd_adpsgd import strategies, theory
 from . import jobs
 
 # What two cores can do for four learners without being busy: a gradient and an exchange of a model of
-# 0.92 M parameters are some milliseconds, the wait is 40, so that cores are no bottleneck and what is
+# 0.92 M parameters are some milliseconds, the wait is 30, so that cores are no bottleneck and what is
 # measured is who waits for whom.
 SETTINGS: dict[str, Any] = {
     "learners": 4,  # as 4 super learners of 1
     "sizes": (256, 1024, 640, 10),
     "batch": 16,
-    "wait_s": 0.04,
-    "block_s": 2.5,
+    "wait_s": 0.03,
+    "block_s": 2.0,
     "warm_up": 20,
     "slowdowns": (1.0, 2.0, 5.0, 10.0, 100.0),
 }
