@@ -87,22 +87,23 @@ def draw_network(
 ) -> None:
     """What averaging costs on each link, by model; held-out loss over time and over samples."""
     plt = _pyplot()
-    panels = len(network.KINDS) + 2 * bool(curves)
+    rows = 1 + bool(curves)
     figure, axes = plt.subplots(
-        1, panels, figsize=(1 + 4.2 * panels, 4.4), squeeze=False, layout="constrained"
+        rows, 2, figsize=(10, 0.4 + 4 * rows), squeeze=False, layout="constrained"
     )
-    for axis, kind in zip(axes[0], network.KINDS, strict=False):
+    for axis, kind in zip(axes[0], network.KINDS, strict=True):
         _links(axis, result, kind)
-        axis.set_title(f"computation: {kind}", fontsize=10)
+        axis.set_title(f"computation: {kind} (dotted: the goal)", fontsize=10)
     axes[0][0].set_ylabel("steps/s, of those with averaging off")
     if result:
         axes[0][0].legend(fontsize=8, frameon=False)
     if curves:
-        _curves(axes[0][-2], curves, lambda copy: copy["seconds"], "seconds")
-        _curves(axes[0][-1], curves, lambda copy: statistics.mean(copy["steps"]), "steps")
+        _curves(axes[1][0], curves, lambda copy: copy["seconds"], "seconds")
+        _curves(axes[1][1], curves, lambda copy: statistics.mean(copy["steps"]), "steps")
         link, model, kind, _ = network.CURVE
-        axes[0][-2].set_title(f"held-out loss: {model}, {link}, {kind}", fontsize=10)
-        axes[0][-1].legend(fontsize=8, frameon=False)
+        axes[1][0].set_title(f"{model}, {link}, {kind}", fontsize=10)
+        axes[1][0].set_ylabel("held-out loss in nats")
+        axes[1][1].legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
