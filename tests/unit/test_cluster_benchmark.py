@@ -65,8 +65,11 @@ def test_options_become_words(tmp_path):
 
 def _block(healthy: float, slow: float) -> stragglers.Block:
     """Three learners of that pace and a slow one, for 2 seconds."""
-    paces = [healthy] * 3 + [slow]
-    return [{"steps": 2 * p, "seconds": 2.0, "exchanges": p} for p in paces]
+    paces, met = [healthy] * 3 + [slow], [1, 1, 1, 7]
+    return [
+        {"steps": 2 * p, "seconds": 2.0, "exchanges": m * p}
+        for p, m in zip(paces, met, strict=True)
+    ]
 
 
 def _record(at_ten: stragglers.Block) -> dict:
