@@ -46,6 +46,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--links", nargs="+", default=list(network.LINKS), help="(default: all three)")
     add("--models", nargs="+", default=list(network.MODELS), help="(default: all three)")
     add("--no-curves", action="store_true", help="speeds only, no held-out loss")
+    add("--recall", action="store_true", help="measure nothing: tables of what is finished")
     add("--out", type=Path, default=Path("out/cluster"))
     options = parser.parse_args(argv)
     if options.repetitions is not None:
@@ -63,7 +64,7 @@ def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
         for repetition in range(repetitions)
         for scheme in options.schemes
     ]
-    records, failed = jobs.perform(told, options.out / "runs")
+    records, failed = jobs.perform(told, options.out / "runs", options.recall)
     found = stragglers.gather(options.schemes, repetitions, records)
     result = stragglers.results(found)
     lines = [stragglers.table(result)] if result else []
@@ -76,12 +77,12 @@ def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
 def measure_network(options: argparse.Namespace) -> dict[str, Any]:
     """Every link with every model; then the curves."""
     missing = hosts.missing()
-    if missing:
+    if missing and not options.recall:
         raise Problem(f"--parts network: {missing}; --parts stragglers goes without")
     cells = network.cells(options.links, options.models)
     repetitions = options.repetitions or network.REPETITIONS
     curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
-    with hosts.Hosts() as both:
+    with hosts.Hosts(start=not options.recall) as both:
         told = [
             network.job(both, f"{link}, {model}, {scheme}", link,
                         network.options((link, model, scheme), repetitions))
@@ -92,7 +93,7 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
                         network.curve_options(*network.CURVE, scheme))
             for scheme in curves
         ]  # fmt: skip
-        records, failed = jobs.perform(told, options.out / "runs")
+        records, failed = jobs.perform(told, options.out / "runs", options.recall)
     blocks = dict(zip(cells, records, strict=False))
     result = network.results({cell: record for cell, record in blocks.items() if record})
     trained = dict(zip(curves, records[len(cells) :], strict=True))

@@ -6,6 +6,7 @@ a /dev/shm of its own: engines that find each other there would not use the netw
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -26,20 +27,27 @@ def missing() -> str | None:
 
 
 class Hosts:
-    """Two hosts, from `with` to its end."""
+    """Two hosts, from `with` to its end.
 
-    def __init__(self) -> None:
+    Args:
+        start: whether they are needed at all.
+    """
+
+    def __init__(self, start: bool = True) -> None:
         self._cluster = Cluster(2)
+        self._stack = contextlib.ExitStack()
+        self._start = start
 
     def __enter__(self) -> Hosts:
         try:
-            self._cluster.__enter__()
+            if self._start:
+                self._stack.enter_context(self._cluster)
         except ClusterError as error:
             raise Problem(str(error)) from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.__exit__(*_)
+        self._stack.close()
 
     def shape(self, rate: float) -> None:
         """Let the link between the two carry `rate` bit/s, each way."""

@@ -46,8 +46,15 @@ def folder(job: Job, root: Path) -> Path:
     return root / f"{name}-{digest}"
 
 
-def perform(jobs: Sequence[Job], root: Path) -> tuple[list[dict | None], list[str]]:
+def perform(
+    jobs: Sequence[Job], root: Path, recall_only: bool = False
+) -> tuple[list[dict | None], list[str]]:
     """Do what is not finished; one that fails does not stop the others.
+
+    Args:
+        jobs: in the order in which they are done.
+        root: of their folders.
+        recall_only: do nothing; what is not finished has no record and is no failure.
 
     Returns:
         a record for each job, None where it failed, and a line on each failure.
@@ -56,7 +63,7 @@ def perform(jobs: Sequence[Job], root: Path) -> tuple[list[dict | None], list[st
     took = [record["seconds"] for record in records if record]
     todo, failures = len(jobs) - len(took), []
     for place, job in enumerate(jobs):
-        if records[place] is not None:
+        if records[place] is not None or recall_only:
             continue
         print(f"-- {job.name}; {sweep.left(took, todo)}", flush=True)
         todo -= 1

@@ -42,6 +42,9 @@ def test_a_finished_job_is_kept_and_a_failed_one_does_not_stop_the_others(tmp_pa
     assert [record and record["value"] for record in again] == [1, None, 2]
     assert len(done) == 2
     assert done[0] != done[1]
+    recalled, failures = jobs.perform(told, tmp_path, recall_only=True)
+    assert [record and record["value"] for record in recalled] == [1, None, 2]
+    assert failures == []
 
 
 @pytest.mark.parametrize(
