@@ -133,6 +133,8 @@ def _links(axis: Any, result: Mapping[str, Any], kind: str) -> None:
 
 
 def _curves(axis: Any, curves: Mapping[str, Any], across: Any, label: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     for scheme, curve in curves.items():
         name, colour, line, marker = _CURVES[scheme]
         copies = sorted(curve, key=across)
@@ -141,6 +143,9 @@ def _curves(axis: Any, curves: Mapping[str, Any], across: Any, label: str) -> No
             linestyle=line, marker=marker, markersize=4, linewidth=1.4, label=name,
         )  # fmt: skip
     axis.set(xlabel=label, xscale="log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
 
 
