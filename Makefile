@@ -22,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format demo compare large-batch soak bench clean
+.PHONY: help venv build test lint format demo compare large-batch soak bench bench-cluster clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -65,6 +65,9 @@ soak: venv $(STAMPS)/examples  ## an hour in which learners die and are replaced
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)
 	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
+
+bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin link (half an hour; the hosts need root)
+	@$(PY) benchmarks/cluster.py $(ARGS)
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
 	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*.so

@@ -1,0 +1,130 @@
+"""Stragglers and thin networks: how fast, against what theory and a plain loop say.
+
+    python benchmarks/cluster.py                      both parts, half an hour on two idle cores
+    python benchmarks/cluster.py --parts stragglers   one slow learner among four; no root needed
+    python benchmarks/cluster.py --parts network      two hosts and a shaped link; needs root
+
+Stragglers: every averaging scheme and SSGD with one of 4 super learners 2 to 100 times slower. Network:
+two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s and 100 Mb/s between them,
+models of 1, 10 and 43.15 M parameters; H-ADPSGD, SSGD and averaging off, and the held-out loss that each
+reaches at 1 Gb/s with the largest model. Runs that are finished are kept.
+Left in --out: result.json, table.md, stragglers.png, network.png and all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
+
+from disturbed import hosts, jobs, network, picture, stragglers
+from speech import launch
+from speech.problem import Problem, run, within
+
+PARTS = ("stragglers", "network")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script.
+
+    Raises:
+        Problem: if one is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
+        help="of the stragglers (default: seven)")  # fmt: skip
+    add("--repetitions", type=int, help="of each (default: 3 with stragglers, 2 of the network)")
+    add("--links", nargs="+", default=list(network.LINKS), help="(default: all three)")
+    add("--models", nargs="+", default=list(network.MODELS), help="(default: all three)")
+    add("--no-curves", action="store_true", help="speeds only, no held-out loss")
+    add("--recall", action="store_true", help="measure nothing: tables of what is finished")
+    add("--out", type=Path, default=Path("out/cluster"))
+    options = parser.parse_args(argv)
+    if options.repetitions is not None:
+        within("--repetitions", options.repetitions, 1, 100)
+    network.require_known(options.links, network.LINKS, "--links")
+    network.require_known(options.models, network.MODELS, "--models")
+    return options
+
+
+def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
+    """Every scheme in turn, as often as asked for."""
+    repetitions = options.repetitions or stragglers.REPETITIONS
+    told = [
+        stragglers.job(scheme, repetition)
+        for repetition in range(repetitions)
+        for scheme in options.schemes
+    ]
+    records, failed = jobs.perform(told, options.out / "runs", options.recall)
+    found = stragglers.gather(options.schemes, repetitions, records)
+    result = stragglers.results(found)
+    lines = [stragglers.table(result)] if result else []
+    lines += stragglers.notes(result, repetitions)
+    if result:
+        picture.draw_stragglers(result, options.out / "stragglers.png")
+    return {"result": result, "failed": failed, "lines": [*lines, jobs.loads(records)]}
+
+
+def measure_network(options: argparse.Namespace) -> dict[str, Any]:
+    """Every link with every model; then the curves."""
+    missing = hosts.missing()
+    if missing and not options.recall:
+        raise Problem(f"--parts network: {missing}; --parts stragglers goes without")
+    cells = network.cells(options.links, options.models)
+    repetitions = options.repetitions or network.REPETITIONS
+    curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
+    with hosts.Hosts(start=not options.recall) as both:
+        told = [
+            network.job(both, f"{link}, {model}, {scheme}", link,
+                        network.options((link, model, scheme), repetitions))
+            for link, model, scheme in cells
+        ]  # fmt: skip
+        told += [
+            network.job(both, f"curve of {scheme}", network.CURVE[0],
+                        network.curve_options(*network.CURVE, scheme))
+            for scheme in curves
+        ]  # fmt: skip
+        records, failed = jobs.perform(told, options.out / "runs", options.recall)
+    blocks = dict(zip(cells, records, strict=False))
+    result = network.results({cell: record for cell, record in blocks.items() if record})
+    trained = dict(zip(curves, records[len(cells) :], strict=True))
+    judged = {scheme: record["curve"] for scheme, record in trained.items() if record}
+    lines = [network.table(result), *network.goal(result)]
+    lines += [network.profile(result, *network.GOAL_CELL)]
+    lines += [network.curve_table(judged)] if judged else []
+    picture.draw_network(result, judged, options.out / "network.png")
+    found = {"result": result, "curves": judged, "failed": failed}
+    return {**found, "lines": [*lines, jobs.loads(records)]}
+
+
+def main() -> None:
+    """Measure, answer."""
+    options = arguments()
+    launch.check(["torch", "horovod", "hvd_adpsgd", "matplotlib"], launcher=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    measures = {"stragglers": measure_stragglers, "network": measure_network}
+    found = {part: measures[part](options) for part in PARTS if part in options.parts}
+    text = "\n\n".join(line for one in found.values() for line in one.pop("lines"))
+    failed = [line for one in found.values() for line in one["failed"]]
+    settings = {"stragglers": stragglers.SETTINGS, "network": network.SETTINGS}
+    result = {**found, "settings": settings, "versions": launch.versions()}
+    result |= {"cores": os.cpu_count()}
+    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "table.md").write_text(text + "\n")
+    print(text)
+    print(f"{options.out}: result.json, table.md, and a figure of each part")
+    if failed:
+        raise Problem(f"{len(failed)} runs failed; start again to repeat them")
+
+
+if __name__ == "__main__":
+    run(main)

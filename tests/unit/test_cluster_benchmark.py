@@ -1,0 +1,251 @@
+"""The parts of `make bench-cluster` that compute: models, ratios, tables, curves."""
+
+# The imports come after the check that the packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "acoustic_model")]
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from disturbed import jobs, network, picture, stragglers
+from speech.problem import Problem
+
+# ---- jobs
+
+
+def test_a_finished_job_is_kept_and_a_failed_one_does_not_stop_the_others(tmp_path):
+    done = []
+
+    def act(folder):
+        done.append(folder)
+        return {"value": len(done)}
+
+    def fail(folder):
+        raise Problem("on purpose")
+
+    told = [jobs.Job("a", {"x": 1}, act), jobs.Job("b", {}, fail), jobs.Job("a", {"x": 2}, act)]
+    records, failures = jobs.perform(told, tmp_path)
+    assert [record and record["value"] for record in records] == [1, None, 2]
+    assert failures == ["b: on purpose"]
+    again, _ = jobs.perform(told, tmp_path)
+    assert [record and record["value"] for record in again] == [1, None, 2]
+    assert len(done) == 2
+    assert done[0] != done[1]
+    recalled, failures = jobs.perform(told, tmp_path, recall_only=True)
+    assert [record and record["value"] for record in recalled] == [1, None, 2]
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("script", "deadline_s", "message"),
+    [("import sys; print('why'); sys.exit(3)", 30, "status 3.*why"),
+     ("import time; time.sleep(60)", 0.5, "not over after")],
+)  # fmt: skip
+def test_a_command_that_fails_or_takes_too_long_is_a_problem(script, deadline_s, message, tmp_path):
+    command = [sys.executable, "-u", "-c", script]
+    with pytest.raises(Problem, match=f"(?s){message}"):
+        jobs.run(command, {}, deadline_s, tmp_path / "log")
+
+
+def test_options_become_words(tmp_path):
+    words = jobs.learner("x.py", {"block_s": 2, "sizes": (1, 2)}, tmp_path / "told")
+    assert words[2:] == ["--block-s", "2", "--sizes", "1", "2", "--out", str(tmp_path / "told")]
+
+
+# ---- stragglers
+
+
+def _block(healthy: float, slow: float) -> stragglers.Block:
+    """Three learners of that pace and a slow one, for 2 seconds."""
+    paces, met = [healthy] * 3 + [slow], [1, 1, 1, 7]
+    return [
+        {"steps": 2 * p, "seconds": 2.0, "exchanges": m * p}
+        for p, m in zip(paces, met, strict=True)
+    ]
+
+
+def _record(at_ten: stragglers.Block) -> dict:
+    first, last = _block(9, 9), _block(11, 11)
+    return {"blocks": [[1.0, first], [10.0, at_ten], [1.0, last]], "load_before": 0.5}
+
+
+def _stragglers() -> dict:
+    schemes = ("random_pairs", "synchronous")
+    records = [
+        _record(_block(9.9, 1)), _record(_block(1, 1)),
+        _record(_block(9.5, 1)), _record(_block(1.1, 1.1)),
+        _record(_block(10.2, 1)), _record(_block(0.9, 0.9)),
+    ]  # fmt: skip
+    return stragglers.results(stragglers.gather(schemes, 3, records))
+
+
+def test_speeds_are_against_those_of_the_same_run():
+    kept = _stragglers()["random_pairs"]["kept"]
+    assert kept["1"]["all"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert kept["10"]["healthy"]["median"] == pytest.approx(0.99)
+    assert kept["10"]["healthy"]["min"] == pytest.approx(0.95)
+    assert kept["10"]["all"]["median"] == pytest.approx((3 * 9.9 + 1) / 40)
+    assert kept["10"]["exchanges"] == 0.5
+
+
+def test_the_model_is_that_of_theory():
+    """(L - 1 + 1/s) / L where nobody waits, 1 / s where all wait."""
+    result = _stragglers()
+    assert result["random_pairs"]["kept"]["10"]["model"] == pytest.approx(3.1 / 4)
+    assert result["synchronous"]["kept"]["10"]["model"] == pytest.approx(1 / 10)
+    waiting = {scheme for scheme in stragglers.SCHEMES if stragglers.waits(scheme)}
+    assert set(stragglers.SCHEMES) - waiting == {"random_pairs", "fixed_ring", "random_ring"}
+
+
+def test_the_tables_of_stragglers():
+    rows = stragglers.table(_stragglers()).splitlines()
+    assert rows[2] == "| `random_pairs` | 0.990 (0.950 to 1.020) | 0.50, 0.50 |"
+    assert "| `synchronous` | 0.100 (0.100) | 640 |" in rows
+    assert rows[-2] == "| `random_pairs` | 0.768 (0.775) | 640 |"
+
+
+@pytest.mark.parametrize(("slowest", "verdict"), [(9.8, "98.0%.*met"), (9.6, "96.0%.*missed")])
+def test_the_goal_is_for_gossip_and_its_worst_case(slowest, verdict):
+    records = [_record(_block(slowest, 1)), _record(_block(1, 1))]
+    found = stragglers.gather(("random_pairs", "synchronous"), 1, records)
+    *_, line = stragglers.notes(stragglers.results(found), 1)
+    assert re.search(verdict, line), line
+
+
+def test_a_scheme_with_a_failed_run_is_left_out():
+    records = [_record(_block(9, 1)), None, _record(_block(9, 1)), _record(_block(1, 1))]
+    assert list(stragglers.gather(("random_pairs", "synchronous"), 2, records)) == ["random_pairs"]
+
+
+def test_undisturbed_blocks_come_first_and_last():
+    assert stragglers.order((1, 2, 5), 0) == [1, 2, 5, 1]
+    assert stragglers.order((1, 2, 5), 1) == [1, 5, 2, 1]
+
+
+# ---- network
+
+
+@pytest.mark.parametrize("model", network.MODELS)
+def test_models_have_their_size(model):
+    from disturbed import far_learner
+
+    sizes = network.sizes(model)
+    assert network.count(sizes) == pytest.approx(network.MODELS[model], rel=2e-3)
+    if model == "1 M":
+        built = far_learner.mlp(sizes, 0)
+        assert network.count(sizes) == sum(p.numel() for p in built.parameters())
+
+
+def test_a_model_takes_its_bits_divided_by_the_rate():
+    assert network.wire_s("1 Gb/s", "10 M") == pytest.approx(0.32)
+
+
+def _told(on: float, off: float = 10.0) -> dict:
+    """A run of one block of a second each; two learners, one of them a tenth faster."""
+
+    def block(pace: float) -> list[dict]:
+        counts = dict.fromkeys(network.COUNTED, pace * 4)
+        return [{"steps": p, "seconds": 1.0, **counts} for p in (pace, 1.1 * pace)]
+
+    rows = [{"off": block(off), "on": block(on)} for _ in range(2)]
+    return {"rows": {"32:0": rows, "8:0.25": rows}}
+
+
+def _network(on: float = 9.6, synchronous: float = 3.0) -> dict:
+    link, model = network.GOAL_CELL
+    cells = {network.GOSSIP: _told(on), network.SYNCHRONOUS: _told(synchronous, 12.0)}
+    return network.results({(link, model, scheme): told for scheme, told in cells.items()})
+
+
+def test_ratios_are_of_neighbouring_blocks_and_runs_are_compared_by_them():
+    found = _network()["1 Gb/s"]["43.15 M"]["cpu"]
+    assert found[network.GOSSIP]["kept"] == pytest.approx(0.96)
+    assert found[network.SYNCHRONOUS]["kept"] == pytest.approx(0.25)
+    assert found[network.GOSSIP]["times_synchronous"] == pytest.approx(3.84)
+    assert found[network.GOSSIP]["bytes_sent_per_step"] == pytest.approx(8 / 2.1)
+
+
+def test_goals_are_judged():
+    assert all(line.count("met") == 2 for line in network.goal(_network()))
+    assert all(line.count("missed") == 2 for line in network.goal(_network(9.4, 5.0)))
+    assert network.goal({}) == []
+
+
+def test_the_table_of_the_network():
+    rows = network.table(_network()).splitlines()
+    assert len(rows) == 2 + 2 * 2
+    assert len({row.count("|") for row in rows}) == 1
+    assert rows[2].startswith("| 1 Gb/s | 43.15 M | cpu | random_pairs | 10.5 | 10.1 | 96.0% (")
+    assert len(network.profile(_network(), *network.GOAL_CELL).splitlines()) == 2 + 2 * 2 * 2
+
+
+def _copy(at: str, steps: int, loss: float) -> dict:
+    told = {"at": at, "steps": [steps, steps], "seconds": 10.0, "own_loss": loss, "loss": loss}
+    return {**told, "consensus_distance": 0.5}
+
+
+def test_curves_are_compared_where_all_have_a_copy():
+    curves = {
+        "a": [_copy("steps 16", 16, 1.5), _copy("time 0.5", 9, 1.7), _copy("steps 8", 8, 1.9)],
+        "b": [_copy("steps 8", 8, 1.8), _copy("time 0.5", 6, 2.0)],
+    }
+    assert network.common(curves) == ["steps 8", "time 0.5"]
+    rows = network.curve_table(curves).splitlines()
+    assert rows[2] == "| steps 8 | 8, 1.900, 0.5 | 8, 1.800, 0.5 |"
+    assert rows[3] == "| 10 s | 9, 1.700, 0.5 | 6, 2.000, 0.5 |"
+
+
+def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
+    from disturbed import far_learner
+
+    task, again = (far_learner.Task(16, 10, 3) for _ in range(2))
+    first = task.samples(4, 1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first, again.samples(4, 1, 0), strict=True))
+    others = [task.samples(4, who, step)[0] for who, step in ((0, 0), (1, 1), (2, 0))]
+    assert not any(torch.equal(first[0], other) for other in others)
+
+
+def test_bytes_on_the_wire_are_those_sent_by_all_but_the_loopback():
+    from disturbed import far_learner
+
+    text = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs
+    lo:     900       9    0    0    0     0          0         0      900       9    0
+  eth0:    1000      10    0    0    0     0          0         0     2000      20    0
+veth7a:       1      10    0    0    0     0          0         0       30      20    0
+"""
+    assert far_learner.wire_bytes(text) == 2030
+
+
+def test_pictures_are_drawn(tmp_path):
+    picture.draw_stragglers(_stragglers(), tmp_path / "a.png")
+    curves = {network.GOSSIP: [_copy("steps 8", 8, 1.9), _copy("steps 16", 16, 1.7)]}
+    picture.draw_network(_network(), curves, tmp_path / "b.png")
+    picture.draw_network({}, {}, tmp_path / "c.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "abc")
+
+
+# ---- the script
+
+
+def test_the_script_tells_what_it_does():
+    command = [sys.executable, str(ROOT / "benchmarks" / "cluster.py")]
+    told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert "--parts" in told.stdout
+    wrong = subprocess.run(
+        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=60
+    )
+    assert wrong.returncode == 2
+    assert "known are 10 Gb/s" in wrong.stderr
