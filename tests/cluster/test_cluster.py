@@ -76,7 +76,9 @@ def test_nothing_is_left_behind() -> None:
 def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # `down` below must not end a user's cluster
     program = (
-        "import time; from machines import Cluster\n"
+        "import signal, time; from machines import Cluster\n"
+        # who starts tests in the background has them ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with Cluster(1) as cluster: print(cluster.folder, flush=True); time.sleep(60)"
     )
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Learners die in every way, at every place of their life: what the others see, and how it ends.
 
-The cases below take each kind of fault, each place and each sort of victim several times, in different
-company. HVD_ADPSGD_ALL_FAULTS=1 runs the full product of kinds, places and victims, which takes hours.
+The cases below take each kind of fault, each place and each sort of victim at least once.
+HVD_ADPSGD_ALL_FAULTS=1 runs the full product of kinds, places and victims, which takes hours.
 """
 
 from __future__ import annotations
@@ -80,21 +80,14 @@ PLACES = (
 )
 
 CASES = [
-    ("sigkill", "between_steps", "two"),
     ("sigkill", "asking", "any"),
     ("sigkill", "answering", "rank0"),
     ("sigkill", "inner_allreduce", "follower"),
-    ("segfault", "inner_allreduce", "leader0"),
-    ("exception", "inner_allreduce", "leader"),
     ("sigkill", "shutdown", "whole_node"),
     ("segfault", "between_steps", "all_but_one"),
-    ("exit1", "between_steps", "rank0"),
-    ("exception", "last_step", "any"),
-    ("exit1", "last_step", "follower"),
+    ("exception", "inner_allreduce", "leader0"),
+    ("exit1", "last_step", "any"),
     ("os_exit1", "between_steps", "two"),
-    ("os_exit1", "inner_allreduce", "follower"),
-    ("os_exit1", "answering", "any"),
-    ("sigstop", "asking", "any"),
     ("sigstop", "inner_allreduce", "leader"),
 ]
 
