@@ -22,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test lint format demo compare large-batch soak bench bench-cluster clean
+.PHONY: help venv build test test-all lint format demo compare large-batch soak bench bench-cluster clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -36,9 +36,12 @@ venv: $(STAMPS)/extension $(STAMPS)/ready  ## make .venv: pinned packages, Horov
 
 build: $(STAMPS)/extension  ## compile the extension if its sources changed
 
-test: venv $(STAMPS)/examples  ## all tests
+test: venv $(STAMPS)/examples  ## the tests (a quarter of an hour)
 	@echo "== test: pytest $(or $(ARGS),tests)"
 	@$(PYTEST) $(or $(ARGS),tests)
+
+test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind
+	@$(PYTEST) -m "extended or not extended" $(or $(ARGS),tests)
 
 lint: venv  ## ruff, format, types
 	@echo "== lint: ruff check, ruff format, mypy"

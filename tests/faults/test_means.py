@@ -75,13 +75,13 @@ def run(spec: str, how: str, victims: str) -> Result:
     ("spec", "how", "victims"),
     [
         ("delay_by_one", "middle", "1"),
-        ("delay_by_one", "between", "0,2"),
+        pytest.param("delay_by_one", "between", "0,2", marks=pytest.mark.extended),
         ("delay_by_one", "raise", "0"),
         ("delay_by_one:reading=b", "middle", "0"),
         ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2"),
-        ("periodic_averaging:period=1", "between", "3"),
+        pytest.param("periodic_averaging:period=1", "between", "3", marks=pytest.mark.extended),
         ("global_average:every=2", "middle", "2"),
-        ("global_average:every=2", "raise", "1"),
+        pytest.param("global_average:every=2", "raise", "1", marks=pytest.mark.extended),
     ],
 )
 def test_a_mean_of_all_goes_on_over_the_living(spec: str, how: str, victims: str) -> None:

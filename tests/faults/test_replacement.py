@@ -83,6 +83,7 @@ def test_super_learner_of_two(tmp_path):
     require_replaced(result, 4, 2, joined=1, new={0, 1})
 
 
+@pytest.mark.extended
 def test_twice_in_a_row(tmp_path):
     """The second one lost is the newcomer, after which mpirun's own status is that of its end."""
     result = train(tmp_path, 3, "0,0", "--after", 10)
@@ -92,10 +93,12 @@ def test_twice_in_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        ("start", "it was not ready after patience_s=20 s"),
-        ("wrapped", "it ended before it was ready"),
+        pytest.param("start", "it was not ready after patience_s=20 s", marks=pytest.mark.extended),
+        pytest.param("wrapped", "it ended before it was ready", marks=pytest.mark.extended),
         ("meeting", "it was lost, or did not come, when all met"),
-        ("met", "it was lost, or did not come, when all met"),
+        pytest.param(
+            "met", "it was lost, or did not come, when all met", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
@@ -109,6 +112,7 @@ def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
     assert slowest < 2 * MEETING_S, slowest
 
 
+@pytest.mark.extended
 def test_newcomer_whose_script_fails_does_not_end_the_job(tmp_path):
     """An exception, not a signal."""
     args = ("--after", 10, "--fails", "start", "--exits", "--patience-s", 20)
@@ -117,6 +121,7 @@ def test_newcomer_whose_script_fails_does_not_end_the_job(tmp_path):
     require_replaced(result, 3, 1, joined=1, new={2})
 
 
+@pytest.mark.extended
 def test_without_a_launcher_that_can_start_it(tmp_path):
     """A line in the log, three times; the others train to the end."""
     result = train(tmp_path, 3, "2", "--fails", "launch", "--alone", 20)

@@ -18,7 +18,9 @@ from disturbed import jobs, network, stragglers  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("scheme", ["random_pairs", "delay_by_one"])
+@pytest.mark.parametrize(
+    "scheme", ["random_pairs", pytest.param("delay_by_one", marks=pytest.mark.extended)]
+)
 def test_a_straggler_is_measured(scheme: str, tmp_path: Path) -> None:
     settings = {
         **stragglers.SETTINGS,
@@ -51,6 +53,7 @@ def _far_learners(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     return jobs.told(out)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("scheme", [network.GOSSIP, network.SYNCHRONOUS])
 def test_blocks_with_averaging_on_and_off(scheme: str, tmp_path: Path) -> None:
     options = {
@@ -73,6 +76,7 @@ def test_blocks_with_averaging_on_and_off(scheme: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", [network.GOSSIP, network.SYNCHRONOUS, network.ALONE])
+@pytest.mark.extended
 def test_curves(scheme: str, tmp_path: Path) -> None:
     """Copies are taken where they shall be, models are equal where they must be, and they learn."""
     options = {

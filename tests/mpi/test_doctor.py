@@ -117,6 +117,7 @@ def test_the_mpirun_of_another_mpi(tmp_path):
     report.require("MPI threads", OK)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_mpirun_that_hangs(tmp_path):
     executable(tmp_path / "mpirun", "#!/bin/sh\nexec sleep 600\n")
@@ -145,6 +146,7 @@ def test_a_malformed_knob(name, value):
     report.require("HVD_ADPSGD_*", FAIL, value if name.endswith("AVERAGING") else name)
 
 
+@pytest.mark.extended
 def test_gloo():
     report = doctor("--quick", env={"HOROVOD_CONTROLLER": "gloo"})
     assert report.levels(FAIL) == {"HOROVOD_CONTROLLER"}
@@ -158,6 +160,7 @@ def test_a_horovod_that_does_not_load(tmp_path):
     report.require("horovod.torch", FAIL, "on purpose", "build-horovod")
 
 
+@pytest.mark.extended
 def test_a_python_where_nothing_is_installed(tmp_path):
     """No torch, numpy, mpi4py, Horovod, mpirun: findings, and no traceback."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
@@ -217,6 +220,7 @@ def another_horovod(folder: Path, change: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_another_horovod_is_launched_with_the_options(tmp_path: Path) -> None:
     report = doctor("--patience", "110", env=another_horovod(tmp_path, RELEASED))
@@ -225,6 +229,7 @@ def test_another_horovod_is_launched_with_the_options(tmp_path: Path) -> None:
     assert report.status == 0
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_ulfm_no_survival_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe can fail: the same launch without the options ends when a learner is killed."""
@@ -253,6 +258,7 @@ def test_a_host_that_cannot_be_reached(tmp_path):
     report.require("host localhost", OK, "this host")
 
 
+@pytest.mark.extended
 def test_hosts_that_say_nothing_are_waited_for_all_at_once(tmp_path, monkeypatch):
     executable(tmp_path / "ssh", "#!/bin/sh\nexec sleep 600\n")
     monkeypatch.setenv("PATH", with_path(tmp_path)["PATH"])
