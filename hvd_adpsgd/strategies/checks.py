@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from typing import Any
 
@@ -26,9 +27,9 @@ def require_whole(strategy: str, argument: str, value: Any, low: int = 1) -> Non
 
 def require_number(
     strategy: str, argument: str, value: Any, low: float, high: float, low_open: bool = False
-) -> None:
-    """Raise ConfigError unless low <= value < high (low < value if `low_open`)."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+) -> float:
+    """The value as a float; ConfigError unless low <= value < high (low < value if `low_open`)."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     good = number and math.isfinite(value) and low <= value < high
     if not good or (low_open and value == low):
         raise ConfigError(
@@ -36,3 +37,4 @@ def require_number(
             f"{'>' if low_open else '>='} {low:g} and < {high:g}. Give the same such number on every "
             "learner."
         )
+    return float(value)

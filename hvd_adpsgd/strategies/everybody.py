@@ -97,8 +97,10 @@ class PeriodicAveraging(Strategy):
 
     def __post_init__(self) -> None:
         require_whole(self.name, "period", self.period)
-        require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
-        require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
+        momentum = require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
+        rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
+        object.__setattr__(self, "block_momentum", momentum)  # 0 and 0.0 are one spec
+        object.__setattr__(self, "block_rate", rate)
 
     def plan(self, outer_rank: int, outer_size: int) -> Plan:
         """A mean of all after every `period` steps."""

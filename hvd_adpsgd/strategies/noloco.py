@@ -50,8 +50,11 @@ class NoLoCo(Strategy):
 
     def __post_init__(self) -> None:
         require_whole(self.name, "period", self.period)
-        require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
-        require_number(self.name, "momentum", self.momentum, 0, 1)
+        rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
+        object.__setattr__(self, "rate", rate)  # 1 and 1.0 are one spec
+        object.__setattr__(
+            self, "momentum", require_number(self.name, "momentum", self.momentum, 0, 1)
+        )
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def plan(self, outer_rank: int, outer_size: int) -> Plan:

@@ -107,7 +107,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "wire_dtype": wire_dtype,
     }
     wish = agree(
-        world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers)
+        world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers, op)
     )
     world = _join_if_synchronous(world, wish.strategy)
     _retire_owners(tensor for _, tensor in wish.named if tensor.requires_grad)
@@ -141,6 +141,7 @@ def _wish(
     process_set: Any,
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
+    op: Any,
 ) -> Wish:
     """What this learner's call asks for, checked as far as one learner can."""
     _require_supported(optimizer)
@@ -150,6 +151,7 @@ def _wish(
         _inner_process_set(process_set, world)
     _require_wire(strategy, config, world.super_size)
     _require_no_buffers(strategy, buffers)
+    _require_no_adasum(strategy, op)
     return Wish(strategy, config, _averaged(_names(optimizer, named), optimizer, buffers))
 
 
@@ -159,6 +161,15 @@ def _require_no_buffers(strategy: Strategy, buffers: Any) -> None:
         raise ConfigError(
             f"buffers= with averaging={strategy.spec()}: it averages gradients, which buffers do not "
             "have. Leave buffers out, or use delay_by_one:reading=a."
+        )
+
+
+def _require_no_adasum(strategy: Strategy, op: Any) -> None:
+    """Adasum steps first and reduces then, so there are no gradients to average."""
+    if op == horovod.Adasum and isinstance(strategy.plan(0, 1).rule, DelayGradients):
+        raise ConfigError(
+            f"op=Adasum with averaging={strategy.spec()}: it averages gradients, and Adasum combines "
+            "what steps have changed. Use op=Average, or delay_by_one:reading=a."
         )
 
 
@@ -204,6 +215,11 @@ def _require_supported(optimizer: torch.optim.Optimizer) -> None:
 def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
     if isinstance(averaging, Strategy):
         return averaging
+    if averaging is not None and not isinstance(averaging, str):
+        raise ConfigError(
+            f"averaging={averaging!r}: allowed are a strategy and its name. Pass hvd.RandomPairs() or "
+            '"random_pairs", for instance.'
+        )
     return strategies.parse(default if averaging is None else averaging)
 
 

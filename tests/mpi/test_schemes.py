@@ -425,6 +425,8 @@ REFUSED = {
         "ConfigError",
         ("global_average", "synchronous", "random_pairs"),
     ),
+    "adasum": ("ConfigError", ("Adasum", "reading=a")),
+    "class": ("ConfigError", ("RandomPairs",)),
     "closure": ("UnsupportedOptimizerError", ("closure", "reading=a")),
     "group/delay_by_one:reading=b": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),
     "group/periodic_averaging:block_momentum=0.5": ("UnsupportedOptimizerError", ("block",)),

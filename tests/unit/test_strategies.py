@@ -298,6 +298,17 @@ def test_parse_refuses(text, cure):
         parse(text)
 
 
+def test_equal_numbers_give_equal_specs():
+    import numpy as np
+
+    for whole, real in ((0, 0.0), (np.float32(0.5), 0.5)):
+        assert PeriodicAveraging(2, block_momentum=whole).spec() == (
+            PeriodicAveraging(2, block_momentum=real).spec()
+        )
+    assert PeriodicAveraging(2, block_rate=1).spec() == PeriodicAveraging(2).spec()
+    assert NoLoCo(rate=1, momentum=0).spec() == NoLoCo(rate=1.0, momentum=0.0).spec()
+
+
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "1", None, True])
 @pytest.mark.parametrize("kind", [RandomRing, RandomPairs])
 def test_bad_seeds(kind, seed):

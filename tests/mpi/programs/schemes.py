@@ -236,6 +236,11 @@ def refusals(where: str) -> None:
             case=f"{where}/refused/{spec}",
             **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
         )
+    reading_b = {"averaging": "delay_by_one:reading=b", "op": hvd.Adasum}
+    for name, given in (("adasum", reading_b), ("class", {"averaging": hvd.RandomPairs})):
+        plain = torch.optim.SGD(fresh(), lr=0.1)
+        call = lambda plain=plain, given=given: hvd.DistributedOptimizer(plain, **given)  # noqa: E731
+        say(case=f"{where}/refused/{name}", **outcome(call))
     s = Setting("delay_by_one:reading=b")
     with training(s) as (model, optimizer):
         for step in range(2):
