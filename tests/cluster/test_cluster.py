@@ -72,7 +72,10 @@ def test_nothing_is_left_behind() -> None:
     assert os.listdir("/sys/class/net") == links
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sign",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.extended), signal.SIGINT, signal.SIGKILL],
+)
 def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # `down` below must not end a user's cluster
     program = (

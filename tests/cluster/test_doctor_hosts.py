@@ -40,6 +40,7 @@ def doctor(cluster: Cluster, *args: str) -> tuple[int, dict[str, dict[str, str]]
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_hosts_that_are_fit(cluster: Cluster) -> None:
     """One learner on each of three hosts; that of the third is killed, two go on."""
     hosts = ",".join(f"{host}:1" for host in cluster.hosts)

@@ -136,7 +136,7 @@ def test_mpi_without_threads():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("HVD_ADPSGD_CHUNK_KIB", "huge"),
+        pytest.param("HVD_ADPSGD_CHUNK_KIB", "huge", marks=pytest.mark.extended),
         ("HVD_ADPSGD_AVERAGING", "random_pears"),
     ],
 )
@@ -193,7 +193,10 @@ def can_unshare() -> bool:
 
 @pytest.mark.parametrize(
     ("size", "level", "words"),
-    [("1m", FAIL, ["1 MiB free", "--shm-size"]), ("200m", OK, ["a model of 84 MiB"])],
+    [
+        ("1m", FAIL, ["1 MiB free", "--shm-size"]),
+        pytest.param("200m", OK, ["a model of 84 MiB"], marks=pytest.mark.extended),
+    ],
 )
 def test_little_shared_memory(size, level, words):
     if not can_unshare():

@@ -36,7 +36,9 @@ def test_decay_with_and_without_a2cid2_on_a_ring_of_eight() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("learners", "size"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("learners", "size"), [(4, 1), pytest.param(8, 2, marks=pytest.mark.extended)]
+)
 def test_a2cid2_keeps_the_mean_and_the_bits_of_a_node(learners: int, size: int) -> None:
     """Through the optimizer, with momentum and gradients that are known beforehand.
 

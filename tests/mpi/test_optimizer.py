@@ -132,7 +132,10 @@ def test_buffers_approach_each_other_if_asked() -> None:
 # ---- the mean -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("np", "k", "names"), [(4, 1, ()), (4, 2, ()), (3, 1, ("float64",))])
+@pytest.mark.parametrize(
+    ("np", "k", "names"),
+    [(4, 2, ()), (3, 1, ("float64",)), pytest.param(4, 1, (), marks=pytest.mark.extended)],
+)
 def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -> None:
     env = {SIZE: str(k), "HVD_ADPSGD_CHUNK_KIB": "64"}
     cases = by_case(launch(np, "mean_of_models.py", *names, **env))
