@@ -214,7 +214,7 @@ cdef struct Share:          # one chunk on its way to the mean of all
     mpi.MPI_Request request
 
 cdef struct Mean:
-    mpi.MPI_Comm comm       # of its own, for it may be revoked; without the lost
+    mpi.MPI_Comm* comm      # of its own, for it may be revoked; without the lost. The caller's handle
     int size
     bint survives           # ULFM is on
     Stage stage
@@ -970,7 +970,7 @@ cdef bint start_share(State* e) noexcept nogil:
     s.began = now()
     s.busy = True
     m.next += 1
-    code = post_sum(m.comm, s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
+    code = post_sum(m.comm[0], s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
     if code != mpi.MPI_SUCCESS:
         break_mean(e, code)
         return False
@@ -1060,7 +1060,7 @@ cdef void agree(State* e, bint good) noexcept nogil:
     cdef int code
     m.stage = AGREEING
     m.agreed[0] = good
-    code = post_agreement(m.comm, m.agreed, &m.agreement)
+    code = post_agreement(m.comm[0], m.agreed, &m.agreement)
     if code != mpi.MPI_SUCCESS:
         latch(e, FAULT_MPI, code, NOBODY)
 
@@ -1076,7 +1076,7 @@ cdef bint advance_agreement(State* e) noexcept nogil:
         finish_mean(e)
         return True
     lose_acknowledged(e)
-    code = shrink(&m.comm, &m.size)
+    code = shrink(m.comm, &m.size)
     if code != mpi.MPI_SUCCESS:
         latch(e, FAULT_MPI, code, NOBODY)
     begin_sums(m)
@@ -1137,7 +1137,7 @@ cdef void break_mean(State* e, int code) noexcept nogil:
     """A sum has failed: nobody else may wait for one."""
     cdef Mean* m = &e.mean
     if m.survives:
-        revoke(m.comm)
+        revoke(m.comm[0])
         m.stage = DRAINING
     else:                                       # without one of the learners it is not the mean
         handle_failure(e, code, NOBODY)
@@ -1436,12 +1436,15 @@ cdef class Loop:
         pthread_mutex_unlock(&e.gate)
 
     def average_all(self, uintptr_t comm_address, bint survives):
-        """Means of all go over this communicator, errors returned; `survives`: ULFM is on."""
+        """Means of all go over this communicator, errors returned; `survives`: ULFM is on.
+
+        The handle at the address becomes that of the living when somebody is lost, so it must stay.
+        """
         cdef Mean* m = &self.state.mean
-        m.comm = (<mpi.MPI_Comm*>comm_address)[0]
+        m.comm = <mpi.MPI_Comm*>comm_address
         m.survives = survives
         m.agreement = mpi.MPI_REQUEST_NULL
-        mpi.MPI_Comm_size(m.comm, &m.size)
+        mpi.MPI_Comm_size(m.comm[0], &m.size)
 
     def begin_mean(self, bint replace):
         """Take part in the next mean of all, as every other engine must. Returns its number."""

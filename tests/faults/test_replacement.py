@@ -90,6 +90,14 @@ def test_twice_in_a_row(tmp_path):
     require_replaced(result, 3, 1, joined=2, new={0})
 
 
+def test_replaced_where_all_average(tmp_path):
+    """The communicator of means, renewed at the loss, is freed by its living handle in the end."""
+    args = ("--after", 10, "--averaging", "global_average:every=2")
+    result = train(tmp_path, 3, "2", *args).checked()
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert "Process received signal" not in result.stderr, result.report()
+
+
 @pytest.mark.parametrize(
     ("where", "told"),
     [
