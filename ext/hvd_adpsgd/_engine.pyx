@@ -102,8 +102,9 @@ cdef enum:
     SETS = 8                # sets of buffers in the memory shared on a host
     NOBODY = -1
 
-cdef double IDLE_S = 0.9e-3         # sleep when nothing is on its way
-cdef double LONG_IDLE_S = 4e-3      # when nothing was for LULL_S: well under 1 % of a core
+cdef double IDLE_S = 0.9e-3         # shortest and longest sleep when nothing is on its way
+cdef double LONG_IDLE_S = 10e-3
+cdef double IDLE_SHARE = 0.02       # of the time since something moved, in between
 cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6
@@ -1266,19 +1267,22 @@ cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
 cdef void* live(void* argument) noexcept nogil:
     """The thread: look, act, and sleep a little longer each time there was nothing to do."""
     cdef State* e = <State*>argument
-    cdef double poll_s = 0, moved = now()
+    cdef double poll_s = 0, idle_s, moved = now()
+    cdef bint busy
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     listen(e)
     while e.fault != FAULT_MPI and not e.halted:
-        if turn(e):
+        busy = turn(e)
+        if e.leaving and say_goodbye(e):
+            break
+        if busy:
             poll_s = 0
             moved = now()
             continue
-        if e.leaving and say_goodbye(e):
-            break
         if e.asking == NOBODY and e.serving == NOBODY and not e.mean.running and not e.leaving:
-            sleep_until_woken(e, IDLE_S if now() - moved < LULL_S else LONG_IDLE_S)
+            idle_s = min(max(IDLE_SHARE * (now() - moved), IDLE_S), LONG_IDLE_S)
+            sleep_until_woken(e, idle_s)
         elif poll_s == 0:
             sched_yield()
             poll_s = POLL_FIRST_S
