@@ -42,11 +42,11 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *args: object, timeout: float = 60) -> Iterator[Future[Result]]:
-    """train.py under way; the future is its result."""
+def training(folder: Path, *args: object, n: int = N) -> Iterator[Future[Result]]:
+    """train.py of n learners under way; the future is its result."""
     arguments = [str(a) for a in ("--folder", folder, *args)]
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(run_learners, N, PROGRAM, args=arguments, timeout=timeout)
+        yield pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=60)
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> Any:
@@ -60,8 +60,9 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> An
     return pytest.fail(f"not in {seconds} s: {what}")
 
 
-def pid_of_victim(folder: Path) -> int:
-    file = folder / "pid"
+def pid_of(learner: int, folder: Path) -> int:
+    """Its pid, as soon as it trains."""
+    file = folder / f"{learner}.pid"
     wait_for(file.exists, "the victim's pid")
     return int(file.read_text())
 
@@ -112,9 +113,9 @@ def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -
     for attempt in range(ATTEMPTS):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        args = ("--seconds", 9, "--victim", victim, "--exchanges-per-step", 8, "--seed", attempt)
+        args = ("--seconds", 9, "--exchanges-per-step", 8, "--seed", attempt)
         with training(folder, *args, "--elements", 400_000) as run:
-            pid = pid_of_victim(folder)
+            pid = pid_of(victim, folder)
             time.sleep(3.5)  # undisturbed training, to compare with
             began = time.monotonic()
             os.kill(pid, signal.SIGSTOP)
@@ -150,9 +151,9 @@ def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -
 def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
     """SIGKILL: the others exchange on, say so once each, and end by themselves with status 0."""
     victim = 1
-    args = ("--seconds", 5, "--victim", victim, "--exchanges-per-step", 8, "--no-check")
+    args = ("--seconds", 5, "--exchanges-per-step", 8, "--no-check")
     with training(tmp_path, *args) as run:
-        pid = pid_of_victim(tmp_path)
+        pid = pid_of(victim, tmp_path)
         time.sleep(1.5)  # training before the loss
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
@@ -166,6 +167,27 @@ def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
     lines = [line for line in result.stderr.splitlines() if "is lost" in line]
     assert len(lines) == N - 1, result.report()
     assert all("learner 1" in line for line in lines)
+
+
+def test_two_go_on_when_all_others_are_killed_one_by_one(tmp_path: Path) -> None:
+    """A loss may be noticed by any look at any message; none makes a survivor deaf, or run on."""
+    n, seconds = 8, 7
+    victims = [3, 0, 6, 1, 7, 4]
+    args = ("--seconds", seconds, "--exchanges-per-step", 8, "--elements", 20_000, "--no-check")
+    with training(tmp_path, *args, n=n) as run:
+        pids = [pid_of(victim, tmp_path) for victim in victims]
+        for pid in pids:
+            time.sleep(0.5)  # training between two losses
+            os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        result = run.result()
+    facts = told(tmp_path)
+    assert [f["rank"] for f in facts] == [2, 5], result.report()
+    for f, partner in zip(facts, [5, 2], strict=True):
+        assert f["partners"][partner] > met(f, killed + 1.5, [partner]) + 5, result.report()
+        assert f["times"][-1] > killed + 2, "too little time for the survivors"
+    for victim in victims:
+        assert f"(learner {victim}) is lost" in result.stderr, result.report()
 
 
 # ---- promise 6: every run ends ------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """One super learner per process, without Horovod: trains a toy model for --seconds.
 
 A step is a little matrix product and a local update, about 10 ms. Learner --sleeper sleeps
---sleep-s in one of its steps, --after seconds into the run; learner --victim leaves its pid in
---folder, for the test to stop or kill it.
+--sleep-s in one of its steps, --after seconds into the run. Each leaves its pid in --folder when all
+begin, for the test to stop or kill it.
 
 Each learner says when it took which step, and how many exchanges it had finished with each other
 one by then; at the end all compare the mean of the models with the sum of all local updates.
@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--after", type=float, default=4.0)
     parser.add_argument("--sleeper", type=int, default=-1)
     parser.add_argument("--sleep-s", type=float, default=3.0)
-    parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--strategy", default="random_pairs")
     parser.add_argument("--exchanges-per-step", type=float, default=1.0)
@@ -84,9 +83,9 @@ class Learner:
         args, rank = self.args, self.comm.rank
         left = np.ones((150, 150))
         self.comm.Barrier()
-        if rank == args.victim:
-            (args.folder / "new").write_text(str(os.getpid()))
-            (args.folder / "new").rename(args.folder / "pid")
+        new = args.folder / f"{rank}.new"
+        new.write_text(str(os.getpid()))
+        new.rename(args.folder / f"{rank}.pid")
         began = time.monotonic()
         while time.monotonic() < began + args.seconds:
             left = left @ left
