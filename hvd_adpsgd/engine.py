@@ -218,7 +218,7 @@ class Engine:
             options.timeline,
         )
         if _of_all(self._plan.in_step):
-            self._everybody = self._outer.Dup()  # the thread puts another handle into it after a loss
+            self._everybody = self._outer.Dup()  # after a loss the thread puts another in
             self._loop.average_all(MPI._addressof(self._everybody), survives_losses())
         if options.share_host:
             outboxes = Outboxes(Loop.shared_nbytes(options.chunk_nbytes), self._outer)
