@@ -70,6 +70,7 @@ _NO_COUNTERS: dict[str, Any] = {
     "staleness": [0] * STALENESS_BINS,
     "met": [],
 }
+_PATIENCE_S = 60.0  # of a step for others, before it says so; as Horovod's stall check
 _ALIVE, _LEFT, _LOST = 0, 2, 3  # alive, suspect, left, lost
 
 
@@ -403,8 +404,18 @@ class Engine:
 
     def _wait(self, over: Callable[[float], bool]) -> None:
         """Wait in slices, so that signals and failures are noticed."""
+        tell = time.monotonic() + _PATIENCE_S
         while not over(0.1):
             self.check()
+            if time.monotonic() > tell:
+                tell = math.inf
+                log.warning(
+                    "step %d has waited %g s for other super learners. They are slow, or have made fewer "
+                    "steps and wait somewhere else: with this strategy all must make the same steps. "
+                    "SIGUSR1 makes every learner write where it is.",
+                    self._step,
+                    _PATIENCE_S,
+                )
 
     # ---- failures ----------------------------------------------------------------------------
 

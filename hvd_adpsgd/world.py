@@ -120,6 +120,7 @@ class World:
         hostname: of this host.
         seats: of all learners, by rank.
         broken: this super learner cannot go on, for it lost a learner.
+        before_together: called before each operation over all learners.
     """
 
     config: Config
@@ -147,6 +148,7 @@ class World:
     joining: bool = False
     mixed: bool = False
     owned: list[Any] = field(default_factory=list)
+    before_together: list[Callable[[], object]] = field(default_factory=list)
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -178,6 +180,8 @@ class World:
                 self._require_everybody(doing)
             return operation(comm)
 
+        for call in list(self.before_together):
+            call()
         return run_together(self.comm, doing, told)[0]
 
     def _adopt(self, comm: Any, doing: str) -> None:

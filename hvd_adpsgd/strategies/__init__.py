@@ -58,8 +58,9 @@ _KINDS: dict[Any, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "bool": lambda text: bool(int(text)),
+    "bool": lambda text: _flag(text),
 }
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
 def parse(spec: str) -> Strategy:
@@ -113,6 +114,12 @@ def _arguments(spec: str, kind: Any, tail: str) -> dict[str, Any]:
         except ValueError:
             raise _bad_item(spec, item, known) from None
     return arguments
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise ValueError(text)
+    return _FLAGS[text.lower()]
 
 
 def _bad_item(spec: str, item: str, known: dict[str, Any]) -> ConfigError:

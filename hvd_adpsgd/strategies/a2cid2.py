@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hvd_adpsgd import theory, topology
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.plan import Plan, Strategy
+from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.strategies.rules import Accelerate
 
@@ -46,11 +46,12 @@ class A2CiD2(Strategy):
     weight: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
+        require_strategy(self.name, self.of)
         if not isinstance(self.of, FixedRing):
             raise ConfigError(
-                f"{self.name} accelerates gossip on sparse graphs, not "
-                f"{getattr(self.of, 'name', self.of)!r}, where everybody meets everybody or nobody "
-                "gossips: nothing to gain. Use it of fixed_ring, or the other strategy alone."
+                f"{self.name} accelerates gossip on sparse graphs, not {self.of.name!r}, where "
+                "everybody meets everybody or nobody gossips: nothing to gain. Use it of fixed_ring, or "
+                "the other strategy alone."
             )
 
     def plan(self, outer_rank: int, outer_size: int) -> Plan:

@@ -9,7 +9,16 @@ from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["require_number", "require_whole"]
+__all__ = ["require_flag", "require_number", "require_whole"]
+
+
+def require_flag(strategy: str, argument: str, value: Any) -> None:
+    """Raise ConfigError unless the value is True or False, or 1 or 0."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConfigError(
+            f"bad {argument} for {strategy}: got {value!r}, allowed are True and False. Give the same on "
+            "every learner."
+        )
 
 
 def require_whole(strategy: str, argument: str, value: Any, low: int = 1) -> None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from hvd_adpsgd import mixing, topology
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.checks import require_number, require_whole
-from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy
+from hvd_adpsgd.strategies.checks import require_flag, require_number, require_whole
+from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy, require_strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.rules import BlockMomentum, DelayGradients
 
@@ -99,6 +99,8 @@ class PeriodicAveraging(Strategy):
         require_whole(self.name, "period", self.period)
         momentum = require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
         rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
+        require_flag(self.name, "nesterov", self.nesterov)
+        object.__setattr__(self, "nesterov", bool(self.nesterov))
         object.__setattr__(self, "block_momentum", momentum)  # 0 and 0.0 are one spec
         object.__setattr__(self, "block_rate", rate)
 
@@ -155,9 +157,10 @@ class GlobalAverageEvery(Strategy):
 
 def require_gossip(name: str, of: Strategy) -> None:
     """Raise ConfigError unless `of` runs freely in pairs."""
-    plan = of.plan(0, 4) if isinstance(of, Strategy) else Plan.nobody()
+    require_strategy(name, of)
+    plan = of.plan(0, 4)
     if plan.width == 0 or plan.in_step is not None or plan.rule is not None:
         raise ConfigError(
-            f"{name} is on top of gossip, not of {getattr(of, 'name', of)!r}, which is no plain "
+            f"{name} is on top of gossip, not of {of.name!r}, which is no plain "
             "gossip. Use it of random_pairs, fixed_ring or random_ring."
         )

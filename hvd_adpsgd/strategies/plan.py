@@ -14,7 +14,17 @@ import numpy.typing as npt
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.rules import Rule
 
-__all__ = ["AFTER", "DURING", "NOBODY", "SEED_BOUND", "Plan", "Rounds", "Strategy", "checked_seed"]
+__all__ = [
+    "AFTER",
+    "DURING",
+    "NOBODY",
+    "SEED_BOUND",
+    "Plan",
+    "Rounds",
+    "Strategy",
+    "checked_seed",
+    "require_strategy",
+]
 
 SEED_BOUND = 2**32
 NOBODY = -1
@@ -211,6 +221,15 @@ class Strategy(ABC):
         """
         raise ConfigError(
             f"{self.name} has no rounds of pairs. Use fixed_ring, random_ring or random_pairs there."
+        )
+
+
+def require_strategy(name: str, of: Any) -> None:
+    """Raise ConfigError unless `of` is a strategy, on top of which `name` can be."""
+    if not isinstance(of, Strategy):
+        raise ConfigError(
+            f"bad of for {name}: got {of!r}, allowed is a strategy. Pass hvd.FixedRing(), for instance; by "
+            f"name that is {name}+fixed_ring."
         )
 
 

@@ -62,6 +62,12 @@ class Averaging:
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._published = False  # the leader has published for the step under way
         self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
+        self._stepping = False  # between begin_step and finish_step
+        self._unstepped = False  # the node's gradients are averaged, and step() has not come
+        self._skipped = 0  # steps that never came, whose rounds the others wait for
+        self._early = False  # the round of the step that comes is over
+        self._settled = 0  # how often settle() was called and not undone
+        self._fresh = True  # the rule has not seen the model yet
         self._stopped = ""  # why
         self._at_stop: list[Callable[[], object]] = []
         self._timeline = open_timeline(world)
@@ -70,12 +76,14 @@ class Averaging:
         self._in_step = self._plan.in_step
         self._spec = wish.strategy.spec()
         self._trained = {id(tensor) for _, tensor in wish.named}
-        self.rule = make_rule(self._plan.rule, wish.named, wish.config.exchanges_per_step)
-        averaged = self.rule.averaged()
+        self.rule = make_rule(self._plan.rule, wish.trained, wish.config.exchanges_per_step)
+        averaged = self.rule.averaged() + wish.buffers
         specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
         self._specs = [specs]  # by generation
         self.engine = self.another_engine(world.outer)
         world.at_shutdown(self.stop)
+        if self._in_step is not None:
+            world.before_together.append(self.catch_up)
         _live.append(self)
         statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
@@ -113,9 +121,11 @@ class Averaging:
         self._require_known(groups)
         if self.inner_size == 1:
             self.parameters.check()
-        if self._step == 0:
+        if self._fresh:
+            self._fresh = False
             with torch.no_grad():
                 self.rule.start()
+        self._stepping, self._unstepped = True, False
 
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""
@@ -172,6 +182,9 @@ class Averaging:
         """The node's all-reduces that began at `began` are done."""
         self._count("inner_allreduce", began)
         self._submitted = 0
+        if not self._stepping:
+            self._skipped += self._unstepped and self._in_step is not None
+            self._unstepped, self._early = True, False
         if gradients:
             self.engine.reopen()
             self._count_published()
@@ -181,9 +194,8 @@ class Averaging:
         """The node's gradients are averaged. False if there is nothing to step with."""
         if not self._averages_gradients:
             return True
-        if self.inner_size == 1:
-            self._publish()
-            self._count_published()
+        if self._slot == _NO_SLOT:  # no all-reduce in the node came after the last step
+            self._publish_here()
         self._absorb()
         self.rule.before_optimizer()
         return self._step > 0
@@ -211,26 +223,62 @@ class Averaging:
             NonFiniteModelError: if a parameter is infinite or not a number, and the configuration
                 says "raise". The model was not offered.
         """
+        self._make_up()
         began = time.monotonic()
         fit = self._collect()
         self._count("collect", began)
         began = time.monotonic()
-        self.engine.offer(self._step, fit)
-        self._round()
+        self._offer(fit, in_step=not self._early)
         self._count("offer", began)
+        self._stepping = self._early = False
         self.counters.end_step()
         self._trace_engine()
-        self._step += 1
         if not fit:
             self._nonfinite()
+
+    def _offer(self, fit: bool, in_step: bool = True) -> None:
+        """The end of a step: the model is the others' to average, and a round may begin."""
+        self.engine.offer(self._step, fit)
+        if in_step:
+            self._round()
+            self._step += 1
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Before all wait for each other: nobody may still wait for a round of this super learner.
+
+        Whoever skips a step after synchronize() (GradScaler does on overflow) owes its round. So does
+        who has averaged gradients and comes to a global operation before it steps.
+        """
+        if self._stopped or self._stepping or self._in_step is None:
+            return
+        if self._unstepped:
+            self._skipped += 1
+            self._unstepped, self._early = False, True
+        self._make_up()
+
+    def _make_up(self) -> None:
+        """Take part in the rounds of skipped steps, with the model as it is.
+
+        Raises:
+            UnsupportedOptimizerError: with DelayByOne(reading="b"), for which models must be equal.
+        """
+        while self._skipped:
+            if self._averages_gradients:
+                raise UnsupportedOptimizerError(
+                    f"step {self._step}: synchronize() without a step() after it, with "
+                    f"averaging={self._spec}: its gradients would be used one step late, and cannot be "
+                    "taken back. Step every time (no GradScaler), or use delay_by_one:reading=a."
+                )
+            self._skipped -= 1
+            self._offer(self._take_in())
 
     def _collect(self) -> bool:
         """Apply what exchanges owe the model; it is in the mirror then. True if all is finite."""
         if self._averages_gradients:  # applied before the optimizer; these are the next ones
             return self._refresh()
-        if self.inner_size == 1:
-            self._publish()
-            self._count_published()
+        if self._slot == _NO_SLOT:  # no all-reduce in the node came after the last step
+            self._publish_here()
         self.rule.pass_time()
         self.rule.before_corrections()
         fit = self._absorb()
@@ -253,6 +301,18 @@ class Averaging:
     def _refresh(self) -> bool:
         """The mirror holds what the tensors hold now. True if all of it is finite."""
         return self.engine.absorb(self.parameters.addresses(), _NO_SLOT, self._step)
+
+    def _take_in(self) -> bool:
+        """Publish and apply, beside the step's own order. True if every parameter is finite."""
+        self._publish_here()
+        return self._absorb()
+
+    def _publish_here(self) -> None:
+        """Publish without an all-reduce of gradients."""
+        self._publish()
+        if self.inner_size > 1:
+            self._meet_in_node()
+        self._count_published()
 
     def _absorb(self) -> bool:
         """Apply what was published, if anything was. True if every parameter is finite."""
@@ -321,8 +381,10 @@ class Averaging:
         It may come at any place of a step, also when that step's corrections are published but not
         yet applied.
         """
+        self._settled += 1
         self.require_running()
         self.parameters.check()
+        self.catch_up()
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
         self.engine.finish_round()  # a paused engine would never answer a partner of the round
         self._pause()
@@ -348,38 +410,70 @@ class Averaging:
             wait(self._world.inner.Ibarrier())
         self.engine.reopen()
 
-    def _take_in(self) -> None:
-        self._publish()
-        self._meet_in_node()
-        self._count_published()
-        self._absorb()
-
     def resume(self) -> None:
-        """Refresh the mirror after the parameters were changed, and go on."""
+        """Refresh the mirror after the parameters were changed, and go on.
+
+        Inside another settle() only that one's end goes on.
+        """
+        self._settled = max(0, self._settled - 1)
         self._refresh()
-        self.engine.resume()
+        if not self._settled:
+            self.engine.resume()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model; {} if that is nothing."""
         held = {name: [t.clone() for t in ts] for name, ts in self.rule.tensors().items()}
         if not held and self._in_step is None:
             return {}
-        return {"strategy": self._spec, "step": self._step, "rule": held}
+        world = self._world
+        return {
+            "strategy": self._spec,
+            "of": [world.super_rank, world.super_size],
+            "step": self._step,
+            "rule": held,
+        }
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; that of another strategy is of no use and left alone."""
-        if state.get("strategy") != self._spec:
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Go on where `state` was taken, if it is of any use here; else start anew.
+
+        Start anew: what the strategy remembers is that of its first step, with the model loaded.
+
+        Args:
+            state: of `state`; None if there was none, as in checkpoints of plain optimizers.
+        """
+        if self._step and not self._settled:
             log.warning(
-                "the checkpoint is of averaging=%s, this is %s: it starts anew with the model loaded.",
-                state.get("strategy"),
-                self._spec,
+                "a state is loaded after step %d, outside `with hvd.settled():`. What exchanges still "
+                "owe the model before it is added to the one loaded; load both inside.",
+                self._step,
             )
+        if state is None:
+            self._fresh = True
+            return
+        useless = self._use(state)
+        if useless:
+            log.warning("%s: it starts anew with the model loaded.", useless)
+            self._fresh = True
             return
         self._step = int(state["step"])
+        self._fresh = self._step == 0
         for name, tensors in self.rule.tensors().items():
             for mine, theirs in zip(tensors, state["rule"][name], strict=True):
                 mine.copy_(theirs)
+
+    def _use(self, state: dict[str, Any]) -> str:
+        """Why the state is of no use here; "" if it is of use."""
+        here = [self._world.super_rank, self._world.super_size]
+        if state.get("strategy") != self._spec:
+            return f"the checkpoint is of averaging={state.get('strategy')}, this is {self._spec}"
+        there = state.get("of", here)
+        if self.rule.own and there != here and state["step"]:
+            return (
+                f"what {self._spec} remembers is each super learner's own; the checkpoint is of number "
+                f"{there[0]} of {there[1]}, this is {here[0]} of {here[1]}"
+            )
+        return ""
 
     def terms(self) -> tuple[str, list[str]]:
         """What must be equal on all learners that average with this one."""
@@ -392,7 +486,7 @@ class Averaging:
     def remember(self, memory: tuple[int, dict[str, Any]]) -> None:
         """Go on where another learner is."""
         self._step = memory[0]
-        if memory[1]:
+        if memory[1] and not self.rule.own:
             self.load_state(memory[1])
 
     def at_stop(self, call: Callable[[], object]) -> None:
@@ -435,6 +529,8 @@ class Averaging:
         self._stopped = self._stopped or why
         while self._at_stop:
             self._at_stop.pop()()
+        if self.catch_up in self._world.before_together:
+            self._world.before_together.remove(self.catch_up)
         if self in _live:
             _live.remove(self)
         self.engine.stop(broken=self._world.fails())

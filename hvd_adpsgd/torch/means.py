@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adpsgd import world as worlds
+from hvd_adpsgd.errors import NonFiniteModelError
 from hvd_adpsgd.together import allgather_object, wait
 from hvd_adpsgd.torch.agreement import described, require_same
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.torch.averaging import Averaging, live
 
 __all__ = ["average_model", "consensus_distance", "mean_model", "settled"]
+
+log = logging.getLogger("hvd_adpsgd")
 
 
 @contextlib.contextmanager
@@ -31,7 +35,13 @@ def settled() -> Iterator[None]:
     step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
     of its two models.
     """
-    averagings = list(live())
+    with _at_rest(live()):
+        yield
+
+
+@contextlib.contextmanager
+def _at_rest(averagings: Iterable[Averaging]) -> Iterator[None]:
+    averagings = list(averagings)
     for averaging in averagings:
         averaging.settle()
     try:
@@ -55,18 +65,38 @@ def average_model(model: torch.nn.Module) -> None:
 
     Raises:
         ModelMismatchError: on every learner, if their models differ.
+        NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
+            With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it.
     """
     world = worlds.current()
     if world.super_size == 1:
         return
     tensors = _floating(world, "average_model", model)
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
-    for averaging in concerned:
-        averaging.settle()
-    for tensor, mean in zip(tensors, _means(world, "average_model", tensors), strict=True):
-        tensor.data.copy_(mean)
-    for averaging in concerned:
-        averaging.resume()
+    with _at_rest(concerned):
+        means, unfit = _means(world, "average_model", tensors)
+        if unfit:
+            _without(world, unfit)
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.data.copy_(mean)
+
+
+def _without(world: Any, unfit: list[int]) -> None:
+    """What becomes of the mean when the models of these leaders are not finite.
+
+    Raises:
+        NonFiniteModelError: on every learner, unless the configuration says "stay_out" and some are
+            finite.
+    """
+    who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
+    if world.config.nonfinite == "raise" or len(unfit) == len(world.groups):
+        raise NonFiniteModelError(
+            f"average_model: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
+            "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=stay_out takes the mean of the others, "
+            "for all."
+        )
+    if world.rank == world.ranks[0]:
+        log.warning("average_model: %s holds NaN or Inf; it gets the mean of the others.", who)
 
 
 @torch.no_grad()
@@ -89,7 +119,7 @@ def consensus_distance(model: torch.nn.Module) -> float:
     tensors = _floating(world, doing, model)
     square = sum(
         float((t.detach().cpu().double() - mean.double()).square().sum())
-        for t, mean in zip(tensors, _means(world, doing, tensors), strict=True)
+        for t, mean in zip(tensors, _means(world, doing, tensors)[0], strict=True)
     )
     told = world.together(doing, lambda comm: allgather_object(comm, (world.is_leader, square)))
     squares = [square for leads, square in told if leads]
@@ -100,10 +130,11 @@ def consensus_distance(model: torch.nn.Module) -> float:
 def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, then buffers, on the host: the mean over the leaders of floating-point numbers.
 
-    Other buffers are this learner's. All learners call it together.
+    Models that are not finite stay out of it. Other buffers are this learner's. All learners call it
+    together.
     """
     world, doing = worlds.current(), "mean_model"
-    means = iter(_means(world, doing, _floating(world, doing, model)))
+    means = iter(_means(world, doing, _floating(world, doing, model))[0])
     tensors = [*model.parameters(), *model.buffers()]
     return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
 
@@ -115,25 +146,36 @@ def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tens
     return [tensor for _, tensor in named if tensor.is_floating_point()]
 
 
-def _means(world: Any, doing: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The mean of each tensor over the leaders, in its precision or float32 if it has less."""
+def _means(
+    world: Any, doing: str, tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The mean of each tensor over the leaders, in its precision or float32 if it has less.
+
+    Returns:
+        The means of the finite models, or of all if none is, and the leaders whose are not.
+    """
     hosts = [
         t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
         for t in tensors
     ]
+    fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
-    def operation(comm: Any) -> list[NDArray[Any]]:
-        leaders = sum(allgather_object(comm, world.is_leader))
-        return [_mean(comm, world.is_leader, leaders, h.contiguous().numpy()) for h in hosts]
+    def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
+        told = allgather_object(comm, (world.is_leader, fit))
+        leaders = [i for i, (leads, _) in enumerate(told) if leads]
+        chosen = [i for i in leaders if told[i][1]] or leaders
+        means = [_mean(comm, chosen, h.contiguous().numpy()) for h in hosts]
+        return means, [world.ranks[i] for i in leaders if not told[i][1]]
 
-    return [torch.from_numpy(mean) for mean in world.together(doing, operation)]
+    means, unfit = world.together(doing, operation)
+    return [torch.from_numpy(mean) for mean in means], unfit
 
 
-def _mean(comm: Any, is_leader: bool, leaders: int, mine: NDArray[Any]) -> NDArray[Any]:
-    """Mean over the leaders, as a difference to one learner's values: equal models stay as they are."""
+def _mean(comm: Any, chosen: list[int], mine: NDArray[Any]) -> NDArray[Any]:
+    """Mean over the chosen, as a difference to one of them: equal models stay as they are."""
     reference = mine.copy()
-    wait(comm.Ibcast(reference, root=0))
-    difference = mine - reference if is_leader else np.zeros_like(mine)
+    wait(comm.Ibcast(reference, root=chosen[0]))
+    difference = mine - reference if comm.Get_rank() in chosen else np.zeros_like(mine)
     total = np.empty_like(mine)
     wait(comm.Iallreduce(difference, total))
-    return np.asarray(reference + total / leaders)
+    return np.asarray(reference + total / len(chosen))

@@ -152,7 +152,8 @@ def _wish(
     _require_wire(strategy, config, world.super_size)
     _require_no_buffers(strategy, buffers)
     _require_no_adasum(strategy, op)
-    return Wish(strategy, config, _averaged(_names(optimizer, named), optimizer, buffers))
+    trained = _trained(_names(optimizer, named), optimizer.param_groups)
+    return Wish(strategy, config, trained, _floating(buffers))
 
 
 def _require_no_buffers(strategy: Strategy, buffers: Any) -> None:
@@ -279,17 +280,12 @@ def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
         )
 
 
-def _averaged(
-    names: dict[torch.Tensor, str],
-    optimizer: torch.optim.Optimizer,
-    buffers: torch.nn.Module | NamedTensors | None,
-) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything averaged: trained parameters, then the buffers asked for."""
-    named = _trained(names, optimizer.param_groups)
-    if buffers is not None:
-        pairs = buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers
-        named += [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
-    return named
+def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the buffers asked for that can be averaged."""
+    if buffers is None:
+        return []
+    pairs = buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers
+    return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
 
 
 def _trained(
@@ -468,8 +464,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     super(self.__class__, self).load_state_dict(
         {key: value for key, value in state_dict.items() if key != "averaging"}
     )
-    if state_dict.get("averaging"):
-        self._averaging.load_state(state_dict["averaging"])
+    self._averaging.load_state(state_dict.get("averaging"))
 
 
 def _refuse_copy(self: Any, *args: Any) -> Any:

@@ -25,12 +25,19 @@ class Wish:
     Attributes:
         strategy: whom to ask, with which weight.
         config: knobs, those of this optimizer already in.
-        named: (name, tensor) of everything to average.
+        trained: (name, tensor) of what the optimizer trains.
+        buffers: (name, tensor) of what is averaged beside it, and nothing else is done to.
     """
 
     strategy: Strategy
     config: Config
-    named: list[tuple[str, torch.Tensor]]
+    trained: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of everything that the user wants averaged."""
+        return self.trained + self.buffers
 
 
 def averaged_dtype(tensor: torch.Tensor) -> str:

@@ -24,7 +24,12 @@ class Rule:
 
     Args:
         model: (name, tensor) of what the optimizer trains.
+
+    Attributes:
+        own: whether the state of one super learner is of no use to another.
     """
+
+    own = False
 
     def __init__(self, model: Named):
         self.model = [tensor for _, tensor in model]
@@ -35,7 +40,7 @@ class Rule:
         return list(zip(self.names, self.model, strict=True))
 
     def start(self) -> None:
-        """Before the first step, when the model has its first values."""
+        """Before the first step, when the model has its first values, and when it gets other ones."""
 
     def before_optimizer(self) -> None:
         """The step's gradients are averaged in the node; the optimizer steps next."""
@@ -80,10 +85,12 @@ class _BlockMomentum(Rule):
     def start(self) -> None:
         _copy(self._global, self.model)
         _copy(self._start, self.model)
+        torch._foreach_zero_(self._delta)
 
     def after_round(self) -> None:
         law = self._law
         block = torch._foreach_sub(self.model, self._start)
+        _hold_frozen(self.model, self._delta)
         torch._foreach_mul_(self._delta, law.momentum)
         torch._foreach_add_(self._delta, block, alpha=law.rate)
         torch._foreach_add_(self._global, self._delta)
@@ -99,6 +106,8 @@ class _BlockMomentum(Rule):
 class _SlowModel(Rule):
     """m' = mu m + eta bar(w - p) + eta (bar(p) - p), w' = p' = p + m'; see NoLoCo."""
 
+    own = True
+
     def __init__(self, model: Named, law: rules.SlowModel):
         super().__init__(model)
         self._law = law
@@ -112,6 +121,7 @@ class _SlowModel(Rule):
 
     def start(self) -> None:
         _copy(self._slow, self.model)
+        torch._foreach_zero_(self._momentum)
 
     def before_round(self) -> None:
         self._before = [p.clone() for p in self._slow]
@@ -120,6 +130,7 @@ class _SlowModel(Rule):
         # bar(w) - bar(p) + bar(p) - p, as the law adds them up
         pull = torch._foreach_sub(self.model, self._slow)
         torch._foreach_add_(pull, torch._foreach_sub(self._slow, self._before))
+        _hold_frozen(self.model, self._momentum)
         torch._foreach_mul_(self._momentum, self._law.momentum)
         torch._foreach_add_(self._momentum, pull, alpha=self._law.rate)
         _copy(self._slow, self._before)
@@ -142,12 +153,17 @@ class _Accelerate(Rule):
     exactly is the mean of x + h / 2, the middle of both models.
     """
 
+    own = True
+
     def __init__(self, model: Named, law: rules.Accelerate, exchanges_per_step: float):
         super().__init__(model)
         self._decay = math.exp(-2 * law.eta * exchanges_per_step)
         self._share = 2 * law.alpha_tilde - 1
         self._distance = _like(self.model)
         self._before: Tensors = []
+
+    def start(self) -> None:
+        torch._foreach_zero_(self._distance)
 
     def pass_time(self) -> None:
         torch._foreach_add_(self.model, self._distance, alpha=(1 - self._decay) / 2)
@@ -181,12 +197,18 @@ class DelayGradients(Rule):
         super().__init__(model)
         self._late = _like(self.model)
 
+    def start(self) -> None:
+        torch._foreach_zero_(self._late)
+
     def averaged(self) -> list[tuple[str, torch.Tensor]]:
         return [(f"gradient.{n}", g) for n, g in zip(self.names, self._late, strict=True)]
 
     def before_optimizer(self) -> None:
         """Gradients and their means of the step before change places."""
         for p, late in zip(self.model, self._late, strict=True):
+            if not p.requires_grad:  # frozen after it was wrapped
+                late.zero_()
+                continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
@@ -216,6 +238,13 @@ def make_rule(law: rules.Rule | None, model: Named, exchanges_per_step: float) -
 
 def _like(model: Tensors) -> Tensors:
     return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in model]
+
+
+def _hold_frozen(model: Tensors, momentum: Tensors) -> None:
+    """What was frozen after it was wrapped is averaged on, and nothing carries it further."""
+    for p, m in zip(model, momentum, strict=True):
+        if not p.requires_grad:
+            m.zero_()
 
 
 def _copy(to: Tensors, values: Tensors) -> None:

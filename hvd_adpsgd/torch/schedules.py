@@ -7,6 +7,7 @@ from the last one: a resumed run takes the same rates to the last bit.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, Literal
 
 from torch import Tensor
@@ -27,6 +28,9 @@ class _Resumable(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -45,6 +49,9 @@ class WarmupAnneal(_Resumable):
     annealed. Call `step()` after each training step, or once per epoch with steps_per_epoch = 1.
 
     A warm-up of one step (W = 1) starts at lr x scale.
+
+    As with all torch schedulers, load_state_dict brings scale and steps_per_epoch of the saved run with
+    it. To go on with another number of learners, set these attributes after it.
 
     Args:
         optimizer: its rates are those of a single learner; one per parameter group.
@@ -71,10 +78,16 @@ class WarmupAnneal(_Resumable):
         steps_per_epoch: int = 1,
         last_epoch: int = -1,
     ) -> None:
+        for name, number in {
+            "scale": scale,
+            "decay": decay,
+            "warmup_epochs": warmup_epochs,
+        }.items():
+            _require(_is_number(number), name, number, "a number", "Pass a number.")
         _require(0 < scale < math.inf, "scale", scale, "> 0", "Pass B / B0.")
         _require(0 < decay <= 1, "decay", decay, "> 0 and <= 1", "Pass a factor per epoch.")
         _require(
-            steps_per_epoch >= 1 and steps_per_epoch % 1 == 0,
+            _is_number(steps_per_epoch) and steps_per_epoch >= 1 and steps_per_epoch % 1 == 0,
             "steps_per_epoch",
             steps_per_epoch,
             "a whole number >= 1",
@@ -154,7 +167,10 @@ class Newbob(_Resumable):
         self.best: float | None = None
         self.stage: Literal["constant", "halving", "finished"] = "constant"
         self.halvings = 0
+        rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer)
+        self.base_lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
+        self._set_rates()  # torch's are those before any other scheduler
 
     @property
     def finished(self) -> bool:
@@ -204,6 +220,10 @@ class Newbob(_Resumable):
             self.halvings += 1
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
 def _require(holds: bool, name: str, value: object, allowed: str, cure: str) -> None:
     if not holds:
-        raise ConfigError(f"bad argument: {name} = {value}, allowed is {allowed}. {cure}")
+        raise ConfigError(f"bad argument: {name} = {value!r}, allowed is {allowed}. {cure}")

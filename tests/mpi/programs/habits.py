@@ -1,0 +1,317 @@
+"""What scripts do beside the straight path, on 4 learners: skipped steps, states loaded in mid-run.
+
+The gradient of learner r in step k is known (`gradient`), so that of the mean of all is, too.
+"""
+
+import logging
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from learner import SEED, digest, outcome, retired, same_in_node, say
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd import engine as engines
+from hvd_adpsgd import world as worlds
+from hvd_adpsgd.config import Config
+
+SIZE = 70_001  # more than one chunk of 64 KiB
+LR = 0.25
+IN_STEP = (
+    "delay_by_one",
+    "periodic_averaging:period=2",
+    "global_average:every=2+random_pairs",
+    "lock_step:order=awc+random_pairs",
+    "lock_step:order=atc+fixed_ring",
+    "noloco:period=2,rate=1,momentum=0",
+)
+TOLD: list[str] = []
+
+
+class Ear(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        TOLD.append(record.getMessage())
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.sin(1 + 3 * step + 5 * rank + 0.37 * torch.arange(SIZE, dtype=torch.float64))
+
+
+def mean_gradient(ranks: list[int], step: int) -> torch.Tensor:
+    return torch.stack([gradient(rank, step) for rank in ranks]).mean(dim=0)
+
+
+def vector(value: float = 0.0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((SIZE,), value, dtype=torch.float64))
+
+
+def module(p: torch.nn.Parameter) -> torch.nn.ParameterList:
+    return torch.nn.ParameterList([p])
+
+
+@contextmanager
+def training(spec: str, parameters: Any, **how: Any) -> Any:
+    plain = torch.optim.SGD(parameters, lr=LR)
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    with retired(
+        hvd.DistributedOptimizer(plain, named_parameters=named, averaging=spec, **how)
+    ) as o:
+        yield o
+
+
+def backward(p: torch.nn.Parameter, step: int) -> None:
+    (p * gradient(hvd.rank(), step)).sum().backward()
+
+
+def advance(p: torch.nn.Parameter, step: int, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(p, step)
+    optimizer.step()
+
+
+# ---- steps that never come --------------------------------------------------------------------------
+
+
+def skipped(where: str) -> None:
+    """Super learner 0 skips some steps as GradScaler does, also before all wait for each other."""
+    for spec in IN_STEP:
+        p = vector()
+        with training(spec, [p]) as optimizer:
+            expected = torch.zeros(SIZE, dtype=torch.float64)
+            for step in range(12):
+                optimizer.zero_grad()
+                backward(p, step)
+                optimizer.synchronize()
+                if step == 9:  # a norm of all gradients, for instance; its step still comes
+                    hvd.allreduce(torch.ones(1), name=f"between.{spec}")
+                out = [0] if step in (2, 3, 7, 11) else []
+                if hvd.super_rank() not in out:
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                for i, group in enumerate(worlds.current().groups):
+                    if i not in out:
+                        expected -= LR * mean_gradient(list(group), step) / hvd.super_size()
+                if step == 7:  # the others are in a round, or past it
+                    hvd.allreduce(torch.ones(1), name=f"epoch.{spec}")
+            same = same_in_node([p])
+            hvd.average_model(module(p))
+            rounds = optimizer._averaging._step
+        error = float((p.detach() - expected).abs().max())
+        say(case=f"{where}/skipped/{spec}", error=error, rounds=rounds, same=same)
+
+
+def skipped_late(where: str) -> None:
+    """Gradients that are used one step late cannot be skipped."""
+    p = vector()
+    with training("delay_by_one:reading=b", [p]) as optimizer:
+
+        def skip() -> None:
+            for step in range(2):
+                optimizer.zero_grad()
+                backward(p, step)
+                optimizer.synchronize()
+            hvd.allreduce(torch.ones(1), name="late")
+
+        say(case=f"{where}/skipped late", **outcome(skip))
+
+
+def evaluated_twice(where: str) -> None:
+    """A closure that is called twice, and a second synchronize(), are one step."""
+    for how in ("closure", "synchronize"):
+        p = vector()
+        with training("periodic_averaging:period=2", [p]) as optimizer:
+            apart = []
+            for step in range(4):
+                optimizer.zero_grad()
+                if how == "closure":
+
+                    def closure(p: Any = p, step: int = step, optimizer: Any = optimizer) -> None:
+                        for _ in range(2):
+                            optimizer.zero_grad()
+                            backward(p, step)
+                            optimizer.synchronize()
+
+                    with optimizer.skip_synchronize():
+                        optimizer.step(closure)
+                else:
+                    backward(p, step)
+                    optimizer.synchronize()
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        optimizer.step()
+                apart.append(len(set(worlds.current().comm.allgather(digest([p])))) > 1)
+        say(case=f"{where}/twice/{how}", apart=apart)
+
+
+def waited_for(where: str) -> None:
+    """The others say so when they have waited long enough."""
+    engines._PATIENCE_S, patience = 0.5, engines._PATIENCE_S
+    p = vector()
+    TOLD.clear()
+    with training("delay_by_one", [p]) as optimizer:
+        for step in range(4):  # the third needs the round after the second
+            if step == 2 and hvd.super_rank() == 0:
+                time.sleep(1.5)  # a slow gradient
+            advance(p, step, optimizer)
+    engines._PATIENCE_S = patience
+    say(case=f"{where}/waited", told=list(TOLD))
+
+
+# ---- means ------------------------------------------------------------------------------------------
+
+
+def nested(where: str) -> None:
+    """The inner end of settled() does not set the engine going."""
+    p = vector()
+    with training("random_pairs", [p]) as optimizer:
+        advance(p, 0, optimizer)
+        paused = []
+        with hvd.settled():
+            with hvd.settled():
+                pass
+            paused.append(optimizer._averaging.engine.view().get("paused"))
+            hvd.average_model(module(p))
+            paused.append(optimizer._averaging.engine.view().get("paused"))
+        paused.append(optimizer._averaging.engine.view().get("paused"))
+    say(case=f"{where}/nested", paused=paused if hvd.is_leader() else [True, True, False])
+
+
+def not_finite(where: str, n: int) -> None:
+    """average_model when the last super learner has diverged, and when all have."""
+    for diverged in ([n - 1], list(range(n))):
+        p = vector(float("nan") if hvd.super_rank() in diverged else 1.0 + hvd.super_rank())
+        before = digest([p])
+        told = outcome(lambda p=p: hvd.average_model(module(p)))
+        say(
+            case=f"{where}/nan/{len(diverged)}",
+            kept=digest([p]) == before,
+            value=float(p.detach()[0]),
+            **told,
+        )
+
+
+def buffers(where: str) -> None:
+    """They get the plain mean, whatever the scheme does to what is trained."""
+    for spec in ("periodic_averaging:period=2,block_momentum=0.9,nesterov=1", "noloco:period=2"):
+        p, variance = vector(), torch.zeros(3)
+        with training(spec, [p], buffers=[("variance", variance)]) as optimizer:
+            seen = []
+            for step in range(8):
+                variance.fill_(1.0 / (1 + step) + hvd.super_rank())
+                advance(p, step, optimizer)
+                seen.append(variance.tolist())
+        say(case=f"{where}/buffers/{spec}", seen=seen)
+
+
+def frozen(where: str) -> None:
+    """What is frozen in mid-run is averaged on, and stays then: no momentum carries it further."""
+    specs = (
+        "periodic_averaging:period=2,block_momentum=0.9",
+        "periodic_averaging:period=2,block_momentum=0.9,nesterov=1",
+        "noloco:period=1,rate=1,momentum=0.9",
+        "delay_by_one:reading=b",
+    )
+    for spec in specs:
+        p, q = vector(), vector()
+        with training(spec, [p, q]) as optimizer:
+            moved = []
+            for step in range(16):
+                if step == 4:
+                    q.requires_grad_(False)
+                    q.grad = None
+                before = digest([q])
+                optimizer.zero_grad()
+                backward(p, step)
+                if q.requires_grad:
+                    backward(q, step)
+                optimizer.step()
+                moved.append(digest([q]) != before)
+        say(case=f"{where}/frozen/{spec}", moved=moved)
+
+
+# ---- states -----------------------------------------------------------------------------------------
+
+
+def loaded(where: str, kept: dict[str, Any]) -> None:
+    """States that are of no use here: the scheme starts anew with the model loaded."""
+    states = {"another scheme": {"strategy": "fixed_ring", "step": 3, "rule": {}}, "plain": None}
+    states |= {f"{place} {spec}": state for (place, spec), state in kept.items()}
+    for spec in ("noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"):
+        for name, state in states.items():
+            p = vector()
+            with training(spec, [p]) as optimizer:
+                for step in range(3):
+                    advance(p, step, optimizer)
+                TOLD.clear()
+                whole = optimizer.state_dict()
+                whole.pop("averaging")
+                if state is not None:
+                    whole["averaging"] = state
+                with hvd.settled(), torch.no_grad():
+                    p.fill_(5.0)
+                    optimizer.load_state_dict(whole)
+                optimizer._averaging.begin_step(optimizer.param_groups)
+                held = optimizer._averaging.rule.tensors()
+            means = {key: float(value[0].mean()) for key, value in held.items()}
+            say(case=f"{where}/loaded/{spec}/{name}", told=list(TOLD), held=means)
+
+
+def keep(where: str, kept: dict[str, Any]) -> None:
+    """The states of this super learner after rounds."""
+    for spec in ("noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"):
+        p = vector()
+        with training(spec, [p]) as optimizer:
+            for step in range(51):
+                advance(p, step, optimizer)
+            with hvd.settled():
+                kept[where, spec] = optimizer.state_dict()["averaging"]
+
+
+def outside(where: str) -> None:
+    """A state loaded while exchanges may be on their way."""
+    p = vector()
+    with training("random_pairs", [p]) as optimizer:
+        state = optimizer.state_dict()
+        told = []
+        for step in range(2):
+            TOLD.clear()
+            optimizer.load_state_dict(state)
+            told.append(list(TOLD))
+            advance(p, step, optimizer)
+        TOLD.clear()
+        with hvd.settled():
+            optimizer.load_state_dict(state)
+        told.append(list(TOLD))
+    say(case=f"{where}/outside", told=told)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kept: dict[str, Any] = {}
+    logging.getLogger("hvd_adpsgd").addHandler(Ear())
+    for k in (1, 2):
+        hvd.init(config=Config(super_learner_size=k, chunk_kib=64))
+        where, n = f"{hvd.super_size()}x{k}", hvd.super_size()
+        skipped(where)
+        evaluated_twice(where)
+        waited_for(where)
+        nested(where)
+        not_finite(f"{where}/raise", n)
+        buffers(where)
+        frozen(where)
+        keep(where, kept)
+        loaded(where, kept)
+        outside(where)
+        skipped_late(where)  # the last: it leaves a step half made
+        hvd.shutdown()
+        hvd.init(config=Config(super_learner_size=k, nonfinite="stay_out"))
+        not_finite(f"{where}/stay_out", n)
+        hvd.shutdown()
+
+
+if __name__ == "__main__":
+    print("seed", SEED, file=sys.stderr)
+    main()

@@ -1,0 +1,172 @@
+"""What scripts do beside the straight path (programs/habits.py), through the real engine."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import run_learners
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("programs") / "habits.py"
+PLACES = ("4x1", "2x2")  # super learners x learners of each
+IN_STEP = (
+    "delay_by_one",
+    "periodic_averaging:period=2",
+    "global_average:every=2+random_pairs",
+    "lock_step:order=awc+random_pairs",
+    "lock_step:order=atc+fixed_ring",
+    "noloco:period=2,rate=1,momentum=0",
+)
+NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"
+
+
+@functools.cache
+def attempted() -> dict[str, list[dict[str, Any]]] | BaseException:
+    """Also a failure is kept: one launch that hangs is enough."""
+    try:
+        result = run_learners(4, PROGRAM, timeout=200).checked()
+    except (AssertionError, pytest.fail.Exception) as error:
+        return error
+    said: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        said[facts["case"]].append(facts)
+    return said
+
+
+def said(case: str) -> list[dict[str, Any]]:
+    """What each learner said, by rank."""
+    outcome = attempted()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    assert len(outcome[case]) == 4, f"{case}: {outcome[case]}"
+    return outcome[case]
+
+
+# ---- steps that never come ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", IN_STEP)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_skipped_step_keeps_nobody_waiting_and_the_mean_exact(place: str, spec: str) -> None:
+    """12 gradients, 12 rounds or chances of one, whoever skipped which step."""
+    for facts in said(f"{place}/skipped/{spec}"):
+        assert facts["rounds"] == 12
+        assert facts["error"] < 1e-12
+        assert facts["same"], "learners of a node differ"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gradient_used_one_step_late_cannot_be_skipped(place: str) -> None:
+    for facts in said(f"{place}/skipped late"):
+        assert facts["error"] == "UnsupportedOptimizerError", facts
+        assert "reading=a" in facts["text"]
+
+
+@pytest.mark.parametrize("how", ["closure", "synchronize"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_evaluates_or_synchronizes_twice_is_one_step(place: str, how: str) -> None:
+    for facts in said(f"{place}/twice/{how}"):
+        assert facts["apart"] == [True, False, True, False], "a mean after every second step"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_who_waits_long_for_others_says_so_once(place: str) -> None:
+    k = int(place.split("x")[1])
+    leaders = said(f"{place}/waited")[::k]
+    assert not leaders[0]["told"], "the slow one"
+    for facts in leaders[1:]:
+        assert len(facts["told"]) == 1
+        assert "has waited 0.5 s for other super learners" in facts["told"][0]
+
+
+# ---- means --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_only_the_outer_end_of_settled_sets_the_engine_going(place: str) -> None:
+    for facts in said(f"{place}/nested"):
+        assert facts["paused"] == [True, True, False]
+
+
+@pytest.mark.parametrize("policy", ["raise", "stay_out"])
+@pytest.mark.parametrize("place", PLACES)
+def test_average_model_does_not_spread_what_is_not_finite(place: str, policy: str) -> None:
+    n, k = map(int, place.split("x"))
+    for facts in said(f"{place}/{policy}/nan/1"):
+        if policy == "raise":
+            assert facts["error"] == "NonFiniteModelError", facts
+            assert f"learner {(n - 1) * k}," in facts["text"]
+            assert facts["kept"]
+        else:
+            assert "error" not in facts
+            assert facts["value"] == pytest.approx(sum(range(1, n)) / (n - 1), rel=1e-15)
+    for facts in said(f"{place}/{policy}/nan/{n}"):
+        assert facts["error"] == "NonFiniteModelError", "nobody is finite"
+        assert math.isnan(facts["value"])
+
+
+@pytest.mark.parametrize(
+    "spec", ["periodic_averaging:period=2,block_momentum=0.9,nesterov=1", "noloco:period=2"]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_buffers_get_the_plain_mean(place: str, spec: str) -> None:
+    """Block momentum would carry a variance below zero."""
+    n = int(place.split("x")[0])
+    everybody = said(f"{place}/buffers/{spec}")
+    for step in (1, 3, 5, 7):
+        values = [facts["seen"][step] for facts in everybody]
+        mine = 1 / (1 + step)
+        if spec.startswith("noloco"):  # of pairs
+            assert min(map(min, values)) >= mine - 1e-6
+            assert max(map(max, values)) <= mine + n - 1 + 1e-6
+        else:
+            assert values == [pytest.approx([mine + (n - 1) / 2] * 3, rel=1e-6)] * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "last"),
+    [
+        ("periodic_averaging:period=2,block_momentum=0.9", 5),
+        ("periodic_averaging:period=2,block_momentum=0.9,nesterov=1", 5),
+        ("noloco:period=1,rate=1,momentum=0.9", 12),  # until the slow models of all have met
+        ("delay_by_one:reading=b", 4),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_frozen_in_mid_run_comes_to_rest(place: str, spec: str, last: int) -> None:
+    for facts in said(f"{place}/frozen/{spec}"):
+        assert any(facts["moved"][:4])
+        assert not any(facts["moved"][last + 1 :]), facts["moved"]
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["another scheme", "plain", f"4x1 {NOLOCO}", f"4x1 {BLOCKS}"])
+@pytest.mark.parametrize("spec", [NOLOCO, BLOCKS])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_of_no_use_makes_the_scheme_start_anew(place: str, spec: str, name: str) -> None:
+    """All of 5.0 was loaded as the model; what was remembered before is gone, and it is told."""
+    for facts in said(f"{place}/loaded/{spec}/{name}"):
+        held, told = facts["held"], facts["told"]
+        used = name.endswith(spec) and (spec == BLOCKS or place == "4x1")
+        assert used != any("starts anew" in line for line in told) or name == "plain", told
+        key, still = ("slow", "momentum") if spec == NOLOCO else ("global", "delta")
+        assert (held[key] == 5.0) != used, held
+        assert (held[still] == 0.0) != used, held
+        assert not any("outside" in line for line in told), told
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_loaded_in_mid_run_outside_settled_is_told_of(place: str) -> None:
+    for facts in said(f"{place}/outside"):
+        before, between, inside = facts["told"]
+        assert not before, "no step was made yet"
+        assert ["settled" in line for line in between] == [True]
+        assert not inside
