@@ -236,6 +236,17 @@ def test_newbob_resumed_anywhere_goes_on_alike(cut, optimizer_first):
     assert fed(second, LOSSES[cut:]) == STAGES[cut:]
 
 
+def test_newbob_takes_over_where_a_warm_up_has_ended():
+    opt = optimizer(0.1, 0.2)
+    run(WarmupAnneal(opt, scale=8, warmup_epochs=4), 4)
+    before = rates_of(opt)
+    newbob = Newbob(opt)
+    assert rates_of(opt) == before
+    for loss in (1.0, 1.0, 1.0):
+        newbob.step(loss)
+    assert rates_of(opt) == [lr / 2 for lr in before]
+
+
 # ---- refusals
 
 
@@ -245,7 +256,9 @@ def test_newbob_resumed_anywhere_goes_on_alike(cut, optimizer_first):
         {"scale": 0},
         {"scale": float("inf")},
         {"scale": float("nan")},
+        {"scale": "8"},
         {"warmup_epochs": 0},
+        {"warmup_epochs": None},
         {"warmup_epochs": 0.1, "steps_per_epoch": 9},
         {"warmup_epochs": float("inf")},
         {"warmup_epochs": float("nan")},
@@ -253,6 +266,7 @@ def test_newbob_resumed_anywhere_goes_on_alike(cut, optimizer_first):
         {"decay": 1.1},
         {"steps_per_epoch": 0},
         {"steps_per_epoch": 2.5},
+        {"steps_per_epoch": "9"},
         {"steps_per_epoch": float("inf")},
     ],
 )

@@ -427,17 +427,27 @@ def test_rounds_of_pairs_only_where_there_are_pairs(name):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "cure"),
     [
-        lambda: LockStep(AFTER, "fixed_ring"),
-        lambda: GlobalAverageEvery(3, None),
-        lambda: A2CiD2("fixed_ring"),
-        lambda: PeriodicAveraging(True),
-        lambda: PeriodicAveraging(2.0),
-        lambda: PeriodicAveraging(2, "0.5"),
-        lambda: NoLoCo(rate=True),
+        (lambda: LockStep(AFTER, "fixed_ring"), "bad of .*'fixed_ring', allowed is a strategy"),
+        (lambda: LockStep(AFTER, FixedRing), "bad of for lock_step"),
+        (lambda: GlobalAverageEvery(3, None), "None, allowed is a strategy"),
+        (lambda: A2CiD2("fixed_ring"), "bad of .*'fixed_ring'.*a2cid2\\+fixed_ring"),
+        (lambda: PeriodicAveraging(True), "period"),
+        (lambda: PeriodicAveraging(2.0), "period"),
+        (lambda: PeriodicAveraging(2, "0.5"), "block_momentum"),
+        (lambda: PeriodicAveraging(2, nesterov="no"), "nesterov.*True and False"),
+        (lambda: PeriodicAveraging(2, nesterov=2), "nesterov"),
+        (lambda: NoLoCo(rate=True), "rate"),
     ],
 )
-def test_arguments_of_the_wrong_kind(make):
-    with pytest.raises(ConfigError):
+def test_arguments_of_the_wrong_kind(make, cure):
+    with pytest.raises(ConfigError, match=cure):
         make()
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True"])
+def test_flags_are_read(text):
+    nesterov = parse(f"periodic_averaging:nesterov={text}")
+    assert nesterov == PeriodicAveraging(nesterov=True) == PeriodicAveraging(nesterov=1)
+    assert nesterov.spec() == PeriodicAveraging(nesterov=1).spec()
