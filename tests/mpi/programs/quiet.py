@@ -61,6 +61,7 @@ class Run:
                 exchanges_per_step=8.0,
                 chunk_nbytes=2**18 * larger,
                 max_staleness=args.stale,
+                deadline_s=DEADLINE_S,  # nobody waits longer for a correction, bound or not
                 share_host=not args.no_share,
             ),
         )
