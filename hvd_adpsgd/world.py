@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from hvd_adpsgd import _leaving, statefile, strategies
+from hvd_adpsgd import leaving, statefile, strategies
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import (
     AlreadyInitializedError,
@@ -40,14 +34,8 @@ from hvd_adpsgd.errors import (
     TransportError,
     WorldError,
 )
-from hvd_adpsgd.together import (
-    allgather_object,
-    lost_ranks,
-    mpi_failures,
-    run_together,
-    survives_losses,
-    wait,
-)
+from hvd_adpsgd.leaving import ending
+from hvd_adpsgd.together import allgather_object, lost_ranks, mpi_failures, run_together, wait
 
 __all__ = [
     "Seat",
@@ -67,10 +55,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-LOST_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
-
-_LAST_S = 8.0  # longest wait for the processes of others to end
-_LOOK_S = 5e-3  # between looks at who has ended
 _PER_LEARNER = ("log_level", "state_dir")  # knobs in which learners may differ
 # Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
 # too.
@@ -229,11 +213,11 @@ class World:
 
     def fails(self) -> bool:
         """Whether this learner is on its way out because something failed."""
-        return self.broken or (_current is not self and _script_fails())
+        return self.broken or (_current is not self and leaving.script_fails())
 
     def lost_super_learners(self, super_ranks: Sequence[int]) -> None:
         """The end of the job shall tell that these were lost."""
-        _failing.update(rank for i in super_ranks for rank in self.groups[i])
+        ending.failing.update(rank for i in super_ranks for rank in self.groups[i])
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
@@ -241,17 +225,6 @@ class World:
 
 
 _current: World | None = None
-_finalizes = False  # MPI_Finalize is ours, not mpi4py's
-_registered = False  # _leave is registered
-_left_clean = True  # the last shutdown met all others
-_farewells: list[Any] = []  # buffers that MPI may still write to
-_left_last = False  # all others were lost by then
-_stuck = False  # a Horovod shutdown did not return
-_failing: set[int] = set()  # learners that are lost or leave because something failed
-_goodbye: Any = None  # communicator of all learners after a shutdown that did not meet them all
-_has_begun = False  # init() was successful once
-_exit_status: object = None  # what sys.exit was called with
-_leaving_now = False  # the script is over
 
 
 # ---- set up -------------------------------------------------------------------------------------
@@ -277,7 +250,6 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         InnerOnlyError: on all learners, for process_sets with several super learners.
         PeerLostError: if a learner ends meanwhile.
     """
-    global _goodbye, _left_clean
     if _current is not None:
         raise AlreadyInitializedError(
             f"init() on learner {_current.rank}: hvd_adpsgd is initialized already. Call "
@@ -289,9 +261,8 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     try:
         with mpi_failures("init()"):
             world = _make_world(everyone, config, bool(process_sets))
-    except TransportError:  # neither freeing nor finalizing can be done without who is lost
-        _left_clean, _goodbye = False, everyone
-        _failing.update(lost_ranks(everyone))
+    except TransportError:
+        ending.lacks_others(everyone)
         raise
     except Exception:
         everyone.Free()
@@ -301,10 +272,10 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
 
 def enter(world: World, process_sets: Any = None) -> World:
     """Start Horovod in the super learner; `current` returns this world from now on."""
-    global _current, _has_begun
+    global _current
     _start_horovod(world.inner, process_sets)
     _log_from(world.config.log_level)
-    _current, _has_begun = world, True
+    _current, ending.has_begun = world, True
     statefile.add_source("world", _describe)
     statefile.watch(world.rank, world.config.state_dir)
     return world
@@ -352,7 +323,7 @@ def is_initialized() -> bool:
 
 
 def _require_whole() -> None:
-    if _stuck:
+    if ending.stuck:
         raise WorldError(
             "init() after a shutdown() that had to leave Horovod behind: a learner of this super "
             "learner had stopped or died, and Horovod still waits for it. Start the process again."
@@ -382,14 +353,13 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
     Raises:
         LaunchError: if it does not.
     """
-    global _finalizes, _registered
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
         if start is not None:
             mpi4py.rc.initialize = False
-        _finalizes = True
+        ending.finalizes = True
     from mpi4py import MPI
 
     if MPI.Is_finalized():
@@ -401,11 +371,8 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
         start(MPI)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    _mark(True)
-    if not _registered:
-        atexit.register(_leave, os.getpid())
-        sys.exit = _noting(sys.exit)
-        _registered = True
+    leaving.mark(True)
+    leaving.at_exit(shutdown, _leave_deadline_s)
     _require_threads(MPI)
     return MPI
 
@@ -617,7 +584,7 @@ def _start_horovod(inner: Any, process_sets: Any) -> None:
     from horovod.torch import mpi_ops
 
     horovod.init(comm=inner, process_sets=process_sets)
-    # Horovod's exit handler waits without bound for the others of its world; _leave does not.
+    # Horovod's exit handler waits without bound for the others of its world; ours does not.
     atexit.unregister(mpi_ops._basics.shutdown)
 
 
@@ -660,27 +627,16 @@ def shutdown() -> None:
     Raises:
         Exception: the first that a registered callback raised, once all else is done.
     """
-    global _current, _goodbye, _left_clean, _left_last
+    global _current
     world, _current = _current, None
     if world is None:
         return
     failures = list(_run_stops(world))
     ends = time.monotonic() + world.config.leave_deadline_s
     stopped = _stop_horovod(world.config.leave_deadline_s)
-    failing = _meet(world.goodbye, world.fails(), ends)
-    met = failing is not None
-    _failing.update(failing or ())
-    # all are here; but one whose patience was over may have gone before it knew
-    _left_clean = stopped and met and not lost_ranks(world.goodbye)
-    _left_last = not met and len(lost_ranks(world.goodbye)) == world.size - 1
-    if _left_clean:  # others may still use theirs otherwise, and freeing is collective
-        _free(*world.owned, world.outer, world.inner, world.host, world.comm)
-        if world.mixed:
-            _meet(world.goodbye, False, time.monotonic() + world.config.leave_deadline_s)
-        _free(world.goodbye)
-    _goodbye = None if _left_clean else world.goodbye
-    if _left_clean:
-        _mark(False)
+    if leaving.meet_all(world.goodbye, world.size, world.fails(), stopped, ends):
+        _free_all(world)
+        leaving.mark(False)
     if failures:
         raise failures[0]
 
@@ -696,56 +652,33 @@ def _run_stops(world: World) -> Iterator[Exception]:
             yield error
 
 
+def _leave_deadline_s() -> float:
+    return (_current.config if _current else Config()).leave_deadline_s
+
+
 def _stop_horovod(seconds: float) -> bool:
     """Stop Horovod's world; False if it still waits for some learner after `seconds`.
 
     A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
     """
-    global _stuck
     import horovod.torch as horovod
 
-    _stuck = not _returns(horovod.shutdown, seconds)
-    if _stuck:
+    ending.stuck = not leaving.returns(horovod.shutdown, seconds)
+    if ending.stuck:
         log.warning(
             "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
             "It is left behind.",
             seconds,
         )
-    return not _stuck
+    return not ending.stuck
 
 
-def _returns(call: Callable[[], object], seconds: float) -> bool:
-    """Whether a call, made on a thread of its own, returns in time."""
-    thread = threading.Thread(target=call, daemon=True, name=f"hvd_adpsgd.{call.__name__}")
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def _meet(comm: Any, fails: bool, ends: float) -> set[int] | None:
-    """Which of all learners leave because something failed.
-
-    Args:
-        comm: all learners.
-        fails: whether this one does.
-        ends: longest wait for the others, a time of time.monotonic.
-
-    Returns:
-        Their ranks; None if not all learners come here in time.
-    """
-    from mpi4py import MPI
-
-    mine, total = np.zeros((2, comm.Get_size()), dtype=np.int32)
-    mine[comm.Get_rank()] = fails
-    _farewells.append((mine, total))
-    try:
-        request = comm.Iallreduce(mine, total)
-        if not wait(request, max(ends, time.monotonic())):
-            return None
-        return set(np.flatnonzero(total).tolist())
-    except MPI.Exception as error:
-        log.info("leaving without the others: %s", error)
-        return None
+def _free_all(world: World) -> None:
+    """Free the communicators, when all have met: others may still use theirs before."""
+    _free(*world.owned, world.outer, world.inner, world.host, world.comm)
+    if world.mixed:
+        leaving.meet(world.goodbye, False, time.monotonic() + world.config.leave_deadline_s)
+    _free(world.goodbye)
 
 
 def _free(*communicators: Any) -> None:
@@ -755,111 +688,3 @@ def _free(*communicators: Any) -> None:
         if comm is not None:
             with contextlib.suppress(MPI.Exception):  # of a lost learner; nothing is left to do
                 comm.Free()
-
-
-def _leave(pid: int) -> None:
-    """At exit: shut down, then end MPI, in bounded time."""
-    if os.getpid() != pid:  # a forked child that is no learner
-        return
-    from mpi4py import MPI
-
-    seconds = current().config.leave_deadline_s if _current else Config().leave_deadline_s
-    global _leaving_now
-    _leaving_now = True
-    with contextlib.suppress(Exception):  # logged in shutdown(); an exit handler cannot raise
-        shutdown()
-    if not MPI.Is_finalized() and _finalizes and not _ended_mpi(MPI, seconds):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # where init() failed, it did so on all learners: somebody's status must be the job's
-        judges = bool(_failing) and not (_has_begun and _script_fails())
-        last = _left_last or (judges and _ends_last())
-        _leaving.end_without_finalize(last, LOST_STATUS if _failing else 0)
-    _mark(False)
-
-
-def _mark(working: bool) -> None:
-    """Tell the shell above this process whether its end would be news to the others.
-
-    Our Horovod build starts learners below a shell (horovod_build.KEEPER); without, this does nothing.
-    """
-    name = os.environ.get("ADPSGD_LEARNER")
-    if name is None:
-        return
-    with contextlib.suppress(OSError):  # no room for an empty file; then it is as without the shell
-        if working:
-            Path(name).touch()
-        else:
-            Path(name).unlink(missing_ok=True)
-
-
-def _ends_last() -> bool:
-    """Whether all other processes of the job have ended; the first of the living waits for them.
-
-    The launcher tells of the last status only, so that is where a loss can be seen. Who has a learner
-    before it that lives, and ends well, leaves that to it.
-    """
-    if _goodbye is None:
-        return False
-    rank, size = _goodbye.Get_rank(), _goodbye.Get_size()
-    ends = time.monotonic() + _LAST_S
-    while time.monotonic() < ends:
-        ended = lost_ranks(_goodbye)
-        if len(ended) == size - 1:
-            return True
-        if not (ended | _failing).issuperset(range(rank)):
-            return False
-        time.sleep(_LOOK_S)
-    log.warning(
-        "learners %s have not ended %g s after this one: the status of the job may not tell that "
-        "learners %s were lost.",
-        sorted(set(range(size)) - ended - {rank}),
-        _LAST_S,
-        sorted(_failing),
-    )
-    return False
-
-
-def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """sys.exit, which also remembers its argument: exit handlers are not told of it.
-
-    A weakness that we accept: `raise SystemExit(1)` is not noticed. The others then read a goodbye.
-    """
-
-    @functools.wraps(leave)
-    def noted(status: object = None, /) -> Any:
-        global _exit_status
-        _exit_status = status
-        leave(status)
-
-    return noted
-
-
-def _script_fails() -> bool:
-    """Whether the script is being left by an exception, or with another status than 0."""
-    error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, SystemExit):
-        return True
-    if not _leaving_now:
-        return False
-    return _exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
-
-
-def _finalize() -> None:
-    """MPI_Finalize, which may wait without bound; mpi4py's holds the GIL meanwhile."""
-    from mpi4py import MPI
-
-    ctypes.CDLL(MPI.__file__).MPI_Finalize()
-
-
-def _ended_mpi(mpi: Any, seconds: float) -> bool:
-    """Finalize MPI; False if that would wait for learners that may be gone.
-
-    With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
-    """
-    if _left_clean:
-        return _returns(_finalize, seconds)
-    if survives_losses() or _stuck:
-        return False
-    mpi.Finalize()
-    return True
