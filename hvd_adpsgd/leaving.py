@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hvd_adpsgd.together import lost_ranks, survives_losses, wait
 __all__ = [
     "LOST_STATUS",
     "Ending",
+    "Goodbye",
     "at_exit",
     "ending",
     "mark",
@@ -50,6 +51,36 @@ _LAST_S = 8.0  # longest wait for the processes of others to end
 _LOOK_S = 5e-3  # between looks at who has ended
 
 
+@dataclass(frozen=True)
+class Goodbye:
+    """All learners, where they meet at the end.
+
+    Once one of several lost super learners has been replaced, these are not all of the job, and a rank
+    in `comm` is not the number of a learner.
+
+    Attributes:
+        comm: used for nothing else, for its meeting must not meet another operation.
+        ranks: its learners, by their rank there.
+    """
+
+    comm: Any
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of_all(cls, comm: Any) -> Goodbye:
+        """The learners of `comm` are those of the job."""
+        return cls(comm, tuple(range(comm.Get_size())))
+
+    @property
+    def rank(self) -> int:
+        """Of this learner, in the job."""
+        return self.ranks[self.comm.Get_rank()]
+
+    def ended(self) -> set[int]:
+        """Learners that are known to have ended without MPI_Finalize."""
+        return {self.ranks[place] for place in lost_ranks(self.comm)}
+
+
 @dataclass
 class Ending:
     """What the end of this process depends on.
@@ -62,7 +93,7 @@ class Ending:
         clean: the last shutdown met all others.
         last: all others were lost by then.
         failing: learners that are lost or leave because something failed.
-        goodbye: communicator of all learners after a shutdown that did not meet them all.
+        goodbye: where all learners should have met, after a shutdown that did not meet them all.
         is_over: the script is; exit handlers run.
         exit_status: what sys.exit was called with.
         farewells: buffers that MPI may still write to.
@@ -75,15 +106,15 @@ class Ending:
     clean: bool = True
     last: bool = False
     failing: set[int] = field(default_factory=set)
-    goodbye: Any = None
+    goodbye: Goodbye | None = None
     is_over: bool = False
     exit_status: object = None
     farewells: list[Any] = field(default_factory=list)
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: neither freeing nor finalizing can be done without who is lost."""
-        self.clean, self.goodbye = False, everyone
-        self.failing.update(lost_ranks(everyone))
+        self.clean, self.goodbye = False, Goodbye.of_all(everyone)
+        self.failing.update(self.goodbye.ended())
 
 
 ending = Ending()  # of this process
@@ -92,12 +123,11 @@ ending = Ending()  # of this process
 # ---- the last meeting ---------------------------------------------------------------------------
 
 
-def meet_all(comm: Any, size: int, fails: bool, stopped: bool, ends: float) -> bool:
+def meet_all(goodbye: Goodbye, fails: bool, stopped: bool, ends: float) -> bool:
     """Meet all others for the last time; `ending` keeps what came of it.
 
     Args:
-        comm: all learners.
-        size: how many they are.
+        goodbye: all learners.
         fails: whether this one leaves because something failed.
         stopped: whether its Horovod has stopped.
         ends: longest wait for the others, a time of time.monotonic.
@@ -105,21 +135,21 @@ def meet_all(comm: Any, size: int, fails: bool, stopped: bool, ends: float) -> b
     Returns:
         Whether all have come, and live: then communicators can be freed, and MPI finalized.
     """
-    failing = meet(comm, fails, ends)
+    failing = meet(goodbye, fails, ends)
     met = failing is not None
     ending.failing.update(failing or ())
     # all are here; but one whose patience was over may have gone before it knew
-    ending.clean = stopped and met and not lost_ranks(comm)
-    ending.last = not met and len(lost_ranks(comm)) == size - 1
-    ending.goodbye = None if ending.clean else comm
+    ending.clean = stopped and met and not goodbye.ended()
+    ending.last = not met and len(goodbye.ended()) == len(goodbye.ranks) - 1
+    ending.goodbye = None if ending.clean else goodbye
     return ending.clean
 
 
-def meet(comm: Any, fails: bool, ends: float) -> set[int] | None:
+def meet(goodbye: Goodbye, fails: bool, ends: float) -> set[int] | None:
     """Which of all learners leave because something failed.
 
     Args:
-        comm: all learners.
+        goodbye: all learners.
         fails: whether this one does.
         ends: longest wait for the others, a time of time.monotonic.
 
@@ -128,14 +158,14 @@ def meet(comm: Any, fails: bool, ends: float) -> set[int] | None:
     """
     from mpi4py import MPI
 
-    mine, total = np.zeros((2, comm.Get_size()), dtype=np.int32)
-    mine[comm.Get_rank()] = fails
+    mine, total = np.zeros((2, len(goodbye.ranks)), dtype=np.int32)
+    mine[goodbye.comm.Get_rank()] = fails
     ending.farewells.append((mine, total))
     try:
-        request = comm.Iallreduce(mine, total)
+        request = goodbye.comm.Iallreduce(mine, total)
         if not wait(request, max(ends, time.monotonic())):
             return None
-        return set(np.flatnonzero(total).tolist())
+        return {goodbye.ranks[place] for place in np.flatnonzero(total)}
     except MPI.Exception as error:
         log.info("leaving without the others: %s", error)
         return None
@@ -236,28 +266,44 @@ def _finalize() -> None:
 def _ends_last() -> bool:
     """Whether all other processes of the job have ended; the first of the living waits for them.
 
-    The launcher tells of the last status only, so that is where a loss can be seen. Who has a learner
-    before it that lives, and ends well, leaves that to it.
+    The launcher tells of the last status only, so that is where a loss can be seen.
     """
-    if ending.goodbye is None:
+    goodbye = ending.goodbye
+    if goodbye is None:
         return False
-    rank, size = ending.goodbye.Get_rank(), ending.goodbye.Get_size()
     ends = time.monotonic() + _LAST_S
     while time.monotonic() < ends:
-        ended = lost_ranks(ending.goodbye)
-        if len(ended) == size - 1:
-            return True
-        if not (ended | ending.failing).issuperset(range(rank)):
-            return False
+        ended = goodbye.ended()
+        last = _is_last(goodbye.rank, goodbye.ranks, ended, ending.failing)
+        if last is not None:
+            return last
         time.sleep(_LOOK_S)
     log.warning(
         "learners %s have not ended %g s after this one: the status of the job may not tell that "
         "learners %s were lost.",
-        sorted(set(range(size)) - ended - {rank}),
+        sorted(set(goodbye.ranks) - ended - {goodbye.rank}),
         _LAST_S,
         sorted(ending.failing),
     )
     return False
+
+
+def _is_last(rank: int, ranks: Sequence[int], ended: set[int], failing: set[int]) -> bool | None:
+    """Whether a learner ends after all others; None as long as that is open.
+
+    Who has a learner before it that lives, and ends well, leaves that to it.
+
+    Args:
+        rank: of the learner.
+        ranks: all learners.
+        ended: those whose process has.
+        failing: those that are lost or leave because something failed.
+    """
+    others = set(ranks) - {rank}
+    if others <= ended:
+        return True
+    before = {other for other in others if other < rank}
+    return None if before <= ended | failing else False
 
 
 def mark(working: bool) -> None:

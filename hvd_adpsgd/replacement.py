@@ -37,6 +37,7 @@ import numpy as np
 from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, LaunchError, PeerLostError, TransportError
+from hvd_adpsgd.leaving import Goodbye
 from hvd_adpsgd.together import allgather_object, wait
 from hvd_adpsgd.world import Seat, World
 
@@ -95,12 +96,12 @@ class Joint:
 
     comm: Any
     ranks: tuple[int, ...]
-    goodbye: Any
+    goodbye: Goodbye
     outer: Any
 
     def adopt(self, world: World) -> None:
         """Make this the world of all learners."""
-        world.owned += [world.comm, world.goodbye, world.outer]
+        world.owned += [world.comm, world.goodbye.comm, world.outer]
         world.comm, world.ranks = self.comm, self.ranks
         world.goodbye, world.outer = self.goodbye, self.outer
         world.joining, world.mixed = False, True
@@ -447,7 +448,7 @@ class Newcomer:
             hostname=socket.gethostname(),
             seats=told.seats,
             ranks=group,
-            goodbye=comm.Dup(),
+            goodbye=Goodbye(comm.Dup(), group),
             on_loss=told.config.on_loss,
             joining=True,
         )
@@ -554,7 +555,7 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
         made.Set_errhandler(MPI.ERRORS_RETURN)
     merged.Free()
     ranks = tuple(allgather_object(comm, world.rank))
-    return Joint(comm, ranks, goodbye, None if outer == MPI.COMM_NULL else outer)
+    return Joint(comm, ranks, Goodbye(goodbye, ranks), None if outer == MPI.COMM_NULL else outer)
 
 
 def agreed(world: World, doing: str, mine: bool) -> bool:

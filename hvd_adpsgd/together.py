@@ -72,13 +72,8 @@ def survives_losses() -> bool:
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
 
 
-def lost_ranks(comm: Any, among: Any = None) -> set[int]:
-    """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM.
-
-    Args:
-        comm: whose processes are looked at.
-        among: communicator by whose ranks they are named; default `comm`.
-    """
+def lost_ranks(comm: Any) -> set[int]:
+    """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM."""
     from mpi4py import MPI
 
     if not survives_losses():
@@ -88,7 +83,7 @@ def lost_ranks(comm: Any, among: Any = None) -> set[int]:
             MPI.COMM_SELF.Iprobe()
         failed = comm.Get_failed()
         ranks = range(failed.Get_size())
-        return set(failed.Translate_ranks(ranks, (among or comm).Get_group()))
+        return set(failed.Translate_ranks(ranks, comm.Get_group()))
     return set()
 
 

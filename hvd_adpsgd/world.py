@@ -34,7 +34,7 @@ from hvd_adpsgd.errors import (
     TransportError,
     WorldError,
 )
-from hvd_adpsgd.leaving import ending
+from hvd_adpsgd.leaving import Goodbye, ending
 from hvd_adpsgd.together import allgather_object, lost_ranks, mpi_failures, run_together, wait
 
 __all__ = [
@@ -91,7 +91,7 @@ class World:
             rest, whom an early end would keep from meeting; so all meet twice in shutdown.
         owned: communicators that are freed when all have met. MPI_Finalize would wait for everybody in
             two or more of a mixed world.
-        goodbye: all learners; used by shutdown only, whose barrier must not meet another operation.
+        goodbye: all learners; used by shutdown only.
         host: the learners of this host.
         inner: the learners of this super learner.
         outer: the leaders; None on learners that lead nothing.
@@ -126,7 +126,7 @@ class World:
     hostname: str
     seats: tuple[Seat, ...]
     ranks: tuple[int, ...]
-    goodbye: Any
+    goodbye: Goodbye
     on_loss: str
     broken: bool = False
     joining: bool = False
@@ -207,9 +207,9 @@ class World:
             seconds: longest wait for news; an end without a goodbye takes a moment to be known.
         """
         ends = time.monotonic() + seconds
-        while not (lost := lost_ranks(self.inner, self.goodbye)) and time.monotonic() < ends:
+        while not (lost := lost_ranks(self.inner)) and time.monotonic() < ends:
             time.sleep(1e-3)
-        return lost
+        return {self.groups[self.super_rank][inner_rank] for inner_rank in lost}
 
     def fails(self) -> bool:
         """Whether this learner is on its way out because something failed."""
@@ -564,7 +564,7 @@ def _cut(
         hostname=seat.hostname,
         seats=seats,
         ranks=tuple(range(len(seats))),
-        goodbye=everyone.Dup(),
+        goodbye=Goodbye.of_all(everyone.Dup()),
     )
 
 
@@ -606,7 +606,7 @@ def merge_super_learners(world: World) -> World:
             f"leave_deadline_s={world.config.leave_deadline_s:g} s, so a learner of super learner "
             f"{world.super_rank} has stopped or died. Start the job again."
         )
-    old = (world.inner, world.outer, world.goodbye)
+    old = (world.inner, world.outer, world.goodbye.comm)
     everyone = tuple(range(world.size))
     merged = _cut(world.comm, world.host, world.config, world.seats, [everyone])
     merged._stops = world._stops
@@ -634,7 +634,7 @@ def shutdown() -> None:
     failures = list(_run_stops(world))
     ends = time.monotonic() + world.config.leave_deadline_s
     stopped = _stop_horovod(world.config.leave_deadline_s)
-    if leaving.meet_all(world.goodbye, world.size, world.fails(), stopped, ends):
+    if leaving.meet_all(world.goodbye, world.fails(), stopped, ends):
         _free_all(world)
         leaving.mark(False)
     if failures:
@@ -678,7 +678,7 @@ def _free_all(world: World) -> None:
     _free(*world.owned, world.outer, world.inner, world.host, world.comm)
     if world.mixed:
         leaving.meet(world.goodbye, False, time.monotonic() + world.config.leave_deadline_s)
-    _free(world.goodbye)
+    _free(world.goodbye.comm)
 
 
 def _free(*communicators: Any) -> None:

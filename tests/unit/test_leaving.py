@@ -1,0 +1,77 @@
+"""How a process ends, as far as it can be said without MPI: who is last, and whether a script fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adpsgd.leaving import _is_last
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "ended", "failing", "expected"),
+    [
+        (0, [0, 1, 2], {1, 2}, set(), True),
+        (0, [0, 1, 2], {1}, {1}, None),  # the first waits for the others
+        (2, [0, 1, 2], {1}, {1}, False),  # 0 does it
+        (2, [0, 1, 2], {0, 1}, {0}, True),
+        (1, [0, 1, 2], {0}, {0}, None),  # the first that lives
+        (1, [0, 1, 2], set(), {0}, None),  # 0 fails, and ends by a signal
+        (0, [0], set(), set(), True),
+        # learners 1 and 2 were lost, 2 has been replaced: nobody waits for 1
+        (0, [0, 2, 3], {2, 3}, {2}, True),
+        (2, [0, 2, 3], {0}, {0}, None),
+        (3, [0, 2, 3], {0}, {0}, False),
+        (3, [0, 2, 3], {0}, {0, 1}, False),  # 2 lives: it is not the learner at place 1
+    ],
+)
+def test_who_is_last(rank, ranks, ended, failing, expected):
+    assert _is_last(rank, ranks, ended, failing) is expected
+
+
+@given(st.data())
+def test_one_of_the_living_waits_if_none_of_them_fails(data):
+    ranks = data.draw(st.lists(st.integers(0, 20), min_size=2, unique=True).map(sorted))
+    ended = data.draw(st.sets(st.sampled_from(ranks), max_size=len(ranks) - 1))
+    living = [rank for rank in ranks if rank not in ended]
+    says = [_is_last(rank, ranks, ended, ended) for rank in living]
+    assert says == ([True] if len(living) == 1 else [None] + [False] * (len(living) - 1))
+
+
+SCRIPT = """
+import sys
+import mpi4py
+mpi4py.rc.initialize = False
+from hvd_adpsgd import leaving
+
+def shut_down():
+    print(leaving.script_fails())
+
+leaving.at_exit(shut_down, lambda: 1.0)
+assert not leaving.script_fails()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "fails"),
+    [
+        ("", False),
+        ("sys.exit()", False),
+        ("sys.exit(0)", False),
+        ("sys.exit(3)", True),
+        ("sys.exit('a message')", True),
+        ("raise ValueError", True),
+        ("try:\n    sys.exit(3)\nfinally:\n    print()", True),
+        ("raise SystemExit(3)", False),  # a weakness: see docs/survival.md
+    ],
+)
+def test_whether_the_script_fails(end, fails):
+    said = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end)], capture_output=True, text=True, timeout=60
+    )
+    assert said.stdout.split()[-1:] == [str(fails)], said.stderr
