@@ -246,6 +246,7 @@ class Recruit:
         self._welcome = Welcome(super_rank, world.seats, world.groups, world.config)
         self._ends = time.monotonic() + patience_s
         self._patience_s = patience_s
+        self._leave_deadline_s = world.config.leave_deadline_s
         self._bridge: Any = None
         self._inbox: _Inbox | None = None
         self._hostname = _host_for(world, super_rank)
@@ -318,7 +319,7 @@ class Recruit:
 
     def dismiss(self) -> None:
         """Let it end; wait a moment for one that has just been started."""
-        self._thread.join(worlds.current().config.leave_deadline_s if not self.problem else 0)
+        self._thread.join(self._leave_deadline_s if not self.problem else 0)
         if self._bridge is not None:
             self._tell(_PORT_FREED)
             self.release()

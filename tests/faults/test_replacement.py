@@ -147,4 +147,5 @@ def test_job_that_ends_before_the_newcomer_joins(tmp_path):
     learners = result.by_rank()
     assert [f["rank"] for f in learners] == [0, 1], result.report()
     assert "starting another one in its place" in result.stderr
+    assert "at shutdown" not in result.stderr, result.report()
     assert ended - max(f["done"] for f in learners) < 2 * ENDS_S
