@@ -43,7 +43,7 @@ from hvd_adpsgd.metrics import STALENESS_BINS
 from hvd_adpsgd.mixing import consensus_from_exchanges
 from hvd_adpsgd.strategies.plan import AFTER, NOBODY, Plan, Rounds
 from hvd_adpsgd.strategies.rules import DelayGradients
-from hvd_adpsgd.together import survives_losses
+from hvd_adpsgd.together import mpi_failures, survives_losses
 
 __all__ = ["Engine", "EngineOptions", "exchange_metrics"]
 
@@ -196,7 +196,12 @@ class Engine:
         self._arena.stream(sum(g.nbytes for g in self.layout.generations) > _CACHES_NBYTES)
 
     def start(self) -> None:
-        """Start the thread (leader only); it answers, and asks after the first offer."""
+        """Start the thread (leader only); it answers, and asks after the first offer.
+
+        Raises:
+            PeerLostError: if a leader was lost meanwhile.
+            TransportError: if MPI failed otherwise.
+        """
         if not self.is_leader:
             return
         from mpi4py import MPI
@@ -218,16 +223,23 @@ class Engine:
             options.chunk_nbytes,
             options.timeline,
         )
-        if _of_all(self._plan.in_step):
-            self._everybody = self._outer.Dup()  # after a loss the thread puts another in
-            self._loop.average_all(MPI._addressof(self._everybody), survives_losses())
-        if options.share_host:
-            outboxes = Outboxes(Loop.shared_nbytes(options.chunk_nbytes), self._outer)
-            self._memory.append(outboxes)
-            self._loop.share(outboxes.own, outboxes.mapped)
+        with mpi_failures("averaging"):
+            self._meet_leaders(self._loop)
         self._announce()
         self._loop.start()
         atexit.register(self.stop)  # before MPI is finalised, however the program ends
+
+    def _meet_leaders(self, loop: Loop) -> None:
+        """What all leaders make together."""
+        from mpi4py import MPI
+
+        if _of_all(self._plan.in_step):
+            self._everybody = self._outer.Dup()  # after a loss the thread puts another in
+            loop.average_all(MPI._addressof(self._everybody), survives_losses())
+        if self.options.share_host:
+            outboxes = Outboxes(Loop.shared_nbytes(self.options.chunk_nbytes), self._outer)
+            self._memory.append(outboxes)
+            loop.share(outboxes.own, outboxes.mapped)
 
     def _announce(self) -> None:
         """Tell the thread about generations whose mirror is filled (or that nobody offered yet)."""

@@ -169,3 +169,32 @@ def test_a_mean_that_some_have_and_others_not_is_taken_again(tmp_path: Path) -> 
     for facts in living:
         assert facts["distance"] < 1e-6
         assert facts["means"] == living[0]["means"] >= 11
+
+
+@pytest.mark.parametrize("spec", ["random_pairs", "delay_by_one"])
+def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
+    """A typed one, whatever the leaders were making together then."""
+    program = f"""
+        import signal
+        from mpi4py import MPI
+        from hvd_adpsgd.engine import Engine, EngineOptions
+        from hvd_adpsgd.errors import PeerLostError
+        from hvd_adpsgd.layout import TensorSpec
+        from hvd_adpsgd.strategies import parse
+        outer = MPI.COMM_WORLD.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        plan = parse({spec!r}).plan(outer.rank, outer.size)
+        engine = Engine(inner=None, outer=outer, plan=plan, options=EngineOptions())
+        engine.extend([TensorSpec("w", (1000,), "float32")])
+        if outer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            engine.start()
+        except Exception as error:
+            say(rank=outer.rank, kind=type(error).__name__, text=str(error))
+        os._exit(0)
+    """
+    result = run_learners(2, program)
+    (facts,) = result.by_rank()
+    assert facts["kind"] == "PeerLostError", result.report()
+    assert facts["text"].startswith("averaging: a learner was lost meanwhile")
