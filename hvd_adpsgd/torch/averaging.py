@@ -22,7 +22,7 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.metrics import Counters
-from hvd_adpsgd.strategies.plan import AFTER, Plan
+from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds
 from hvd_adpsgd.together import allgather_object, mpi_failures, wait
 from hvd_adpsgd.torch.agreement import described, difference, unanimous
 from hvd_adpsgd.torch.parameters import Parameters, Wish
@@ -73,8 +73,6 @@ class Averaging:
         self._timeline = open_timeline(world)
         self._wish = wish
         self._plan = wish.strategy.plan(world.super_rank, world.super_size)
-        self._in_step = self._plan.in_step
-        self._spec = wish.strategy.spec()
         self._trained = {id(tensor) for _, tensor in wish.named}
         self.rule = make_rule(self._plan.rule, wish.trained, wish.config.exchanges_per_step)
         averaged = self.rule.averaged() + wish.buffers
@@ -557,6 +555,16 @@ class Averaging:
             "stopped": self._stopped,
             "engine": self.engine.view(),
         }
+
+    @property
+    def _spec(self) -> str:
+        """Of the strategy."""
+        return self._wish.strategy.spec()
+
+    @property
+    def _in_step(self) -> Rounds | None:
+        """What is done in step with the other super learners."""
+        return self._plan.in_step
 
     @property
     def _averages_gradients(self) -> bool:
