@@ -80,6 +80,16 @@ KEEPER = (
     '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
 )
 
+# Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out).
+# Its launcher would end the whole job when its own keepalive fails, after 8 minutes: switched off.
+SILENCE = {
+    "OMPI_MCA_mpi_ft_detector": "1",
+    "OMPI_MCA_mpi_ft_detector_thread": "1",  # also while a learner calls no MPI
+    "OMPI_MCA_mpi_ft_detector_period": "5",
+    "OMPI_MCA_mpi_ft_detector_timeout": "30",
+    "PRTE_MCA_oob_tcp_keepalive_time": "0",
+}
+
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
     # wheel find the libmpi and the torch of the environment it is installed in
@@ -110,7 +120,16 @@ CHANGES = (
         "_OMPI5_FLAGS = _OMPI_FLAGS + ['--with-ft ulfm']\n"
         "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
         "# a shell around each process, for the others to be told when it ends by itself\n"
-        f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n",
+        f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
+        "# for several hosts: who is silent for so long is lost, and the launcher does not end the job\n"
+        f"_OMPI5_SILENCE = {SILENCE!r}\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
+        "    if mpi == _OMPI_IMPL and len(set(host_names or ())) > 1 and _open_mpi_major(env) >= 5:\n"
+        "        env = {**_OMPI5_SILENCE, **os.environ, **(env or {})}\n"
+        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
     ),
     Change(
         "horovod/runner/mpi_run.py",

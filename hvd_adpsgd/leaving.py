@@ -17,6 +17,7 @@ import ctypes
 import functools
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -49,6 +50,13 @@ LOST_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.
 
 _LAST_S = 8.0  # longest wait for the processes of others to end
 _LOOK_S = 5e-3  # between looks at who has ended
+_LAUNCHERS = ("prterun", "mpirun")
+_DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
+# $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
+_RELEASE = (
+    'n=0; while [ $n -lt 60 ] && [ "$(cat /proc/$1/comm)" = "$2" ]; do '
+    "[ $n -lt 20 ] || kill $1; n=$((n + 1)); sleep 0.5; done"
+)
 
 
 @dataclass(frozen=True)
@@ -239,6 +247,8 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
         # where init() failed, it did so on all learners: somebody's status must be the job's
         judges = bool(ending.failing) and not (ending.has_begun and script_fails())
         last = ending.last or (judges and _ends_last())
+        if last and survives_losses():
+            _release_launcher()
         _leaving.end_without_finalize(last, LOST_STATUS if ending.failing else 0)
     mark(False)
 
@@ -304,6 +314,41 @@ def _is_last(rank: int, ranks: Sequence[int], ended: set[int], failing: set[int]
         return True
     before = {other for other in others if other < rank}
     return None if before <= ended | failing else False
+
+
+def _release_launcher() -> None:
+    """See that the command returns when all learners have ended, if the launcher runs on this host.
+
+    Open MPI's waits without bound for a host that has gone without a word. If it is there 10 s after the
+    last learner, it is told to end until it does (it must hear so three times).
+    """
+    launcher = _launcher()
+    if launcher is None:
+        return
+    pid, name = launcher
+    silent = subprocess.DEVNULL
+    subprocess.Popen(
+        ["sh", "-c", _RELEASE, "hvd_adpsgd", str(pid), name],
+        stdin=silent,
+        stdout=silent,
+        stderr=silent,
+        start_new_session=True,
+    )
+
+
+def _launcher() -> tuple[int, str] | None:
+    """Process and name of the launcher above this process; None on hosts where only its daemon is."""
+    pid = os.getppid()
+    for _ in range(_DEPTH):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
+        if name in _LAUNCHERS:
+            return pid, name
+        pid = int(rest.split()[1])
+    return None
 
 
 def mark(working: bool) -> None:

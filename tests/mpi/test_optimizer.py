@@ -222,7 +222,7 @@ def test_horovod_script_trains(tmp_path: Path, size: str) -> None:
 
 
 def test_horovod_script_resumes_what_plain_horovod_has_begun(tmp_path: Path) -> None:
-    plain = horovod_script(4, tmp_path, 3)
+    plain = horovod_script(2, tmp_path, 3)
     require_learned(plain)
     resumed = horovod_script(4, tmp_path, 4, **OURS, **{SIZE: "2"})
     assert resumed["resumed"] == 3

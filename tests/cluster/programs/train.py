@@ -1,43 +1,50 @@
-"""Trains a small model for --seconds; each learner leaves in --folder whom it averaged with.
+"""Trains a small model for a while on every learner: arguments FOLDER SECONDS.
 
-A line per half second: seconds of time.monotonic (one clock for all hosts) and the exchanges that
-the super learner had finished with each of the others.
+Every learner writes FOLDER/RANK.jsonl: about twice a second the time (of time.time, which the hosts of
+one machine share), its steps and exchanges with each super learner; in the end what the living are.
 """
 
-import argparse
 import json
-import os
-import socket
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import hvd_adpsgd.torch as hvd
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--seconds", type=float, required=True)
-parser.add_argument("--folder", type=Path, required=True)
-args = parser.parse_args()
-hvd.init()
-torch.manual_seed(hvd.rank())
-model = torch.nn.Linear(200, 100)
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
-)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-facts = {"rank": hvd.rank(), "host": socket.gethostname(), "super_size": hvd.super_size()}
-facts |= {"super_rank": hvd.super_rank(), "pid": os.getpid(), "rows": []}
-hvd.barrier()
-(args.folder / f"started{hvd.rank()}").touch()
-began = time.monotonic()
-while time.monotonic() < began + args.seconds:
-    optimizer.zero_grad()
-    loss = model(torch.randn(8, 200)).pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    time.sleep(5e-3)  # the rest of a step's work
-    if not facts["rows"] or time.monotonic() > facts["rows"][-1][0] + 0.5:
-        facts["rows"].append((time.monotonic(), hvd.metrics()["partners"]))
-facts["loss"] = loss.item()
-(args.folder / f"{hvd.rank()}.json").write_text(json.dumps(facts))
+
+def main() -> None:
+    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    hvd.init()
+    torch.set_num_threads(1)
+    with open(folder / f"{hvd.rank()}.jsonl", "w", buffering=1) as file:
+
+        def say(**facts: Any) -> None:
+            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+
+        model = torch.nn.Linear(1000, 100)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ends = time.monotonic() + seconds
+        step, told = 0, 0.0
+        while time.monotonic() < ends:
+            optimizer.zero_grad()
+            model(torch.randn(8, 1000)).square().mean().backward()
+            optimizer.step()
+            step += 1
+            time.sleep(0.02)  # the rest of a gradient, for which this machine has too few cores
+            if time.monotonic() > told + 0.5:
+                told = time.monotonic()
+                say(step=step, met=hvd.metrics()["partners"])
+        living = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+        hvd.average_model(model)
+        say(step=step, living=living, lost=hvd.lost_learners(), first=hvd.is_first())
+        hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
