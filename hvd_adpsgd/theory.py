@@ -29,11 +29,14 @@ __all__ = [
     "acceleration_gain",
     "adapt_then_combine_limit",
     "adapt_while_communicate_limit",
+    "adpsgd_bound",
+    "adpsgd_rate",
     "allreduce_share",
     "averaging_speedup",
     "delay_by_one_limit",
     "delayed_limit",
     "drift_gain",
+    "effective_rate",
     "expected_staleness",
     "gossip_decay",
     "kappa_delay_by_one",
@@ -248,6 +251,114 @@ def loss_gap(hessian: npt.ArrayLike, models: npt.ArrayLike) -> float:
         )
     away = rows - rows.mean(axis=0)
     return float(np.sum(away @ curvature * away) / (2 * len(rows)))
+
+
+def effective_rate(rate: float, gradients: npt.ArrayLike, at_mean: npt.ArrayLike) -> float:
+    """The learning rate with which the mean model seems to descend: alpha <g_a, g> / |g|^2.
+
+    g_a = (1/n) sum_i g(x_i) is what moves the mean model, g = g(m) the gradient there. On a quadratic
+    both are equal, and so are the rates, however far the models are apart. Elsewhere it falls where the
+    models see a rougher loss than their mean, and so adjusts itself.
+
+    Args:
+        rate: alpha > 0.
+        gradients: g(x_i), shape (n, d), one row per model.
+        at_mean: g(m), shape (d,), not zero.
+
+    Returns:
+        alpha_e, in the unit of alpha.
+
+    Raises:
+        TopologyError: if the shapes do not fit.
+        ConfigError: if g(m) is zero.
+
+    Source: "Loss landscape dependent self-adjusting learning rates in decentralized SGD",
+        arXiv:2112.01433.
+    """
+    rows, g = np.asarray(gradients, np.float64), np.asarray(at_mean, np.float64)
+    if rows.ndim != 2 or len(rows) == 0 or g.shape != rows.shape[1:]:
+        raise TopologyError(
+            f"shapes do not fit: effective_rate got gradients {rows.shape} and at_mean {g.shape}, needed "
+            "are (n, d) and (d,) with n >= 1. Stack one flat gradient per row."
+        )
+    square = float(g @ g)
+    _require(square > 0, "effective_rate", "|g(m)| = 0", "> 0", "At a minimum no rate can be seen.")
+    return rate * float(rows.mean(axis=0) @ g) / square
+
+
+# ---- how fast it converges, in the order of things ----------------------------------------------
+
+
+def adpsgd_rate(
+    n: int, batch: int, smoothness: float, within: float, between: float, updates: int
+) -> float:
+    """The learning rate of the AD-PSGD theorem, n / (10 M L + sqrt(s^2 + 6 M z^2) sqrt(K M)).
+
+    For K so large that staleness and the spectral gap no longer matter (K >> n^2 times a polynomial in
+    them). The constants are as remembered from the paper, not checked against its text: expect orders.
+
+    Args:
+        n: learners, >= 1.
+        batch: M, samples per gradient, >= 1.
+        smoothness: L > 0, the Lipschitz constant of the gradients.
+        within: s^2 >= 0, variance of one sample's gradient within a learner's data.
+        between: z^2 >= 0, variance of the learners' own gradients.
+        updates: K >= 1, of all learners together.
+
+    Raises:
+        TopologyError: if n < 1.
+        ConfigError: for a value out of range.
+
+    Source: Lian et al., Asynchronous decentralized parallel SGD, ICML 2018, arXiv:1710.06952.
+    """
+    noise = _noise("adpsgd_rate", n, batch, smoothness, within, between, updates)
+    return n / (10 * batch * smoothness + noise * math.sqrt(updates * batch))
+
+
+def adpsgd_bound(
+    n: int,
+    batch: int,
+    smoothness: float,
+    within: float,
+    between: float,
+    updates: int,
+    to_minimum: float,
+) -> float:
+    """The order of (1/K) sum_k E|grad f(mean)|^2 at `adpsgd_rate`, without the theorem's constants.
+
+        f_0 L / K  +  (f_0 + L) sqrt(s^2 / M + 6 z^2) / sqrt(K),    f_0 = f(start) - f(minimum)
+
+    K counts updates of all learners, so the second term, which remains, falls with n as many times
+    faster: linear speed-up. Neither the spectral gap nor the staleness is in it; they prolong the time
+    until it holds.
+
+    Args:
+        n, batch, smoothness, within, between, updates: as in `adpsgd_rate`.
+        to_minimum: f_0 >= 0.
+
+    Raises:
+        TopologyError, ConfigError: as adpsgd_rate.
+
+    Source: Lian et al., arXiv:1710.06952, its corollary.
+    """
+    noise = _noise("adpsgd_bound", n, batch, smoothness, within, between, updates)
+    slow = (to_minimum + smoothness) * noise / math.sqrt(batch * updates)
+    return to_minimum * smoothness / updates + slow
+
+
+def _noise(
+    where: str, n: int, batch: int, smoothness: float, within: float, between: float, updates: int
+) -> float:
+    """sqrt(s^2 + 6 M z^2), arguments checked."""
+    require_size(n)
+    for name, value in {"batch": batch, "updates": updates}.items():
+        _require(value >= 1, where, f"{name} = {value}", ">= 1", "Count samples and updates.")
+    _require(
+        smoothness > 0, where, f"smoothness = {smoothness}", "> 0", "Give a Lipschitz constant."
+    )
+    for name, value in {"within": within, "between": between}.items():
+        _require(value >= 0, where, f"{name} = {value}", ">= 0", "Give a variance.")
+    return math.sqrt(within + 6 * batch * between)
 
 
 def rounds_to_shrink(factor: float, by: float = 10.0) -> int:

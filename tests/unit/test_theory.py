@@ -180,6 +180,58 @@ def test_loss_gap_is_exact_on_a_quadratic(n, length):
     assert theory.loss_gap(hessian, models) == pytest.approx(expected, abs=1e-12)
 
 
+@given(st.integers(1, 8), st.integers(1, 5), st.floats(1e-3, 10))
+def test_effective_rate_on_a_quadratic_is_the_rate_and_elsewhere_what_the_mean_does(
+    n, length, rate
+):
+    generator = np.random.default_rng(n + 10 * length)
+    root, models = generator.normal(size=(length, length)), generator.normal(size=(n, length))
+    hessian = root @ root.T + np.eye(length)
+    mean = models.mean(axis=0)
+    found = theory.effective_rate(rate, models @ hessian, hessian @ mean)
+    assert found == pytest.approx(rate, rel=1e-9)
+    # of f = sum x^4 / 4: one step of all, seen from the mean model, along the gradient there
+    gradients, g = models**3, mean**3
+    moved = (mean - (models - rate * gradients).mean(axis=0)) @ g
+    assert theory.effective_rate(rate, gradients, g) == pytest.approx(moved / (g @ g), rel=1e-9)
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 512), st.floats(0.1, 10), st.floats(0, 10),
+    st.floats(0, 10), st.integers(1, 10**7), st.floats(0, 10),
+)  # fmt: skip
+def test_the_bound_is_what_the_rate_gives(n, batch, smooth, within, between, updates, start):
+    """f0 / (K e) + L v e, the descent lemma's with a step e of the mean, up to its constant 10."""
+    step = theory.adpsgd_rate(n, batch, smooth, within, between, updates) * batch / n
+    variance = within / batch + 6 * between
+    lemma = start / (updates * step) + smooth * variance * step
+    bound = theory.adpsgd_bound(n, batch, smooth, within, between, updates, start)
+    assert lemma <= 10 * bound * (1 + 1e-9)
+    assert bound == theory.adpsgd_bound(1, batch, smooth, within, between, updates, start)
+
+
+def test_the_bound_s_last_term_falls_with_the_root_of_updates():
+    """So n learners that make n times the updates need a n-th of the time for it."""
+    late = [theory.adpsgd_bound(8, 32, 1.0, 1.0, 0.5, 10**k, 2.0) for k in (10, 12)]
+    assert late[0] / late[1] == pytest.approx(10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda: theory.effective_rate(1, np.ones((2, 3)), np.ones(2)), "shapes do not fit"),
+        (lambda: theory.effective_rate(1, np.ones((2, 3)), np.zeros(3)), "no rate can be seen"),
+        (lambda: theory.adpsgd_rate(0, 1, 1, 1, 1, 1), "super learners|n ="),
+        (lambda: theory.adpsgd_rate(2, 0, 1, 1, 1, 1), "batch = 0"),
+        (lambda: theory.adpsgd_rate(2, 1, 0, 1, 1, 1), "smoothness = 0"),
+        (lambda: theory.adpsgd_bound(2, 1, 1, -1, 1, 1, 1), "within = -1"),
+    ],
+)
+def test_wrong_arguments_of_rates(call, cure):
+    with pytest.raises((ConfigError, TopologyError), match=cure):
+        call()
+
+
 @given(st.floats(0, 0.999), st.floats(1, 1e6))
 def test_rounds_to_shrink_by_counting(factor, by):
     left, rounds = 1.0, 0
