@@ -157,6 +157,8 @@ def uniform_matrix(n: int) -> Matrix:
 
     Raises:
         TopologyError: if n < 1.
+
+    Source: T_u of Zhang et al., arXiv:2002.01119.
     """
     require_size(n)
     return np.full((n, n), 1 / n)
@@ -190,6 +192,8 @@ def spectral_gap(matrix: npt.ArrayLike) -> float:
 
     Raises:
         TopologyError: if T is not symmetric and doubly stochastic.
+
+    Source: 1 - second_eigenvalue.
     """
     return 1.0 - second_eigenvalue(matrix)
 
@@ -308,6 +312,8 @@ def odd_even_contraction(n: int) -> float:
 
     Raises:
         TopologyError: if n is odd or less than 2.
+
+    Source: derived here; the tests hold it against brute force.
     """
     require_size(n, 2)
     if n % 2:
@@ -357,6 +363,9 @@ def complete_event_contraction(n: int, weight: float = 0.5) -> float:
 
     Raises:
         TopologyError: if n < 2 or the weight is out of range.
+
+    Source: Boyd et al., Randomized gossip algorithms, IEEE Trans. Inf. Theory 2006; derived here;
+        the tests hold it against brute force.
     """
     require_size(n, 2)
     _require_weight(weight)
@@ -370,6 +379,9 @@ def ring_event_contraction(n: int, weight: float = 0.5) -> float:
 
     Raises:
         TopologyError: if n < 2 or the weight is out of range.
+
+    Source: Boyd et al., Randomized gossip algorithms, IEEE Trans. Inf. Theory 2006; derived here;
+        the tests hold it against brute force.
     """
     require_size(n, 2)
     _require_weight(weight)
@@ -383,6 +395,8 @@ def kappa_fixed(n: int) -> float:
 
     Raises:
         TopologyError: if n < 1.
+
+    Source: `stationary_kappa` of the ring.
     """
     modes = ring_eigenvalues(n)[1:]
     return float(np.sum(1 / (1 - modes**2)) / n)
@@ -399,6 +413,8 @@ def kappa_random(n: int, contraction: float | None = None) -> float:
 
     Raises:
         TopologyError: if n < 1 or c is not in [0, 1).
+
+    Source: derived here; the tests hold it against brute force.
     """
     factor = randomised_ring_contraction(n) if contraction is None else contraction
     require_size(n)
@@ -415,6 +431,8 @@ def kappa_uniform(n: int) -> float:
 
     Raises:
         TopologyError: if n < 1.
+
+    Source: `stationary_kappa` of the exact mean.
     """
     require_size(n)
     return (n - 1) / n
@@ -433,6 +451,8 @@ def consensus_distance(models: npt.ArrayLike) -> float:
 
     Raises:
         TopologyError: if X has no row or is not two-dimensional.
+
+    Source: the definition in Koloskova et al., ICML 2020 (unified theory of decentralized SGD).
     """
     rows = np.asarray(models, dtype=np.float64)
     if rows.ndim != 2 or len(rows) == 0:
@@ -460,6 +480,8 @@ def consensus_from_exchanges(mean_squared_distance: float, n: int) -> float:
 
     Raises:
         TopologyError: if n < 1 or the distance is negative or NaN.
+
+    Source: the identity above; the tests hold it against brute force.
     """
     require_size(n)
     if not mean_squared_distance >= 0:
@@ -502,6 +524,8 @@ def edge_vector(n: int, i: int, j: int) -> Matrix:
 
     Raises:
         TopologyError: if i = j or a rank is out of range.
+
+    Source: e_i - e_j.
     """
     require_rank(n, i)
     require_rank(n, j)
@@ -537,6 +561,8 @@ def require_mixing(matrix: npt.ArrayLike) -> Matrix:
 
     Raises:
         TopologyError: if it is not symmetric and doubly stochastic.
+
+    Source: the definition of a doubly stochastic matrix.
     """
     mixing = np.asarray(matrix, dtype=np.float64)
     if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.size == 0:

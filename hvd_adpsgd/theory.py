@@ -92,6 +92,9 @@ def adapt_then_combine_limit(matrix: npt.ArrayLike) -> float:
 
     Raises:
         TopologyError: if T is not symmetric and doubly stochastic.
+
+    Source: Sayed, Adaptation, learning, and optimization over networks, 2014, for the order; the
+        limit derived here; the tests hold it against brute force.
     """
     require_mixing(matrix)
     return 2.0
@@ -111,6 +114,9 @@ def delayed_limit(delay: int) -> float:
 
     Raises:
         ConfigError: if the delay is negative.
+
+    Source: the characteristic equation z^(d+1) = z^d - a of a delayed quadratic; derived here;
+        the tests hold it against brute force.
     """
     _require(delay >= 0, "delayed_limit", f"delay = {delay}", ">= 0", "Pass steps of delay.")
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
@@ -212,6 +218,8 @@ def kappa_delay_by_one(n: int, step: float = 0.0) -> float:
     Raises:
         TopologyError: if n < 1.
         ConfigError: if the step is not in [0, 1).
+
+    Source: derived here; the tests hold it against brute force.
     """
     require_size(n)
     _require(
@@ -333,7 +341,12 @@ def adpsgd_bound(
     until it holds.
 
     Args:
-        n, batch, smoothness, within, between, updates: as in `adpsgd_rate`.
+        n: learners, >= 1.
+        batch: M, samples per gradient, >= 1.
+        smoothness: L > 0, the Lipschitz constant of the gradients.
+        within: s^2 >= 0, variance of one sample's gradient within a learner's data.
+        between: z^2 >= 0, variance of the learners' own gradients.
+        updates: K >= 1, of all learners together.
         to_minimum: f_0 >= 0.
 
     Raises:
@@ -356,8 +369,8 @@ def _noise(
     _require(
         smoothness > 0, where, f"smoothness = {smoothness}", "> 0", "Give a Lipschitz constant."
     )
-    for name, value in {"within": within, "between": between}.items():
-        _require(value >= 0, where, f"{name} = {value}", ">= 0", "Give a variance.")
+    for name, variance in {"within": within, "between": between}.items():
+        _require(variance >= 0, where, f"{name} = {variance}", ">= 0", "Give a variance.")
     return math.sqrt(within + 6 * batch * between)
 
 
@@ -373,6 +386,8 @@ def rounds_to_shrink(factor: float, by: float = 10.0) -> int:
 
     Raises:
         ConfigError: if the factor is not in [0, 1) or `by` is less than 1.
+
+    Source: ceil(ln by / -ln factor).
     """
     _require(
         0 <= factor < 1,
@@ -426,6 +441,9 @@ def straggler_epoch_time(
 
     Returns:
         The ratio to an epoch without a slow learner, in [1, s].
+
+    Source: the straggler model of mixing.straggler_epoch_factor; derived here; the tests hold it
+        against brute force.
     """
     n = learners if super_learners is None else super_learners
     require_size(n)
@@ -452,6 +470,8 @@ def expected_staleness(paces: Sequence[float]) -> Matrix:
 
     Raises:
         ConfigError: if there is no pace, or one is not positive and finite.
+
+    Source: derived here; the tests hold it against brute force.
     """
     rates = np.asarray(paces, dtype=np.float64)
     _require(
@@ -476,6 +496,8 @@ def straggler_staleness(n: int, slowdown: float) -> float:
     Raises:
         TopologyError: if n < 1.
         ConfigError: if s < 1.
+
+    Source: derived here; the tests hold it against brute force.
     """
     require_size(n)
     _require(
@@ -505,6 +527,9 @@ def averaging_speedup(n: int, period: int, step_s: float, allreduce_s: float) ->
     Raises:
         TopologyError: if n < 1.
         ConfigError: if an argument is out of its range.
+
+    Source: the model behind the speed-ups of Su and Chen, arXiv:1507.01239; not a formula of
+        theirs.
     """
     require_size(n)
     _require(
@@ -529,6 +554,8 @@ def allreduce_share(n: int, speedup: float) -> float:
     Raises:
         TopologyError: if n < 1.
         ConfigError: if the speed-up is not in (0, n].
+
+    Source: `averaging_speedup`, solved for the all-reduce.
     """
     require_size(n)
     _require(
@@ -595,6 +622,8 @@ def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
     Raises:
         TopologyError: if n < 2, there is no edge, or a rank is out of range.
         ConfigError: if the rate is not positive and finite.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
     """
     vectors, rates = _rated(n, edges, rate)
     return vectors * rates @ vectors.T
@@ -633,6 +662,8 @@ def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleratio
         ConfigError: if chi1 = chi2, as on complete graphs: accelerated gossip is then no faster
             than plain gossip; or as `acceleration`.
         TopologyError: as `acceleration`.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, whose code refuses complete graphs.
     """
     constants = acceleration(n, edges, rate)
     if not constants.pays:
@@ -653,6 +684,8 @@ def drift_gain(constants: Acceleration) -> float:
 
     Returns:
         The ratio, >= 1.
+
+    Source: derived here; the tests hold it against brute force.
     """
     return (0.5 + constants.alpha_tilde) ** 2
 
@@ -701,6 +734,9 @@ def accelerated_decay(
     Raises:
         TopologyError: as `gossip_decay`, or if the graph is not connected.
         ConfigError: if the rate is not positive and finite.
+
+    Source: the law of A2CiD2 (Nabli et al., NeurIPS 2023); its second moments derived here; the
+        tests hold it against brute force.
     """
     edges = list(edges)
     used = constants or acceleration(n, edges, rate)
@@ -716,6 +752,8 @@ def acceleration_gain(n: int, edges: Edges) -> float:
 
     Raises:
         TopologyError: as `accelerated_decay`.
+
+    Source: `accelerated_decay` over `gossip_decay`.
     """
     edges = list(edges)
     return accelerated_decay(n, edges) / gossip_decay(n, edges)
@@ -738,6 +776,8 @@ def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = 
 
     Raises:
         TopologyError: as `gossip_decay`.
+
+    Source: derived here; the tests hold it against brute force.
     """
     if constants is None:
         return _slowest(n, edges, 1.0, np.zeros((1, 1)), np.array([0.5]))[1]
