@@ -91,7 +91,7 @@ def run_learners(
             file = program
         keeper = ["sh", "-c", KEEPER, "learner"] if kept else []
         command = [*_launch(np, launcher), *keeper, sys.executable, str(file), *args]
-        return _run(command, _environment(env or {}), timeout)
+        return _run(command, environment(env or {}), timeout)
 
 
 def _launch(np: int, launcher: str | None) -> list[str]:
@@ -121,7 +121,8 @@ def _find(name: str) -> str:
     return found
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """For learners: this Python's programs and this tree first, nobody's settings, and `extra`."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import environment
 from machines import Cluster, unavailable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -61,11 +61,10 @@ def training(folder: Path, seconds: float, **env: str) -> Iterator[Run]:
     """Yields when all train and have exchanged; behind the block the command has ended."""
     command = ["horovodrun", "-np", "3", "-H", ",".join(f"{host}:1" for host in HOSTS)]
     command += [sys.executable, str(PROGRAM), str(folder), str(seconds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     with Cluster(3) as cluster, open(folder / "log", "w+") as log:
         run = Run(cluster, folder)
         out = {"stdout": log, "stderr": subprocess.STDOUT, "text": True}
-        with cluster.started(command, env=environment, **out) as process:
+        with cluster.started(command, env=environment(env), **out) as process:
             wait_for(lambda: all(len(run.facts(rank)) > 4 for rank in range(3)), run, START_S)
             yield run
             began = time.monotonic()
@@ -84,7 +83,7 @@ def wait_for(condition: Callable[[], bool], run: Run, seconds: float) -> None:
 
 
 def test_a_host_that_is_cut_off_for_5_s_comes_back(tmp_path: Path) -> None:
-    with training(tmp_path, 25) as run:
+    with training(tmp_path, 18) as run:
         cut = time.time()
         run.cluster.cut("node3")
         time.sleep(5)  # the injected cut
@@ -106,7 +105,7 @@ def test_a_host_that_is_cut_off_for_5_s_comes_back(tmp_path: Path) -> None:
 
 def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
     """No connection is closed: only heartbeats tell. The others train to the end, the command ends."""
-    with training(tmp_path, 30, **PATIENCE) as run:
+    with training(tmp_path, 24, **PATIENCE) as run:
         killed = time.time()
         run.cluster.kill("node3", silently=True)
     assert run.status not in (None, 0), f"the command has not returned: {run.said}"
@@ -125,7 +124,7 @@ def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_a_host_that_is_cut_off_for_good_ends_on_its_own(tmp_path: Path) -> None:
     """Each side counts the other as lost, and ends; the command returns."""
-    with training(tmp_path, 30, **PATIENCE) as run:
+    with training(tmp_path, 24, **PATIENCE) as run:
         run.cluster.cut("node3")
     assert run.status not in (None, 0), f"the command has not returned: {run.said}"
     assert [run.facts(rank)[-1]["living"] for rank in range(3)] == [2, 2, 1]
