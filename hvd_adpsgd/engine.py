@@ -129,7 +129,9 @@ class Engine:
             it exclusively, with errors returned.
         plan: whom to ask and with which weight.
         options: see EngineOptions.
-        names: what to call each partner in messages, by outer rank.
+        names: what to call each super learner in messages, by super_rank.
+        members: the super learners of `outer`, by their rank there; () means 0, 1, ..., all of them. Who
+            is none of them counts as lost.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Engine:
         plan: Plan,
         options: EngineOptions,
         names: Sequence[str] = (),
+        members: Sequence[int] = (),
     ):
         self.options = options
         self.layout = Layout(options.chunk_nbytes)
@@ -153,12 +156,14 @@ class Engine:
         self._published = 0  # publications so far: the last one is in slot (n - 1) % 2
         self._announced = 0  # generations the thread knows
         self._loop: Loop | None = None
-        self._names = list(names) or [str(i) for i in range(outer.Get_size() if outer else 0)]
+        self._members = list(members) or list(range(outer.Get_size() if outer else 0))
+        self._names = list(names) or [str(i) for i in self._members]
         self._round_over: Callable[[float], bool] | None = None  # of the round begun last
         self._met: dict[int, int] = {}  # exchanges with its partners before that
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
-        self._losses = Losses(outer.Get_rank()) if outer else None
+        self._losses = Losses(self._members[outer.Get_rank()]) if outer else None
+        self._pass_over_absent()
         self._step = 0
         self._seen_events = 0
         self._seen: dict[str, Any] = {"square": 0.0, "compared": 0}
@@ -207,7 +212,7 @@ class Engine:
         from mpi4py import MPI
 
         options = self.options
-        schedule = np.ascontiguousarray(self._plan.schedule, dtype=np.intc).ravel()
+        schedule = self._schedule()
         wire = -1 if options.wire_dtype is None else DTYPE_CODES[options.wire_dtype]
         self._loop = Loop(
             self._outer,
@@ -228,6 +233,28 @@ class Engine:
         self._announce()
         self._loop.start()
         atexit.register(self.stop)  # before MPI is finalised, however the program ends
+
+    def _pass_over_absent(self) -> None:
+        """Who is no member was lost before, and all have been told."""
+        if self._partners is None:
+            return
+        for partner in set(range(len(self._names))) - set(self._members):
+            self._states[partner] = _LOST
+            self._partners.failed(partner)
+
+    def _schedule(self) -> NDArray[np.intc]:
+        """Whom to ask, one after the other, by rank in `outer`."""
+        wanted = self._plan.schedule.ravel()
+        places = [self._place(partner) for partner in wanted.tolist()]
+        return np.array([place for place in places if place != NOBODY], dtype=np.intc)
+
+    def _place(self, partner: int) -> int:
+        """The rank in `outer` of a super learner; NOBODY if it has none."""
+        return self._members.index(partner) if partner in self._members else NOBODY
+
+    def _partner(self, place: int) -> int:
+        """The super learner at a rank in `outer`; NOBODY for NOBODY."""
+        return self._members[place] if place != NOBODY else NOBODY
 
     def _meet_leaders(self, loop: Loop) -> None:
         """What all leaders make together."""
@@ -336,7 +363,7 @@ class Engine:
     def ask(self, partner: int) -> None:
         """One exchange with `partner`, asked until it says yes."""
         assert self._loop is not None
-        self._loop.ask(partner)
+        self._loop.ask(self._place(partner))
 
     def wait_finished(self, count: int, seconds: float) -> bool:
         """Wait until `count` exchanges, asked or answered, are finished in all."""
@@ -372,7 +399,7 @@ class Engine:
         if self._loop is None:
             return
         if rounds.partners is not None:
-            self._begin_pairs(number, *rounds.row(number))
+            self._begin_pairs(number, *map(self._place, rounds.row(number)))
             return
         if self._plan.width:
             self._loop.pause(True)
@@ -382,6 +409,7 @@ class Engine:
         self._round_over = functools.partial(self._loop.wait_mean, number)
 
     def _begin_pairs(self, number: int, asked: int, asker: int) -> None:
+        """By ranks in `outer`."""
         assert self._loop is not None
         self._met = {p: self._loop.met(p) for p in (asked, asker) if p != NOBODY}
         self._round_over = self._pairs_over
@@ -435,9 +463,9 @@ class Engine:
         """Raise the latched failure, if there is one."""
         if self._loop is None:
             return
-        kind, code, partner = self._loop.fault()
+        kind, code, place = self._loop.fault()
         if kind:
-            raise self._failure(kind, code, partner)
+            raise self._failure(kind, code, self._partner(place))
 
     def _failure(self, kind: int, code: int, partner: int) -> AdpsgdError:
         who = self._names[partner] if partner >= 0 else "another super learner"
@@ -483,7 +511,7 @@ class Engine:
             self._partners.said_goodbye,
             self._partners.failed,
         )
-        for partner, state in enumerate(self._loop.partners()):
+        for partner, state in zip(self._members, self._loop.partners(), strict=True):
             if state == self._states[partner]:
                 continue
             self._states[partner] = state
@@ -498,8 +526,15 @@ class Engine:
 
     def lost(self) -> list[int]:
         """Super learners known to be lost; none on learners that do not lead."""
-        states = self._loop.partners() if self._loop is not None else []
+        if self._loop is None:
+            return []
+        states = self._by_super_rank(self._loop.partners(), _LOST)
         return [partner for partner, state in enumerate(states) if state == _LOST]
+
+    def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
+        """Values by rank in `outer`, of all super learners."""
+        spread = dict(zip(self._members, values, strict=True))
+        return [spread.get(partner, absent) for partner in range(len(self._names))]
 
     # ---- numbers -----------------------------------------------------------------------------
 
@@ -510,6 +545,7 @@ class Engine:
         counters = self._loop.counters()
         return {
             **exchange_metrics(counters),
+            "partners": self._by_super_rank(counters["met"], 0),
             "consensus_distance": self._consensus_distance(counters),
             "engine_cpu_s": self._loop.cpu_s(),
         }
@@ -532,11 +568,17 @@ class Engine:
         """What the engine is doing, read without locks: for people."""
         if self._loop is None:
             return {"leads": False}
-        return {"leads": True, **self._loop.view(), "partner_names": self._names}
+        names = [self._names[partner] for partner in self._members]
+        return {"leads": True, **self._loop.view(), "partner_names": names}
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
         """Timeline records since the last call; see _engine.Loop.take_events."""
-        return self._loop.take_events() if self._loop is not None else []
+        if self._loop is None:
+            return []
+        return [
+            (kind, self._partner(place), began, ended, nbytes, step)
+            for kind, place, began, ended, nbytes, step in self._loop.take_events()
+        ]
 
     def cpu_s(self) -> float:
         """CPU seconds of the thread so far."""

@@ -92,18 +92,20 @@ class Joint:
         ranks: theirs.
         goodbye: the same, for shutdown.
         outer: the leaders; None on learners that lead nothing.
+        members: the super learners that they lead, by their rank there.
     """
 
     comm: Any
     ranks: tuple[int, ...]
     goodbye: Goodbye
     outer: Any
+    members: tuple[int, ...]
 
     def adopt(self, world: World) -> None:
         """Make this the world of all learners."""
         world.owned += [world.comm, world.goodbye.comm, world.outer]
         world.comm, world.ranks = self.comm, self.ranks
-        world.goodbye, world.outer = self.goodbye, self.outer
+        world.goodbye, world.outer, world.members = self.goodbye, self.outer, self.members
         world.joining, world.mixed = False, True
 
 
@@ -556,7 +558,9 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
         made.Set_errhandler(MPI.ERRORS_RETURN)
     merged.Free()
     ranks = tuple(allgather_object(comm, world.rank))
-    return Joint(comm, ranks, Goodbye(goodbye, ranks), None if outer == MPI.COMM_NULL else outer)
+    members = tuple(i for i, group in enumerate(world.groups) if group[0] in ranks)
+    outer = None if outer == MPI.COMM_NULL else outer
+    return Joint(comm, ranks, Goodbye(goodbye, ranks), outer, members)
 
 
 def agreed(world: World, doing: str, mine: bool) -> bool:

@@ -95,6 +95,7 @@ class World:
         host: the learners of this host.
         inner: the learners of this super learner.
         outer: the leaders; None on learners that lead nothing.
+        members: the super learners that they lead, by their rank there; () means all.
         rank, size: among all learners.
         local_rank, local_size: among the learners of the host.
         cross_rank, cross_size: among the learners with this local_rank, one per host at most.
@@ -130,6 +131,7 @@ class World:
     on_loss: str
     broken: bool = False
     joining: bool = False
+    members: tuple[int, ...] = ()
     mixed: bool = False
     owned: list[Any] = field(default_factory=list)
     before_together: list[Callable[[], object]] = field(default_factory=list)

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,21 +78,22 @@ class Averaging:
         averaged = self.rule.averaged() + wish.buffers
         specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
         self._specs = [specs]  # by generation
-        self.engine = self.another_engine(world.outer)
+        self.engine = self.another_engine(world.outer, world.members)
         world.at_shutdown(self.stop)
         if self._in_step is not None:
             world.before_together.append(self.catch_up)
         _live.append(self)
         statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
-    def another_engine(self, outer: Any) -> Engine:
+    def another_engine(self, outer: Any, members: Sequence[int]) -> Engine:
         """An engine for these tensors, started. All learners of all super learners make it together.
 
         Args:
             outer: the leaders; None on learners that are not leaders. A newcomer's is made and has no
                 thread until it has joined.
+            members: the super learners that they lead; () means all.
         """
-        engine = _engine(self._world, self._wish, self._plan, outer)
+        engine = _engine(self._world, self._wish, self._plan, outer, members)
         for specs in self._specs:
             engine.extend(specs)
         engine.start()
@@ -601,7 +602,7 @@ _LearnerLostError.__module__ = LearnerLostError.__module__
 # ---- set-up ----------------------------------------------------------------------------------
 
 
-def _engine(world: Any, wish: Wish, plan: Plan, outer: Any) -> Engine:
+def _engine(world: Any, wish: Wish, plan: Plan, outer: Any, members: Sequence[int]) -> Engine:
     """An engine with a communicator of its own; not yet started."""
     if outer is not None:
         from mpi4py import MPI
@@ -615,6 +616,7 @@ def _engine(world: Any, wish: Wish, plan: Plan, outer: Any) -> Engine:
         plan=plan,
         options=EngineOptions.from_config(wish.config),
         names=[f"{world.seats[group[0]].hostname}, learner {group[0]}" for group in world.groups],
+        members=members,
     )
 
 

@@ -212,7 +212,7 @@ def _connected(
     engines: list[Engine] = []
     try:
         for averaging in live():
-            engines.append(averaging.another_engine(joint.outer))
+            engines.append(averaging.another_engine(joint.outer, joint.members))
     except Exception:
         _drop((joint, engines))
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,22 @@ def test_super_learner_of_two(tmp_path):
     """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
     result = train(tmp_path, 4, "1", "--after", 10, of=2).checked()
     require_replaced(result, 4, 2, joined=1, new={0, 1})
+
+
+def test_one_of_two_lost_ones_replaced(tmp_path):
+    """Their new communicators have fewer learners than the job; everybody keeps its number."""
+    args = ("--together", "--held", "1,3", "--part", 15, "--then", 3)
+    result = train(tmp_path, 4, "1,2", *args)
+    learners = result.by_rank()
+    assert [(f["rank"], f["new"]) for f in learners] == [(0, False), (2, True)], result.report()
+    assert all(f["part"] == 31 and f["told"][-1][2] == [0, 2] for f in learners), result.report()
+    first, newcomer = (f["partners"] for f in learners)
+    assert first[:2] == [0, 0] and min(first[2:]) > 0, result.report()
+    assert newcomer[1:3] == [0, 0] and min(newcomer[0], newcomer[3]) > 0, result.report()
+    for lost in (1, 2, 3):
+        line = rf"super learner {lost} \(.*, learner {lost}\) is lost"
+        assert len(re.findall(line, result.stderr)) == 1, result.report()
+    assert result.returncode != 0, result.report()  # LOST_STATUS, or what mpirun makes of newcomers
 
 
 @pytest.mark.extended

@@ -1,8 +1,10 @@
 """Trains a float64 model with super learners that are lost, one after the other, and replaced.
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
-models differ. When everybody is there, the next of --victims kills itself; when all of them have been
-replaced, everybody trains --after more epochs. Each learner says its facts.
+models differ. When everybody is there, the next of --victims kills itself (or all of them do); when all
+of them have been replaced, everybody trains --after more epochs. Newcomers that are --held never come:
+when some, but not all, have been there for --part epochs, learner --then kills itself, and the others
+train as many more. Each learner says its facts.
 """
 
 import argparse
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--victims", default="", help="ranks, by comma; lost in this order")
+    parser.add_argument("--together", action="store_true", help="lost all at once")
     parser.add_argument("--after", type=int, default=6, help="epochs after the last replacement")
     parser.add_argument("--fails", default="", help="where a newcomer is lost")
     parser.add_argument("--exits", action="store_true", help="... by an exception")
@@ -37,12 +40,16 @@ def main() -> None:
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
+    parser.add_argument("--held", default="", help="super learners whose newcomers never come")
+    parser.add_argument("--part", type=int, default=0, help="epochs without these only")
+    parser.add_argument("--then", type=int, help="rank that is lost after them")
     parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
     args = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="LOG %(relativeCreated)d %(message)s"
     )
     if NEW:
+        hold(args.held.split(","))
         fail(args, "start")
     if args.fails == "launch":
         spoil_launch(args.folder)
@@ -57,6 +64,15 @@ def fail(args: argparse.Namespace, where: str) -> None:
             if args.exits:
                 raise RuntimeError("a newcomer's script fails")
             die()
+
+
+def hold(numbers: list[str]) -> None:
+    """A newcomer of these super learners waits until nobody needs it any more."""
+    number, recruiter, _ = os.environ["HVD_ADPSGD_JOINS"].split(" ", 2)
+    if number in numbers:
+        while Path(f"/proc/{recruiter}").exists():
+            time.sleep(0.05)
+        os._exit(0)
 
 
 def spoil_launch(folder: Path) -> None:
@@ -101,7 +117,7 @@ class Run:
             fail(self.args, "wrapped")
             self.fail_at_meeting()
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as scripts do
-        state = self.replace({"epoch": 0, "whole": 0, "alone": 0, "told": []})
+        state = self.replace({"epoch": 0, "whole": 0, "part": 0, "alone": 0, "told": []})
         self.facts |= {"began": state["epoch"], "first": self.values()}
         if NEW:
             saved = self.optimizer.state_dict()["state"]
@@ -115,14 +131,19 @@ class Run:
             if whole and lost == len(self.victims):
                 state["whole"] += 1
             state["alone"] += not whole
+            state["part"] += bool(state["part"]) or 0 < hvd.super_size() - len(alive) < lost
+            if state["part"] == self.args.part and self.args.then is not None:
+                self.lose(self.args.then, self.args.folder / "then")
             if state["whole"] > self.args.after or self.late():
+                break
+            if self.args.part and state["part"] > 2 * self.args.part:
                 break
             if self.args.alone and state["alone"] > self.args.alone:
                 break
             self.epoch()
             state["epoch"] += 1
-            if whole and state["epoch"] % 4 == 3 and lost < len(self.victims):
-                self.lose(lost)
+            if whole and state["epoch"] % 4 == 3:
+                self.lose_some(lost)
             state["told"].append([self.exact_mean()[0], 0.0, []])
             state = self.replace(state)
         self.facts |= state
@@ -172,10 +193,15 @@ class Run:
     def late(self) -> bool:
         return any(hvd.allgather_object(not NEW and time.monotonic() > self.ends))
 
-    def lose(self, number: int) -> None:
-        """The next victim dies; all see that it is about to."""
-        file = self.args.folder / f"lost{number}"
-        if hvd.rank() == self.victims[number] and leaves(file):
+    def lose_some(self, lost: int) -> None:
+        """The next victim, or all that are left, after `lost` of them."""
+        ends = len(self.victims) if self.args.together else min(lost + 1, len(self.victims))
+        for number in range(lost, ends):
+            self.lose(self.victims[number], self.args.folder / f"lost{number}")
+
+    def lose(self, rank: int, file: Path) -> None:
+        """A victim dies; all see that it is about to."""
+        if hvd.rank() == rank and leaves(file):
             die()
         while not file.exists():
             time.sleep(0.01)
