@@ -106,6 +106,7 @@ cdef double IDLE_S = 0.9e-3         # shortest and longest sleep when nothing is
 cdef double LONG_IDLE_S = 10e-3
 cdef double IDLE_SHARE = 0.02       # of the time since something moved, in between
 cdef double LULL_S = 0.2
+cdef double CENSUS_S = 1.0          # between looks at who is lost, also if no message says so
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6
 cdef double SLOW_POLL_S = 500e-6    # when nothing moved for LULL_S
@@ -322,6 +323,7 @@ cdef struct State:
     char* farewells         # goodbyes not yet seen
     bint said_goodbye
     double leave_by
+    double counted              # when it was last looked at who is lost
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
@@ -1173,6 +1175,14 @@ cdef void lose_acknowledged(State* e) noexcept nogil:
     free(lost)
 
 
+cdef void take_census(State* e) noexcept nogil:
+    """Look at who is lost now and then: who waits for a question only may get no error for it."""
+    cdef double t = now()
+    if t > e.counted + CENSUS_S:
+        e.counted = t
+        lose_acknowledged(e)
+
+
 cdef void lose(State* e, int partner) noexcept nogil:
     """The partner's process is gone. Its buffers stay: MPI may still hold their addresses."""
     cdef Exchange* x = &e.exchanges[partner]
@@ -1205,6 +1215,7 @@ cdef bint turn(State* e) noexcept nogil:
     cdef int partner, i
     if e.outgoing != NULL:
         moved |= reap_outgoing(e)
+    take_census(e)
     for partner in range(e.transport.size):
         x = &e.exchanges[partner]
         if x.phase == ASKED or x.phase == RUNNING:

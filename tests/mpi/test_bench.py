@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import _environment
+from launcher import environment
 
 from hvd_adpsgd.bench import picture
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 def bench(*args: str) -> str:
     command = [sys.executable, "-m", "hvd_adpsgd", "bench", *args]
     done = subprocess.run(
-        command, env=_environment({}), capture_output=True, text=True, timeout=240, check=False
+        command, env=environment({}), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
