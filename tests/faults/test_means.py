@@ -77,7 +77,7 @@ def run(spec: str, how: str, victims: str) -> Result:
         ("delay_by_one", "middle", "1"),
         pytest.param("delay_by_one", "between", "0,2", marks=pytest.mark.extended),
         ("delay_by_one", "raise", "0"),
-        ("delay_by_one:reading=b", "middle", "0"),
+        pytest.param("delay_by_one:reading=b", "middle", "0", marks=pytest.mark.extended),
         ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2"),
         pytest.param("periodic_averaging:period=1", "between", "3", marks=pytest.mark.extended),
         ("global_average:every=2", "middle", "2"),

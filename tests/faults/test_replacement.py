@@ -78,6 +78,7 @@ def test_replaced_under_horovodrun(tmp_path):
     assert "super learner 2 has joined" in result.stderr
 
 
+@pytest.mark.extended
 def test_super_learner_of_two(tmp_path):
     """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
     result = train(tmp_path, 4, "1", "--after", 10, of=2).checked()
@@ -120,7 +121,9 @@ def test_replaced_where_all_average(tmp_path):
     [
         pytest.param("start", "it was not ready after patience_s=20 s", marks=pytest.mark.extended),
         pytest.param("wrapped", "it ended before it was ready", marks=pytest.mark.extended),
-        ("meeting", "it was lost, or did not come, when all met"),
+        pytest.param(
+            "meeting", "it was lost, or did not come, when all met", marks=pytest.mark.extended
+        ),
         pytest.param(
             "met", "it was lost, or did not come, when all met", marks=pytest.mark.extended
         ),

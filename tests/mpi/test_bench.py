@@ -52,6 +52,7 @@ def test_table_names_what_is_nested() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_picture_of_overlap(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "overlap.png"

@@ -53,6 +53,7 @@ def require_trained(said: list[Facts], learners: int) -> None:
     assert all(facts["loaded"] for facts in said), said
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", ALONE)
 def test_every_learner_a_super_learner(case: str) -> None:
     require_trained(trained(3, 1, ALONE)[case], 3)

@@ -71,8 +71,13 @@ def require_trained(said: Sequence[Facts], learners: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_in_the_node_with_every_optimizer(name: str) -> None:
     require_trained(trained_in_pairs()[name], 4)
-    require_trained(trained_in_threes()[name], 6)
     assert all(facts["is_instance"] for facts in trained_in_pairs()[name])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "growing"])
+def test_same_in_super_learners_of_three(name: str) -> None:
+    require_trained(trained_in_threes()[name], 6)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_every_kind_of_parameter_is_averaged(name: str) -> None:
 
 
 def test_groups_added_later_are_averaged() -> None:
-    require_trained(trained_in_threes()["growing"], 6)
+    require_trained(trained_in_pairs()["growing"], 4)
     assert trained_in_pairs()["growing"][0]["groups"] == 4
 
 
@@ -216,7 +221,8 @@ def require_learned(facts: dict[str, Any]) -> None:
     assert facts["accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("size", ["2", pytest.param("1", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("size", ["1", "2"])
 def test_horovod_script_trains(tmp_path: Path, size: str) -> None:
     require_learned(horovod_script(4, tmp_path, 3, **OURS, **{SIZE: size}))
 

@@ -308,6 +308,7 @@ def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str
     assert said[2]["work"] > 0
 
 
+@pytest.mark.extended
 def test_learners_of_a_node_stay_the_same_with_a_second_model() -> None:
     said = trained("nodes", 8).said["4x2/free/a2cid2"]
     assert [facts["same"] for facts in said] == [True] * 8
