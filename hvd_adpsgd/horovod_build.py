@@ -128,7 +128,8 @@ CHANGES = (
         "horovod/runner/mpi_run.py",
         "    # if user does not specify any hosts, mpirun by default uses local host.\n",
         "    if mpi == _OMPI_IMPL and len(set(host_names or ())) > 1 and _open_mpi_major(env) >= 5:\n"
-        "        env = {**_OMPI5_SILENCE, **os.environ, **(env or {})}\n"
+        "        ours = {name: os.environ.get(name, value) for name, value in _OMPI5_SILENCE.items()}\n"
+        "        env = {**ours, **env}\n"
         "    # if user does not specify any hosts, mpirun by default uses local host.\n",
     ),
     Change(

@@ -158,7 +158,7 @@ def uniform_matrix(n: int) -> Matrix:
     Raises:
         TopologyError: if n < 1.
 
-    Source: T_u of Zhang et al., arXiv:2002.01119.
+    Source: the matrix with which D-PSGD (arXiv:1705.09056) is synchronous SGD.
     """
     require_size(n)
     return np.full((n, n), 1 / n)

@@ -24,6 +24,7 @@ from hvd_adpsgd.topology import require_size
 
 __all__ = [
     "Acceleration",
+    "Noise",
     "accelerated_decay",
     "acceleration",
     "acceleration_gain",
@@ -297,9 +298,39 @@ def effective_rate(rate: float, gradients: npt.ArrayLike, at_mean: npt.ArrayLike
 # ---- how fast it converges, in the order of things ----------------------------------------------
 
 
-def adpsgd_rate(
-    n: int, batch: int, smoothness: float, within: float, between: float, updates: int
-) -> float:
+@dataclass(frozen=True)
+class Noise:
+    """What the AD-PSGD theorem knows of a task.
+
+    Attributes:
+        batch: M, samples per gradient, >= 1.
+        smoothness: L > 0, the Lipschitz constant of the gradients.
+        within: s^2 >= 0, variance of one sample's gradient within a learner's data.
+        between: z^2 >= 0, variance of the learners' own gradients.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    batch: int
+    smoothness: float
+    within: float
+    between: float
+
+    def __post_init__(self) -> None:
+        for name, low in {"batch": 1, "within": 0, "between": 0}.items():
+            value = getattr(self, name)
+            _require(value >= low, "Noise", f"{name} = {value}", f">= {low}", "Correct it.")
+        told = f"smoothness = {self.smoothness}"
+        _require(self.smoothness > 0, "Noise", told, "> 0", "Give a Lipschitz constant.")
+
+    @property
+    def spread(self) -> float:
+        """sqrt(s^2 + 6 M z^2)."""
+        return math.sqrt(self.within + 6 * self.batch * self.between)
+
+
+def adpsgd_rate(n: int, noise: Noise, updates: int) -> float:
     """The learning rate of the AD-PSGD theorem, n / (10 M L + sqrt(s^2 + 6 M z^2) sqrt(K M)).
 
     For K so large that staleness and the spectral gap no longer matter (K >> n^2 times a polynomial in
@@ -307,71 +338,43 @@ def adpsgd_rate(
 
     Args:
         n: learners, >= 1.
-        batch: M, samples per gradient, >= 1.
-        smoothness: L > 0, the Lipschitz constant of the gradients.
-        within: s^2 >= 0, variance of one sample's gradient within a learner's data.
-        between: z^2 >= 0, variance of the learners' own gradients.
+        noise: M, L, s and z.
         updates: K >= 1, of all learners together.
 
     Raises:
         TopologyError: if n < 1.
-        ConfigError: for a value out of range.
+        ConfigError: if K < 1.
 
     Source: Lian et al., Asynchronous decentralized parallel SGD, ICML 2018, arXiv:1710.06952.
     """
-    noise = _noise("adpsgd_rate", n, batch, smoothness, within, between, updates)
-    return n / (10 * batch * smoothness + noise * math.sqrt(updates * batch))
+    require_size(n)
+    _require(updates >= 1, "adpsgd_rate", f"updates = {updates}", ">= 1", "Count all learners'.")
+    step = 10 * noise.batch * noise.smoothness
+    return n / (step + noise.spread * math.sqrt(updates * noise.batch))
 
 
-def adpsgd_bound(
-    n: int,
-    batch: int,
-    smoothness: float,
-    within: float,
-    between: float,
-    updates: int,
-    to_minimum: float,
-) -> float:
+def adpsgd_bound(noise: Noise, updates: int, to_minimum: float) -> float:
     """The order of (1/K) sum_k E|grad f(mean)|^2 at `adpsgd_rate`, without the theorem's constants.
 
         f_0 L / K  +  (f_0 + L) sqrt(s^2 / M + 6 z^2) / sqrt(K),    f_0 = f(start) - f(minimum)
 
-    K counts updates of all learners, so the second term, which remains, falls with n as many times
-    faster: linear speed-up. Neither the spectral gap nor the staleness is in it; they prolong the time
-    until it holds.
+    K counts updates of all learners, who make n times as many in the same time: the second term, which
+    remains, speeds up linearly. Neither n, the spectral gap nor the staleness is in it; the latter two
+    prolong the time until it holds.
 
     Args:
-        n: learners, >= 1.
-        batch: M, samples per gradient, >= 1.
-        smoothness: L > 0, the Lipschitz constant of the gradients.
-        within: s^2 >= 0, variance of one sample's gradient within a learner's data.
-        between: z^2 >= 0, variance of the learners' own gradients.
+        noise: M, L, s and z.
         updates: K >= 1, of all learners together.
         to_minimum: f_0 >= 0.
 
     Raises:
-        TopologyError, ConfigError: as adpsgd_rate.
+        ConfigError: if K < 1.
 
     Source: Lian et al., arXiv:1710.06952, its corollary.
     """
-    noise = _noise("adpsgd_bound", n, batch, smoothness, within, between, updates)
-    slow = (to_minimum + smoothness) * noise / math.sqrt(batch * updates)
-    return to_minimum * smoothness / updates + slow
-
-
-def _noise(
-    where: str, n: int, batch: int, smoothness: float, within: float, between: float, updates: int
-) -> float:
-    """sqrt(s^2 + 6 M z^2), arguments checked."""
-    require_size(n)
-    for name, value in {"batch": batch, "updates": updates}.items():
-        _require(value >= 1, where, f"{name} = {value}", ">= 1", "Count samples and updates.")
-    _require(
-        smoothness > 0, where, f"smoothness = {smoothness}", "> 0", "Give a Lipschitz constant."
-    )
-    for name, variance in {"within": within, "between": between}.items():
-        _require(variance >= 0, where, f"{name} = {variance}", ">= 0", "Give a variance.")
-    return math.sqrt(within + 6 * batch * between)
+    _require(updates >= 1, "adpsgd_bound", f"updates = {updates}", ">= 1", "Count all learners'.")
+    slow = (to_minimum + noise.smoothness) * noise.spread / math.sqrt(noise.batch * updates)
+    return to_minimum * noise.smoothness / updates + slow
 
 
 def rounds_to_shrink(factor: float, by: float = 10.0) -> int:

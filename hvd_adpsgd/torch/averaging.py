@@ -380,7 +380,6 @@ class Averaging:
         It may come at any place of a step, also when that step's corrections are published but not
         yet applied.
         """
-        self._settled += 1
         self.require_running()
         self.parameters.check()
         self.catch_up()
@@ -399,6 +398,7 @@ class Averaging:
         self._take_in()  # and what was merged after that
         self.rule.after_corrections()
         self.rule.settle()
+        self._settled += 1
 
     def _pause(self) -> bool:
         return self.engine.pause(2 * self._config.deadline_s)
@@ -412,7 +412,8 @@ class Averaging:
     def resume(self) -> None:
         """Refresh the mirror after the parameters were changed, and go on.
 
-        Inside another settle() only that one's end goes on.
+        Inside another settle() only that one's end goes on. A newcomer, whose engine is new, has not
+        settled.
         """
         self._settled = max(0, self._settled - 1)
         self._refresh()
@@ -450,9 +451,9 @@ class Averaging:
         if state is None:
             self._fresh = True
             return
-        useless = self._use(state)
-        if useless:
-            log.warning("%s: it starts anew with the model loaded.", useless)
+        reason = self._reason_against(state)
+        if reason:
+            log.warning("%s: it starts anew with the model loaded.", reason)
             self._fresh = True
             return
         self._step = int(state["step"])
@@ -461,7 +462,7 @@ class Averaging:
             for mine, theirs in zip(tensors, state["rule"][name], strict=True):
                 mine.copy_(theirs)
 
-    def _use(self, state: dict[str, Any]) -> str:
+    def _reason_against(self, state: dict[str, Any]) -> str:
         """Why the state is of no use here; "" if it is of use."""
         here = [self._world.super_rank, self._world.super_size]
         if state.get("strategy") != self._spec:

@@ -41,14 +41,11 @@ def settled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _at_rest(averagings: Iterable[Averaging]) -> Iterator[None]:
-    averagings = list(averagings)
-    for averaging in averagings:
-        averaging.settle()
-    try:
+    with contextlib.ExitStack() as settled:
+        for averaging in list(averagings):
+            averaging.settle()
+            settled.callback(averaging.resume)
         yield
-    finally:
-        for averaging in averagings:
-            averaging.resume()
 
 
 @torch.no_grad()

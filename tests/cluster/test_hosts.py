@@ -94,8 +94,6 @@ def test_a_host_that_is_cut_off_for_5_s_comes_back(tmp_path: Path) -> None:
         before, after = run.at(rank, cut + 1.5), run.at(rank, healed)  # deadline_s is 1
         assert after["met"][other] > before["met"][other] + 10, "the others exchange on"
         assert after["met"][2] <= before["met"][2] + 1, "nobody was cut off"
-        end = run.facts(rank)[-1]
-        assert end["met" if "met" in end else "living"], end
         back = [f for f in run.facts(rank) if "met" in f][-1]
         assert back["met"][2] > after["met"][2] + 10, "it contributes again"
     steps = [run.at(2, when)["step"] for when in (cut + 1, healed)]

@@ -30,7 +30,7 @@ NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentu
 def attempted() -> dict[str, list[dict[str, Any]]] | BaseException:
     """Also a failure is kept: one launch that hangs is enough."""
     try:
-        result = run_learners(4, PROGRAM, timeout=200).checked()
+        result = run_learners(4, PROGRAM, args=IN_STEP, timeout=200).checked()
     except (AssertionError, pytest.fail.Exception) as error:
         return error
     said: dict[str, list[dict[str, Any]]] = defaultdict(list)

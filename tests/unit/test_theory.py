@@ -202,18 +202,14 @@ def test_effective_rate_on_a_quadratic_is_the_rate_and_elsewhere_what_the_mean_d
 )  # fmt: skip
 def test_the_bound_is_what_the_rate_gives(n, batch, smooth, within, between, updates, start):
     """f0 / (K e) + L v e, the descent lemma's with a step e of the mean, up to its constant 10."""
-    step = theory.adpsgd_rate(n, batch, smooth, within, between, updates) * batch / n
+    noise = theory.Noise(batch, smooth, within, between)
+    step = theory.adpsgd_rate(n, noise, updates) * batch / n
     variance = within / batch + 6 * between
     lemma = start / (updates * step) + smooth * variance * step
-    bound = theory.adpsgd_bound(n, batch, smooth, within, between, updates, start)
+    bound = theory.adpsgd_bound(noise, updates, start)
     assert lemma <= 10 * bound * (1 + 1e-9)
-    assert bound == theory.adpsgd_bound(1, batch, smooth, within, between, updates, start)
-
-
-def test_the_bound_s_last_term_falls_with_the_root_of_updates():
-    """So n learners that make n times the updates need a n-th of the time for it."""
-    late = [theory.adpsgd_bound(8, 32, 1.0, 1.0, 0.5, 10**k, 2.0) for k in (10, 12)]
-    assert late[0] / late[1] == pytest.approx(10, rel=1e-3)
+    slow = (start + smooth) * np.sqrt(variance / updates)
+    assert bound == pytest.approx(start * smooth / updates + slow, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +217,12 @@ def test_the_bound_s_last_term_falls_with_the_root_of_updates():
     [
         (lambda: theory.effective_rate(1, np.ones((2, 3)), np.ones(2)), "shapes do not fit"),
         (lambda: theory.effective_rate(1, np.ones((2, 3)), np.zeros(3)), "no rate can be seen"),
-        (lambda: theory.adpsgd_rate(0, 1, 1, 1, 1, 1), "super learners|n ="),
-        (lambda: theory.adpsgd_rate(2, 0, 1, 1, 1, 1), "batch = 0"),
-        (lambda: theory.adpsgd_rate(2, 1, 0, 1, 1, 1), "smoothness = 0"),
-        (lambda: theory.adpsgd_bound(2, 1, 1, -1, 1, 1, 1), "within = -1"),
+        (lambda: theory.adpsgd_rate(0, theory.Noise(1, 1, 1, 1), 1), "super learners|n ="),
+        (lambda: theory.adpsgd_rate(2, theory.Noise(1, 1, 1, 1), 0), "updates = 0"),
+        (lambda: theory.adpsgd_bound(theory.Noise(1, 1, 1, 1), 0, 1), "updates = 0"),
+        (lambda: theory.Noise(0, 1, 1, 1), "batch = 0"),
+        (lambda: theory.Noise(1, 0, 1, 1), "smoothness = 0"),
+        (lambda: theory.Noise(1, 1, -1, 1), "within = -1"),
     ],
 )
 def test_wrong_arguments_of_rates(call, cure):

@@ -1,5 +1,6 @@
 """What scripts do beside the straight path, on 4 learners: skipped steps, states loaded in mid-run.
 
+Arguments: the schemes in step with which steps are skipped.
 The gradient of learner r in step k is known (`gradient`), so that of the mean of all is, too.
 """
 
@@ -20,14 +21,6 @@ from hvd_adpsgd.config import Config
 
 SIZE = 70_001  # more than one chunk of 64 KiB
 LR = 0.25
-IN_STEP = (
-    "delay_by_one",
-    "periodic_averaging:period=2",
-    "global_average:every=2+random_pairs",
-    "lock_step:order=awc+random_pairs",
-    "lock_step:order=atc+fixed_ring",
-    "noloco:period=2,rate=1,momentum=0",
-)
 TOLD: list[str] = []
 
 
@@ -77,7 +70,7 @@ def advance(p: torch.nn.Parameter, step: int, optimizer: Any) -> None:
 
 def skipped(where: str) -> None:
     """Super learner 0 skips some steps as GradScaler does, also before all wait for each other."""
-    for spec in IN_STEP:
+    for spec in sys.argv[1:]:
         p = vector()
         with training(spec, [p]) as optimizer:
             expected = torch.zeros(SIZE, dtype=torch.float64)
