@@ -163,6 +163,13 @@ class Config:
         choices=("float16", "bfloat16"),
         optional=True,
     )
+    all_reduce: str = _knob(
+        "mpi",
+        str,
+        "",
+        "how strategies that average all at once sum: MPI's all-reduce, or pairwise in log2 n stages",
+        choices=("mpi", "butterfly"),
+    )
     nonfinite: str = _knob(
         "raise",
         str,

@@ -82,6 +82,7 @@ class EngineOptions:
         exchanges_per_step: exchanges a super learner takes part in per step, on average.
         max_staleness: steps; None never waits.
         wire_dtype: "float16", "bfloat16" or None for the model's own.
+        all_reduce: how means of all are summed: "mpi" or "butterfly"; see ext/hvd_adpsgd/_sums.pyx.
         chunk_nbytes: largest chunk.
         deadline_s: silence after which a partner is parked.
         leave_deadline_s: longest goodbye.
@@ -96,6 +97,7 @@ class EngineOptions:
     exchanges_per_step: float = 1.0
     max_staleness: int | None = None
     wire_dtype: str | None = None
+    all_reduce: str = "mpi"
     chunk_nbytes: int = 2**18
     deadline_s: float = 1.0
     leave_deadline_s: float = 5.0
@@ -110,6 +112,7 @@ class EngineOptions:
             exchanges_per_step=config.exchanges_per_step,
             max_staleness=config.max_staleness,
             wire_dtype=config.wire_dtype,
+            all_reduce=config.all_reduce,
             chunk_nbytes=config.chunk_kib * 1024,
             deadline_s=config.deadline_s,
             leave_deadline_s=config.leave_deadline_s,
@@ -262,7 +265,8 @@ class Engine:
 
         if _of_all(self._plan.in_step):
             self._everybody = self._outer.Dup()  # after a loss the thread puts another in
-            loop.average_all(MPI._addressof(self._everybody), survives_losses())
+            butterfly = self.options.all_reduce == "butterfly"
+            loop.average_all(MPI._addressof(self._everybody), survives_losses(), butterfly)
         if self.options.share_host:
             outboxes = Outboxes(Loop.shared_nbytes(self.options.chunk_nbytes), self._outer)
             self._memory.append(outboxes)

@@ -22,7 +22,7 @@ finished when the partner answers, but the side it occupied is free again.
 
 In rounds the trainer says who asks whom; an engine says NO to the question of another round.
 
-The mean of all is a sum by MPI, chunk after chunk, LANES of them on their way at once. Each chunk
+The mean of all is a sum (_sums), chunk after chunk, LANES of them on their way at once. Each chunk
 carries two more numbers: how many contribute (a model that is not finite does not), and the sum of
 a number that belongs to the layout, which shows whether all average the same tensors.
 
@@ -40,10 +40,12 @@ from mpi4py cimport libmpi as mpi
 from hvd_adpsgd._arena cimport (Arena, Memory, memory_merge, memory_nbytes, memory_snapshot,
                                 memory_merge_mean, memory_share, memory_sum_nbytes,
                                 pthread_mutex_t)
+from hvd_adpsgd._sums cimport (Network, Sum, network_open, sum_drained, sum_nbytes_sent, sum_post,
+                               sum_test)
 from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_NONE, FAILURE_PARTNER,
                                     FAILURE_PENDING, TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
                                     classify, data_tag, give_up, post_agreement, post_receive,
-                                    post_send, post_sum, revoke, shrink, test, transport_open)
+                                    post_send, revoke, shrink, test, transport_open)
 
 cdef extern from "<time.h>" nogil:
     ctypedef int clockid_t
@@ -212,12 +214,12 @@ cdef struct Share:          # one chunk on its way to the mean of all
     double began
     char* own               # our chunk; then in the type of sums, with two numbers behind it
     char* mine
-    char* total
-    mpi.MPI_Request request
+    bint summing
+    Sum sum
 
 cdef struct Mean:
     mpi.MPI_Comm* comm      # of its own, for it may be revoked; without the lost. The caller's handle
-    int size
+    Network network         # over it
     bint survives           # ULFM is on
     Stage stage
     int* agreed             # behind the buffers: MPI may know it longer than this lives
@@ -900,20 +902,21 @@ cdef bint ask_if_due(State* e) noexcept nogil:
 # ---- the mean of all -----------------------------------------------------------------------
 
 cdef bint reserve_mean(State* e) noexcept nogil:
-    """Room for LANES chunks: each in its own type, and twice in the type of sums."""
+    """Room for LANES chunks: each in its own type, and three times in the type of sums."""
     cdef Mean* m = &e.mean
     cdef int i
     cdef int64_t sums = 2 * e.lane_nbytes + 16      # a 16-bit chunk doubles
     if m.buffers != NULL:
         return True
-    m.lane_nbytes = e.lane_nbytes + 2 * sums        # a multiple of 4, as the lane is
+    m.lane_nbytes = e.lane_nbytes + 3 * sums        # a multiple of 4, as the lane is
     m.buffers = <char*>malloc(LANES * m.lane_nbytes + sizeof(int))
     if m.buffers == NULL:
         return False
     for i in range(LANES):
         m.shares[i].own = m.buffers + i * m.lane_nbytes
         m.shares[i].mine = m.shares[i].own + e.lane_nbytes
-        m.shares[i].total = m.shares[i].mine + sums
+        m.shares[i].sum.total = m.shares[i].mine + sums
+        m.shares[i].sum.incoming = m.shares[i].sum.total + sums
     m.agreed = <int*>(m.buffers + LANES * m.lane_nbytes)
     return True
 
@@ -973,7 +976,8 @@ cdef bint start_share(State* e) noexcept nogil:
     s.began = now()
     s.busy = True
     m.next += 1
-    code = post_sum(m.comm[0], s.mine, s.total, <int>s.count + 2, s.itemsize == 8, &s.request)
+    s.summing = True
+    code = sum_post(&m.network, &s.sum, s.mine, <int>s.count + 2, s.itemsize == 8, m.next)
     if code != mpi.MPI_SUCCESS:
         break_mean(e, code)
         return False
@@ -990,19 +994,20 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
     cdef int code
     if not s.busy or chunk % LANES != lane:
         return False
-    if s.request != mpi.MPI_REQUEST_NULL:
-        code = test(&s.request, &arrived, NULL)
+    if s.summing:
+        code = sum_test(&m.network, &s.sum, &arrived)
         if code != mpi.MPI_SUCCESS:
             break_mean(e, code)
             return True
         if not arrived:
             return False
-    learners = get_number(s, s.total, 0)
+        s.summing = False
+    learners = get_number(s, s.sum.total, 0)
     square = -2.0
-    if get_number(s, s.total, 1) != m.size * layout_mark(e, chunk):
+    if get_number(s, s.sum.total, 1) != m.network.size * layout_mark(e, chunk):
         latch(e, FAULT_LAYOUT, 0, NOBODY)
     elif not s.void and learners > 0:
-        square = memory_merge_mean(e.memory, chunk, m.replace, learners, s.total, s.mine)
+        square = memory_merge_mean(e.memory, chunk, m.replace, learners, s.sum.total, s.mine)
     if square == -1.0:
         return False                        # the slot is held: later
     if square >= 0:
@@ -1079,7 +1084,9 @@ cdef bint advance_agreement(State* e) noexcept nogil:
         finish_mean(e)
         return True
     lose_acknowledged(e)
-    code = shrink(m.comm, &m.size)
+    code = shrink(m.comm)
+    if code == mpi.MPI_SUCCESS:
+        code = network_open(&m.network, m.comm[0], m.network.butterfly)
     if code != mpi.MPI_SUCCESS:
         latch(e, FAULT_MPI, code, NOBODY)
     begin_sums(m)
@@ -1089,13 +1096,12 @@ cdef bint advance_agreement(State* e) noexcept nogil:
 cdef bint drain_sums(State* e) noexcept nogil:
     """Wait for the requests of a broken mean, whose buffers MPI may still touch; then say no."""
     cdef Mean* m = &e.mean
-    cdef bint moved = False, done, busy = False
+    cdef bint moved = False, busy = False
     cdef int i
     for i in range(LANES):
-        if m.shares[i].busy:
-            test(&m.shares[i].request, &done, NULL)
-            m.shares[i].busy = not done
-            moved |= done
+        if m.shares[i].busy and sum_drained(&m.shares[i].sum):
+            m.shares[i].busy = False
+            moved = True
         busy |= m.shares[i].busy
     if not busy:
         agree(e, False)
@@ -1110,8 +1116,8 @@ cdef void finish_mean(State* e) noexcept nogil:
     e.counters.means += 1
     e.counters.mean_s += ended - m.began
     e.counters.mean_square = m.square
-    e.counters.bytes_sent += m.nbytes
-    e.counters.bytes_received += m.nbytes
+    e.counters.bytes_sent += sum_nbytes_sent(&m.network, m.nbytes)
+    e.counters.bytes_received += sum_nbytes_sent(&m.network, m.nbytes)
     record(e, 4, NOBODY, m.began, ended, m.nbytes, e.step)
     store(&m.finished, m.finished + 1)
 
@@ -1450,8 +1456,10 @@ cdef class Loop:
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
 
-    def average_all(self, uintptr_t comm_address, bint survives):
+    def average_all(self, uintptr_t comm_address, bint survives, bint butterfly):
         """Means of all go over this communicator, errors returned; `survives`: ULFM is on.
+
+        Sums are MPI's own, or those of a butterfly (see _sums).
 
         The handle at the address becomes that of the living when somebody is lost, so it must stay.
         """
@@ -1459,7 +1467,8 @@ cdef class Loop:
         m.comm = <mpi.MPI_Comm*>comm_address
         m.survives = survives
         m.agreement = mpi.MPI_REQUEST_NULL
-        mpi.MPI_Comm_size(m.comm[0], &m.size)
+        if network_open(&m.network, m.comm[0], butterfly) != mpi.MPI_SUCCESS:
+            raise RuntimeError("MPI refused the communicator for means of all")
 
     def begin_mean(self, bint replace):
         """Take part in the next mean of all, as every other engine must. Returns its number."""
@@ -1631,7 +1640,7 @@ cdef class Loop:
             "serving": e.serving, "wanted": e.wanted, "round": e.round, "credit": e.credit,
             "sending": e.outgoing != NULL, "fault": e.fault, "cpu_s": self.cpu_s(),
             "mean": {"wanted": load(&m.wanted), "finished": load(&m.finished),
-                     "running": bool(m.running), "super_learners": m.size,
+                     "running": bool(m.running), "super_learners": m.network.size,
                      "stage": ("summing", "draining", "agreeing")[m.stage],
                      "chunks": m.nchunks, "begun": m.next, "merged": m.done,
                      "age_s": t - m.began if m.running else None,

@@ -26,11 +26,9 @@ cdef struct Arrival:
 cdef int transport_open(Transport* t, mpi.MPI_Comm comm) noexcept nogil
 cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int tag,
                       mpi.MPI_Request* request) noexcept nogil
-cdef int post_sum(mpi.MPI_Comm comm, const void* mine, void* total, int count,
-                  bint double_precision, mpi.MPI_Request* request) noexcept nogil
 cdef int post_agreement(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request) noexcept nogil
 cdef void revoke(mpi.MPI_Comm comm) noexcept nogil
-cdef int shrink(mpi.MPI_Comm* comm, int* size) noexcept nogil
+cdef int shrink(mpi.MPI_Comm* comm) noexcept nogil
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
                    mpi.MPI_Request* request) noexcept nogil
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil

@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: the engine's thread reaches MPI through these few calls without the GIL.
-"""Messages and sums between leaders over MPI communicators, and what to do when one is lost."""
+"""Messages between leaders over MPI communicators, and what to do when one is lost."""
 
 cdef extern from * nogil:
     """
@@ -67,15 +67,6 @@ cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int ta
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, t.comm, request)
 
 
-cdef int post_sum(mpi.MPI_Comm comm, const void* mine, void* total, int count,
-                  bint double_precision, mpi.MPI_Request* request) noexcept nogil:
-    """total = the sum over all of `comm`, who post their sums in one order."""
-    request[0] = mpi.MPI_REQUEST_NULL
-    return mpi.MPI_Iallreduce(<void*>mine, total, count,
-                              mpi.MPI_DOUBLE if double_precision else mpi.MPI_FLOAT, mpi.MPI_SUM,
-                              comm, request)
-
-
 cdef int post_agreement(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request) noexcept nogil:
     """flag = 1 if all of `comm` said 1. The same outcome, code included, on all that live."""
     request[0] = mpi.MPI_REQUEST_NULL
@@ -87,7 +78,7 @@ cdef void revoke(mpi.MPI_Comm comm) noexcept nogil:
     adpsgd_revoke(comm)
 
 
-cdef int shrink(mpi.MPI_Comm* comm, int* size) noexcept nogil:
+cdef int shrink(mpi.MPI_Comm* comm) noexcept nogil:
     """Go on with those of `comm` that live; all of them come here. Blocks until they do."""
     cdef mpi.MPI_Comm smaller
     cdef int code = adpsgd_shrink(comm[0], &smaller)
@@ -96,7 +87,7 @@ cdef int shrink(mpi.MPI_Comm* comm, int* size) noexcept nogil:
     mpi.MPI_Comm_set_errhandler(smaller, mpi.MPI_ERRORS_RETURN)
     mpi.MPI_Comm_free(comm)
     comm[0] = smaller
-    return mpi.MPI_Comm_size(smaller, size)
+    return mpi.MPI_SUCCESS
 
 
 cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,

@@ -27,6 +27,11 @@ _MEANINGS = {
     "*.theory": "rate of the expectation, or a ratio of two",
     "*.measured": "the same through the engine",
     "*.typical": "rate of a typical run",
+    "*.allreduce_ms": "MPI_Allreduce with nothing around it",
+    "*.mpi_ms": "a mean of all through the engine, summed by MPI",
+    "*.butterfly_ms": "the same, summed by the butterfly",
+    "*.butterfly_to_mpi": "ratio of the two, median of rounds",
+    "*.per_stage_ms": "b of t(n) = a + b log2 n",
     "*.mean_ms": "a mean of all beside nothing",
     "*.off_ms": "step of the plain optimizer",
     "*.delay_to_max": "delay_by_one / max(off, mean)",
@@ -72,7 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     overlap.add_argument("--busy", action="store_true", help="compute, where otherwise sleep")
     overlap.add_argument("--picture", metavar="FILE", help="draw traced steps instead (matplotlib)")
-    for kind in (exchange, step, gossip, overlap):
+    allreduce = kinds.add_parser("allreduce", help="the mean of all: MPI's sum or the butterfly's")
+    allreduce.add_argument(
+        "--learners", type=int, default=4, help="the most; 2, 4, ... up to these"
+    )
+    allreduce.add_argument("--mib", type=float, default=32.0, help="size of the model")
+    allreduce.add_argument("--rounds", type=int, default=9)
+    for kind in (exchange, step, gossip, overlap, allreduce):
         kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
 

@@ -66,27 +66,36 @@ PROGRAM = """
 """.replace("STEPS", str(STEPS))
 
 
-def run(spec: str, how: str, victims: str) -> Result:
+def run(spec: str, how: str, victims: str, sums: str) -> Result:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    env["HVD_ADPSGD_ALL_REDUCE"] = sums
     return run_learners(N, PROGRAM, args=[spec, how, victims], env=env, timeout=120)
 
 
 @pytest.mark.parametrize(
-    ("spec", "how", "victims"),
+    ("spec", "how", "victims", "sums"),
     [
-        ("delay_by_one", "middle", "1"),
-        pytest.param("delay_by_one", "between", "0,2", marks=pytest.mark.extended),
-        ("delay_by_one", "raise", "0"),
-        pytest.param("delay_by_one:reading=b", "middle", "0", marks=pytest.mark.extended),
-        ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2"),
-        pytest.param("periodic_averaging:period=1", "between", "3", marks=pytest.mark.extended),
-        ("global_average:every=2", "middle", "2"),
-        pytest.param("global_average:every=2", "raise", "1", marks=pytest.mark.extended),
+        ("delay_by_one", "middle", "1", "mpi"),
+        ("delay_by_one", "middle", "2", "butterfly"),
+        pytest.param("delay_by_one", "between", "0,2", "mpi", marks=pytest.mark.extended),
+        ("delay_by_one", "raise", "0", "butterfly"),
+        pytest.param("delay_by_one:reading=b", "middle", "0", "mpi", marks=pytest.mark.extended),
+        ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2", "mpi"),
+        pytest.param(
+            "periodic_averaging:period=2", "middle", "0,3", "butterfly", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            "periodic_averaging:period=1", "between", "3", "mpi", marks=pytest.mark.extended
+        ),
+        ("global_average:every=2", "middle", "2", "butterfly"),
+        pytest.param("global_average:every=2", "raise", "1", "mpi", marks=pytest.mark.extended),
     ],
 )
-def test_a_mean_of_all_goes_on_over_the_living(spec: str, how: str, victims: str) -> None:
+def test_a_mean_of_all_goes_on_over_the_living(
+    spec: str, how: str, victims: str, sums: str
+) -> None:
     """They make all their steps, agree with one another to rounding, and end."""
-    result = run(spec, how, victims)
+    result = run(spec, how, victims, sums)
     lost = [int(v) for v in victims.split(",")]
     said = {facts["rank"]: facts for facts in result.by_rank()}
     assert all("died" in said[rank] and "steps" not in said[rank] for rank in lost), result.report()

@@ -39,6 +39,7 @@ OUTSIDE: dict[str, set[str] | None] = {
     "_signal": COMPILED,
     "statefile": set(),
     "_transport": COMPILED | {"mpi4py"},
+    "_sums": COMPILED | {"mpi4py"},
     "_engine": COMPILED | {"mpi4py"},
 }
 
@@ -218,7 +219,7 @@ def test_the_table_is_read():
     assert {"_engine", "_kernels"} <= TABLE.files[f"ext/{PACKAGE}"]
     assert TABLE.chains[0][0] == {"torch"}
     assert TABLE.chains[0][-1] == {"config", "errors"}
-    assert len(TABLE.chains) == 5
+    assert len(TABLE.chains) == 6
 
 
 @pytest.mark.parametrize("path", sources(), ids=ids)
@@ -296,6 +297,8 @@ def test_cython_imports(source, expected):
         ("engine", "_engine", True),
         ("engine", "_kernels", True),
         ("_engine", "_transport", True),
+        ("_engine", "_sums", True),
+        ("_transport", "_sums", False),
         ("config", "errors", True),
         ("strategies", "mixing", True),
         ("theory", "mixing", True),

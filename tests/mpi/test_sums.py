@@ -1,0 +1,127 @@
+"""The mean of all, summed by MPI or by the butterfly: the same to rounding, for any number of learners."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+MOST = 8
+PRELUDE = """
+    import hashlib
+    import numpy as np
+    from mpi4py import MPI
+    from hvd_adpsgd.engine import Engine, EngineOptions
+    from hvd_adpsgd.layout import TensorSpec
+    from hvd_adpsgd.strategies import parse
+
+    world = MPI.COMM_WORLD
+    world.Set_errhandler(MPI.ERRORS_RETURN)
+
+    def engine_for(comm, way, specs):
+        outer = comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        plan = parse("periodic_averaging:period=1").plan(comm.rank, comm.size)
+        options = EngineOptions(chunk_nbytes=2**16, deadline_s=60.0, all_reduce=way)
+        engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+        engine.extend(specs)
+        engine.start()
+        return engine
+
+    def averaged(engine, model, step):
+        addresses = np.array([x.ctypes.data for x in model], dtype=np.uintp)
+        engine.absorb(addresses, -1, step)
+        engine.offer(step)
+        engine.begin_round(step)
+        engine.finish_round()
+        engine.publish(step)
+        engine.absorb(addresses, engine.published(), step)
+"""
+SUMS = (
+    PRELUDE
+    + """
+    SIZES = {"float64": 40_003, "float32": 100_001, "float16": 3_001}
+    for n in range(2, world.size + 1):
+        if world.rank >= n:
+            continue
+        comm = world.Create_group(world.Get_group().Incl(range(n)))
+        rng = np.random.default_rng([7, n, comm.rank])
+        start = [rng.standard_normal(count).astype(kind) for kind, count in SIZES.items()]
+        exact = [sum(comm.allgather(x.astype(np.longdouble))) / n for x in start]
+        models = {}
+        for way in ("mpi", "butterfly"):
+            model = models[way] = [x.copy() for x in start]
+            specs = [TensorSpec(k, x.shape, k) for k, x in zip(SIZES, model)]
+            engine = engine_for(comm, way, specs)
+            for step in range(3):  # the mean of equal models is itself
+                averaged(engine, model, step)
+            sent = engine.metrics()["bytes_sent"]
+            engine.stop()
+            errors = {k: float(abs(x - e).max()) for k, x, e in zip(SIZES, model, exact)}
+            digest = hashlib.sha256(b"".join(x.tobytes() for x in model)).hexdigest()
+            say(rank=world.rank, n=n, way=way, errors=errors, digest=digest, sent=sent / 3)
+        apart = {k: float(abs(a.astype(float) - b).max())
+                 for k, a, b in zip(SIZES, models["mpi"], models["butterfly"])}
+        say(rank=world.rank, n=n, way="both", apart=apart)
+        comm.Barrier()
+"""
+)
+UNLIKE = (
+    PRELUDE
+    + """
+    count = 9_000 if world.rank == 2 else 10_000
+    model = [np.ones(count)]
+    engine = engine_for(world, sys.argv[1], [TensorSpec("w", (count,), "float64")])
+    try:
+        averaged(engine, model, 0)
+        say(rank=world.rank, kind="")
+    except Exception as error:
+        say(rank=world.rank, kind=type(error).__name__)
+    os._exit(0)
+"""
+)
+# one unit in the last place of a sum of `MOST` numbers of size 5, for each of its additions
+ROUNDING = {"float64": 1e-14, "float32": 1e-5, "float16": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict]:
+    return run_learners(MOST, SUMS, timeout=120).checked().said
+
+
+@pytest.mark.parametrize("n", range(2, MOST + 1))
+def test_both_ways_give_the_mean_to_rounding_and_everybody_the_same_bits(
+    said: list[dict], n: int
+) -> None:
+    for way in ("mpi", "butterfly"):
+        found = [facts for facts in said if facts["n"] == n and facts["way"] == way]
+        assert len(found) == n
+        assert len({facts["digest"] for facts in found}) == 1, way
+        for facts in found:
+            assert all(facts["errors"][kind] <= ROUNDING[kind] for kind in ROUNDING), facts
+    for facts in said:
+        if facts["n"] == n and facts["way"] == "both":
+            assert all(facts["apart"][kind] <= ROUNDING[kind] for kind in ROUNDING), facts
+
+
+@pytest.mark.parametrize("n", range(2, MOST + 1))
+def test_the_butterfly_sends_in_log2_n_stages_and_folds_the_rest(said: list[dict], n: int) -> None:
+    power = 2 ** int(math.log2(n))
+    for facts in said:
+        if facts["n"] != n or facts["way"] != "butterfly":
+            continue
+        paired, gives = facts["rank"] < 2 * (n - power), facts["rank"] % 2 == 0
+        stages = math.log2(power) + paired if not (paired and gives) else 1
+        assert facts["sent"] == stages * 4 * (2 * 40_003 + 100_001 + 3_001), facts
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
+    """Also by those whose neighbour in the butterfly has the same."""
+    result = run_learners(n, UNLIKE, args=["butterfly"], timeout=60)
+    assert [facts["kind"] for facts in result.by_rank()] == ["ModelMismatchError"] * n, (
+        result.report()
+    )
