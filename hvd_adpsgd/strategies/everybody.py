@@ -80,23 +80,28 @@ class PeriodicAveraging(Strategy):
         block_momentum: eta in [0, 1).
         block_rate: zeta > 0.
         nesterov: whether a block starts ahead.
+        warm_up: steps at the beginning after which nobody averages, >= 0: models that still move fast
+            average badly. The first block is as much longer.
 
     Raises:
         ConfigError: for a value out of range.
 
     Source: Su and Chen, arXiv:1507.01239 (model averaging); Chen and Huo, ICASSP 2016 (BMUF), with
-        G taken against the start of the block, as its implementations do.
+        G taken against the start of the block, as its implementations do. Povey et al.,
+        arXiv:1410.7455 (no averaging in the first iterations).
     """
 
     period: int = 10
     block_momentum: float = 0.0
     block_rate: float = 1.0
     nesterov: bool = False
+    warm_up: int = 0
     name: ClassVar[str] = "periodic_averaging"
     weight: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         require_whole(self.name, "period", self.period)
+        require_whole(self.name, "warm_up", self.warm_up, low=0)
         momentum = require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
         rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
         require_flag(self.name, "nesterov", self.nesterov)
@@ -109,7 +114,9 @@ class PeriodicAveraging(Strategy):
         topology.require_rank(outer_size, outer_rank)
         plain = self.block_momentum == 0 and self.block_rate == 1
         rule = BlockMomentum(self.block_momentum, self.block_rate, self.nesterov)
-        return Plan.nobody(Rounds(self.period, AFTER), rule=None if plain else rule)
+        return Plan.nobody(
+            Rounds(self.period, AFTER, warm_up=self.warm_up), rule=None if plain else rule
+        )
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The exact mean."""

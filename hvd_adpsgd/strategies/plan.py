@@ -44,9 +44,10 @@ class Rounds:
             W' = (W - lr g(W)) T.
         partners: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
             and who asks it; NOBODY for none. None: the exact mean of all super learners.
+        warm_up: steps at the beginning after which no round comes, >= 0.
 
     Raises:
-        ConfigError: for a bad period, order or table.
+        ConfigError: for a bad period, order, table or warm-up.
 
     Source: for the two orders Sayed, Adaptation, learning, and optimization over networks, 2014.
     """
@@ -54,8 +55,13 @@ class Rounds:
     period: int = 1
     order: str = AFTER
     partners: npt.NDArray[np.int32] | None = None
+    warm_up: int = 0
 
     def __post_init__(self) -> None:
+        if self.warm_up < 0:
+            raise ConfigError(
+                f"bad rounds: warm_up {self.warm_up}, allowed is >= 0. Use 0 for rounds from the start."
+            )
         if self.period < 1 or self.order not in (DURING, AFTER):
             raise ConfigError(
                 f"bad rounds: period {self.period} and order {self.order!r}, allowed are period >= 1 "
@@ -79,13 +85,17 @@ class Rounds:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rounds):
             return NotImplemented
-        same = (self.period, self.order) == (other.period, other.order)
+        same = (self.period, self.order, self.warm_up) == (other.period, other.order, other.warm_up)
         if self.partners is None or other.partners is None:
             return same and self.partners is other.partners
         return same and np.array_equal(self.partners, other.partners)
 
     def __hash__(self) -> int:
         return hash((self.period, self.order))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a round comes after step number `step`; the first is 0."""
+        return (step + 1) % self.period == 0 and step >= self.warm_up
 
     def row(self, number: int) -> tuple[int, int]:
         """Whom to ask in round `number`, and who asks; NOBODY for none."""

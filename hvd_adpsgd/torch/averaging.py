@@ -286,7 +286,7 @@ class Averaging:
 
     def _round(self) -> None:
         """Begin the round that follows this step, if one does; wait for it if the law says so."""
-        if self._in_step is None or (self._step + 1) % self._in_step.period:
+        if self._in_step is None or not self._in_step.is_due(self._step):
             return
         self.engine.begin_round(self._step // self._in_step.period)
         if self._in_step.order != AFTER:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adpsgd import world as worlds
-from hvd_adpsgd.errors import NonFiniteModelError
+from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.together import allgather_object, wait
 from hvd_adpsgd.torch.agreement import described, require_same
 from hvd_adpsgd.torch.averaging import Averaging, live
@@ -49,33 +49,54 @@ def _at_rest(averagings: Iterable[Averaging]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def average_model(model: torch.nn.Module) -> None:
+def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     """Make the model the exact mean over super learners, in place; all learners call it together.
 
-    Parameters and floating-point buffers become the mean of the leaders' values. If the model is
+    Parameters and floating-point buffers become the mean of the leaders' values, or with weights
+    sum of weight_i w_i / sum of weight_i. If the model is
     being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
     taken in, so that nothing is lost; of a2cid2's two models the middle counts.
     Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
 
     Args:
         model: the same module on every learner.
+        weight: of this super learner's model, >= 0, the same on all its learners; for instance 1 / its
+            held-out loss. Not all may be 0.
 
     Raises:
+        ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
         ModelMismatchError: on every learner, if their models differ.
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
             With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it.
     """
     world = worlds.current()
+    _require_weights(world, weight)
     if world.super_size == 1:
         return
     tensors = _floating(world, "average_model", model)
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
     with _at_rest(concerned):
-        means, unfit = _means(world, "average_model", tensors)
+        means, unfit = _means(world, "average_model", tensors, float(weight))
         if unfit:
             _without(world, unfit)
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
+
+
+def _require_weights(world: Any, weight: Any) -> None:
+    """Raise ConfigError on every learner unless the leaders' weights can be used."""
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
+    mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
+    told = world.together("average_model", lambda comm: allgather_object(comm, mine))
+    bad = [text for _, value, text in told if value is None]
+    if bad or not any(value for leads, value, _ in told if leads):
+        raise ConfigError(
+            f"average_model: weight={bad[0] if bad else 0} on {'a learner' if bad else 'all leaders'}, "
+            "allowed are finite numbers >= 0, not all 0. Give each super learner's own weight, or none."
+        )
 
 
 def _without(world: Any, unfit: list[int]) -> None:
@@ -144,9 +165,9 @@ def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tens
 
 
 def _means(
-    world: Any, doing: str, tensors: list[torch.Tensor]
+    world: Any, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The mean of each tensor over the leaders, in its precision or float32 if it has less.
+    """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
 
     Returns:
         The means of the finite models, or of all if none is, and the leaders whose are not.
@@ -158,21 +179,23 @@ def _means(
     fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
     def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
-        told = allgather_object(comm, (world.is_leader, fit))
-        leaders = [i for i, (leads, _) in enumerate(told) if leads]
+        told = allgather_object(comm, (world.is_leader, fit, weight))
+        leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
         chosen = [i for i in leaders if told[i][1]] or leaders
-        means = [_mean(comm, chosen, h.contiguous().numpy()) for h in hosts]
+        weights = {i: told[i][2] for i in chosen}
+        means = [_mean(comm, weights, h.contiguous().numpy()) for h in hosts]
         return means, [world.ranks[i] for i in leaders if not told[i][1]]
 
     means, unfit = world.together(doing, operation)
     return [torch.from_numpy(mean) for mean in means], unfit
 
 
-def _mean(comm: Any, chosen: list[int], mine: NDArray[Any]) -> NDArray[Any]:
-    """Mean over the chosen, as a difference to one of them: equal models stay as they are."""
+def _mean(comm: Any, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
+    """Mean over the ranks with a weight, as a difference to one of them: equal models stay as they are."""
     reference = mine.copy()
-    wait(comm.Ibcast(reference, root=chosen[0]))
-    difference = mine - reference if comm.Get_rank() in chosen else np.zeros_like(mine)
+    wait(comm.Ibcast(reference, root=min(weights)))
+    weight = weights.get(comm.Get_rank(), 0.0)
+    difference = weight * (mine - reference) if weight else np.zeros_like(mine)
     total = np.empty_like(mine)
     wait(comm.Iallreduce(difference, total))
-    return np.asarray(reference + total / len(chosen))
+    return np.asarray(reference + total / sum(weights.values()))

@@ -180,7 +180,7 @@ class Simulation:
             self.W = mixing_matrix(strategy.of.spec(), self.n, step) @ self.W
         else:
             self.descend(G)
-            if (step + 1) % strategy.period == 0:
+            if (step + 1) % strategy.period == 0 and step >= getattr(strategy, "warm_up", 0):
                 self.round((step + 1) // strategy.period - 1)
 
     def round(self, number: int) -> None:

@@ -144,7 +144,13 @@ def test_buffers_approach_each_other_if_asked() -> None:
 def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -> None:
     env = {SIZE: str(k), "HVD_ADPSGD_CHUNK_KIB": "64"}
     cases = by_case(launch(np, "mean_of_models.py", *names, **env))
-    assert [facts["kept"] for facts in cases.pop("equal")] == [True] * np
+    beside = cases.pop("equal")
+    assert [facts["kept"] for facts in beside] == [True] * np
+    for facts in beside:
+        assert facts["weighted"] < 1e-12
+        assert facts["one"] < 1e-12
+        assert set(facts["refusals"]) == {"negative", "nan", "all 0"}, "on every learner"
+        assert all("weight=" in text for text in facts["refusals"].values())
     exact = {"float64": 1e-12, "random_ring": 1e-12, "synchronized": 1e-12, "between": 1e-12}
     assert set(cases) == set(names or {"float32", "float16 wire", "bfloat16 wire", *exact})
     for name, said in cases.items():

@@ -197,7 +197,14 @@ def exactly(spec: str) -> Setting:
 
 
 @pytest.mark.parametrize("place", ["4x1", "2x2"])
-@pytest.mark.parametrize("spec", ["periodic_averaging:period=1", "periodic_averaging:period=2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "periodic_averaging:period=1",
+        "periodic_averaging:period=2",
+        "periodic_averaging:period=2,warm_up=3",
+    ],
+)
 def test_plain_periodic_averaging_is_the_mean_of_the_models_to_the_bit(
     place: str, spec: str
 ) -> None:

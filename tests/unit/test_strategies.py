@@ -217,7 +217,7 @@ def test_spec_is_read_back(strategy):
         (
             "periodic_averaging:period=20,nesterov=1",
             PeriodicAveraging(20, nesterov=True),
-            "periodic_averaging:period=20,block_momentum=0.0,block_rate=1.0,nesterov=1",
+            "periodic_averaging:period=20,block_momentum=0.0,block_rate=1.0,nesterov=1,warm_up=0",
         ),
         ("lock_step", LockStep(), "lock_step:order=awc+fixed_ring"),
         (
@@ -284,6 +284,7 @@ def test_parse(text, strategy, spec):
         ("delay_by_one:reading=c", "'a' or 'b'"),
         ("periodic_averaging:period=0", "period.*>= 1"),
         ("periodic_averaging:period=1.5", "period=<int>"),
+        ("periodic_averaging:warm_up=-1", "warm_up.*>= 0"),
         ("periodic_averaging:block_momentum=1", "block_momentum.*< 1"),
         ("periodic_averaging:block_momentum=nan", "block_momentum"),
         ("periodic_averaging:block_rate=0", "block_rate.*> 0"),
@@ -394,6 +395,8 @@ def test_rounds_copy_and_compare():
     assert rounds != Rounds(3, AFTER)
     assert rounds != Rounds(3, AFTER, [[1, NOBODY]])
     assert Rounds(3) != Rounds(2)
+    assert Rounds(3) != Rounds(3, warm_up=1)
+    assert [step for step in range(9) if Rounds(2, warm_up=4).is_due(step)] == [5, 7]
     assert Rounds(3) != "rounds"
 
 

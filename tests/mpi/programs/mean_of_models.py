@@ -23,6 +23,7 @@ from learner import (
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import world as worlds
+from hvd_adpsgd.errors import ConfigError
 
 STEPS = 40
 LR = 0.125
@@ -142,9 +143,34 @@ def equal_models_stay() -> bool:
     return digest(model.parameters()) == before
 
 
+def weighted() -> dict[str, Any]:
+    """average_model with weights: 1, 2, 3, ... of the super learners, 0 for all but one, and refused ones."""
+    n, me = hvd.super_size(), hvd.super_rank()
+    starts = [initial(s, torch.float64) for s in range(n)]
+    model = torch.nn.ParameterList(initial(me, torch.float64))
+    hvd.average_model(model, weight=1 + me)
+    total = n * (n + 1) / 2
+    means = [sum((1 + s) * t for s, t in enumerate(ts)) / total for ts in zip(*starts)]  # noqa: B905
+    error = distance(model, means)
+    model = torch.nn.ParameterList(initial(me, torch.float64))
+    hvd.average_model(model, weight=float(me == n - 1))
+    pairs = zip(model.parameters(), starts[-1], strict=True)
+    refusals = {}
+    for name, weight in (("negative", 1 - 2 * hvd.rank()), ("nan", float("nan")), ("all 0", 0)):
+        try:
+            hvd.average_model(model, weight=weight)
+        except ConfigError as problem:
+            refusals[name] = str(problem)
+    return {
+        "weighted": error,
+        "one": max(float((p.detach() - q).abs().max()) for p, q in pairs),
+        "refusals": refusals,
+    }
+
+
 def main() -> None:
     hvd.init()
-    say(case="equal", kept=equal_models_stay())
+    say(case="equal", kept=equal_models_stay(), **weighted())
     pause = pauses()
     often = {"exchanges_per_step": 2.0}
     for name, dtype, how in (

@@ -125,6 +125,7 @@ def identities(where: str) -> None:
     for spec in (
         "periodic_averaging:period=1",
         "periodic_averaging:period=2",
+        "periodic_averaging:period=2,warm_up=3",
         "noloco:period=2,rate=1,momentum=0",
         "delay_by_one",
         "lock_step:order=awc+fixed_ring",
