@@ -1,0 +1,208 @@
+"""How much faster N learners that average every K minibatches would go: a model fed with two measurements.
+
+    python benchmarks/speedup.py                  minutes, on an idle machine
+    python benchmarks/speedup.py --preset dnn     a small net
+    python benchmarks/speedup.py --recall         draw again what was measured
+
+    S(N) = N K t / (K t + t_allreduce(N)),   t_allreduce(N) = a + b log2 N
+
+t: seconds of a minibatch (forward, backward, update) of a DNN of the speech example, on one core.
+t_allreduce: of a mean of its models through the averaging engine, summed by MPI and by the butterfly, for
+2, 4 and 8 learners on this machine; a and b by least squares, none of them below 0. The curves go to 32
+learners. Nothing beyond 8 is measured, and those that are share the cores of one machine.
+
+Beside them the two speed-ups that Su and Chen report (arXiv:1507.01239), and what they say about their
+all-reduce: N / S - 1 = t_allreduce(N) / (K t).
+Left in --out: result.json, table.md, speedup.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
+
+import torch
+from speech import model as models
+from speech.problem import Problem, run, within
+
+from hvd_adpsgd import theory
+
+PAPER = {16: 9.3, 32: 17.0}  # learners: times faster than one
+PERIODS = (1, 10, 20, 100)
+MOST = 32
+WAYS = ("mpi", "butterfly")
+OUTPUTS = 256  # of a preset that leaves them to the data
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script.
+
+    Raises:
+        Problem: if one is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=("dnn", "dnn-paper"), default="dnn-paper")
+    add("--batch", type=int, default=256, help="frames (default: 256)")
+    add("--learners", type=int, default=8, help="the most that are started (default: 8)")
+    add("--rounds", type=int, default=5)
+    add("--recall", action="store_true", help="measure nothing: draw what is in --out")
+    add("--out", type=Path, default=Path("out/speedup"))
+    options = parser.parse_args(argv)
+    for name, low, high in (("batch", 1, 2**20), ("learners", 2, 64), ("rounds", 1, 1000)):
+        within(f"--{name}", getattr(options, name), low, high)
+    return options
+
+
+def minibatch_s(shape: models.Shape, batch: int, rounds: int) -> tuple[float, int]:
+    """Median seconds of a minibatch on one core, and the number of parameters."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = models.make(shape)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    frames = torch.randn(batch, 1 + 2 * shape.context, shape.inputs)
+    labels = torch.randint(shape.outputs, (batch,))
+    times = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(frames).flatten(0, 1), labels).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]), sum(p.numel() for p in net.parameters())
+
+
+def allreduce_s(parameters: int, learners: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Seconds of a mean of all, by way of summing and number of learners.
+
+    Raises:
+        Problem: if the benchmark fails.
+    """
+    command = [sys.executable, "-m", "hvd_adpsgd", "bench", "allreduce", "--json"]
+    command += [f"--learners={learners}", f"--mib={parameters / 2**18}", f"--rounds={rounds}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise Problem(f"{' '.join(command[1:])} ended with status {done.returncode}")
+    found = json.loads(done.stdout)
+    sizes = [int(name[2:]) for name in found if name.startswith("n ")]
+    return {way: {n: found[f"n {n}"][f"{way}_ms"] / 1e3 for n in sizes} for way in WAYS}
+
+
+def fitted(seconds: dict[int, float]) -> tuple[float, float]:
+    """a and b of t(n) = a + b log2 n by least squares, both >= 0."""
+    stages = [math.log2(n) for n in seconds]
+    if len(seconds) == 1:
+        return 0.0, next(iter(seconds.values())) / stages[0]
+    b, a = statistics.linear_regression(stages, list(seconds.values()))[:2]
+    if a < 0:  # the line through 0 instead
+        b = sum(x * y for x, y in zip(stages, seconds.values(), strict=True))
+        return 0.0, b / sum(x * x for x in stages)
+    return (a, b) if b > 0 else (statistics.mean(seconds.values()), 0.0)
+
+
+def speedup(n: int, period: int, result: dict[str, Any], way: str) -> float:
+    """S(n) with the fitted all-reduce."""
+    a, b = result["fit"][way]
+    seconds = a + b * math.log2(n) if n > 1 else 0.0
+    return theory.averaging_speedup(n, period, result["minibatch_s"], seconds)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Measured, fitted and computed, in Markdown."""
+    lines = ["| sum by | " + " | ".join(f"t_allreduce({n}), ms" for n in result["sizes"])]
+    lines[0] += " | a, ms | b, ms | " + " | ".join(
+        f"S({n}), K = {k}" for n in PAPER for k in PERIODS
+    )
+    lines[0] += " |"
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for way in WAYS:
+        cells = [way]
+        cells += [f"{1e3 * s:.0f}" for s in result["allreduce_s"][way].values()]
+        cells += [f"{1e3 * value:.1f}" for value in result["fit"][way]]
+        cells += [f"{speedup(n, k, result, way):.1f}" for n in PAPER for k in PERIODS]
+        lines.append(f"| {' | '.join(cells)} |")
+    shares = ", ".join(
+        f"{theory.allreduce_share(n, s):.3f} at {n} ({theory.allreduce_share(n, s) / math.log2(n):.3f} "
+        "per stage)"
+        for n, s in PAPER.items()
+    )
+    return "\n".join(lines) + (
+        f"\n\n{result['preset']}: {result['parameters']:,} parameters, minibatch of {result['batch']} in "
+        f"{1e3 * result['minibatch_s']:.0f} ms on one core. S: a model, not a measurement. The paper's "
+        f"speed-ups mean t_allreduce / (K t) = {shares}.\n"
+    )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speed-up over learners: the model's curves, the paper's two points."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = drawing.subplots()
+    sizes = list(range(1, MOST + 1))
+    axes.plot(sizes, sizes, color="0.8", lw=1, label="N")
+    for period in PERIODS:
+        curve = [speedup(n, period, result, "butterfly") for n in sizes]
+        axes.plot(sizes, curve, lw=1.5, label=f"model, K = {period}")
+    share = statistics.mean(theory.allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
+    implied = [n / (1 + share * math.log2(n)) for n in sizes]
+    axes.plot(sizes, implied, "k--", lw=1, label=f"t_allreduce = {share:.2f} K t log2 N")
+    axes.plot(list(PAPER), list(PAPER.values()), "ko", label="reported by Su and Chen, 2015")
+    axes.set(
+        xlabel="learners", ylabel="times faster than one", xlim=(1, MOST), ylim=(0, MOST),
+        title=f"A model, not a measurement: t and t_allreduce(2 to {max(result['sizes'])}) of one machine, "
+        f"{result['preset']}",
+    )  # fmt: skip
+    axes.title.set_fontsize(10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    drawing.savefig(path, dpi=120)
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Both measurements and the fit."""
+    shape = models.preset(options.preset, OUTPUTS)
+    shape = replace(shape, inputs=models.PRESETS["dnn"].inputs)
+    seconds, parameters = minibatch_s(shape, options.batch, options.rounds)
+    print(f"minibatch: {1e3 * seconds:.1f} ms, {parameters:,} parameters", flush=True)
+    times = allreduce_s(parameters, options.learners, options.rounds)
+    return {
+        "preset": options.preset,
+        "batch": options.batch,
+        "parameters": parameters,
+        "minibatch_s": seconds,
+        "sizes": sorted(times["mpi"]),
+        "allreduce_s": times,
+        "fit": {way: fitted(times[way]) for way in WAYS},
+    }
+
+
+def main() -> None:
+    """Measure, fit, draw."""
+    options = arguments()
+    path = options.out / "result.json"
+    if options.recall and not path.exists():
+        raise Problem(f"--recall: there is no {path}; measure first, without --recall")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.recall:
+        path.write_text(json.dumps(measured(options), indent=1) + "\n")
+    result = json.loads(path.read_text())
+    (options.out / "table.md").write_text(table(result))
+    draw(result, options.out / "speedup.png")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    run(main)
