@@ -136,15 +136,17 @@ cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
 cdef int enter_next(Network* n, Sum* s) noexcept nogil:
     """Post the messages of the next stage in which this learner does something."""
     cdef Step step
-    cdef int code = mpi.MPI_SUCCESS
     s.stage += 1
     while s.stage < n.stages:
         step = step_of(n, s.stage)
         if step.partner != NOBODY:
-            break
+            return post_step(n, s, step)
         s.stage += 1
-    if s.stage == n.stages:
-        return code
+    return mpi.MPI_SUCCESS
+
+
+cdef int post_step(Network* n, Sum* s, Step step) noexcept nogil:
+    cdef int code = mpi.MPI_SUCCESS
     if step.receives:
         code = mpi.MPI_Irecv(s.incoming, s.count, kind(s), step.partner, s.tag + s.stage, n.comm,
                              &s.arriving)

@@ -27,6 +27,7 @@ from hvd_adpsgd.together import allgather_object, mpi_failures, wait
 from hvd_adpsgd.torch.agreement import described, difference, unanimous
 from hvd_adpsgd.torch.parameters import Parameters, Wish
 from hvd_adpsgd.torch.rules import DelayGradients, NoRule, make_rule
+from hvd_adpsgd.torch.steps import Steps
 from hvd_adpsgd.torch.trace import open_timeline
 
 __all__ = ["Averaging", "live", "metrics"]
@@ -62,10 +63,7 @@ class Averaging:
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._published = False  # the leader has published for the step under way
         self._slot = _NO_SLOT  # where, once everybody may read it; until it is applied
-        self._stepping = False  # between begin_step and finish_step
-        self._unstepped = False  # the node's gradients are averaged, and step() has not come
-        self._skipped = 0  # steps that never came, whose rounds the others wait for
-        self._early = False  # the round of the step that comes is over
+        self._steps = Steps()
         self._settled = 0  # how often settle() was called and not undone
         self._fresh = True  # the rule has not seen the model yet
         self._stopped = ""  # why
@@ -124,7 +122,7 @@ class Averaging:
             self._fresh = False
             with torch.no_grad():
                 self.rule.start()
-        self._stepping, self._unstepped = True, False
+        self._steps.begin()
 
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""
@@ -181,9 +179,8 @@ class Averaging:
         """The node's all-reduces that began at `began` are done."""
         self._count("inner_allreduce", began)
         self._submitted = 0
-        if not self._stepping:
-            self._skipped += self._unstepped and self._in_step is not None
-            self._unstepped, self._early = True, False
+        if self._in_step is not None:
+            self._steps.averaged()
         if gradients:
             self.engine.reopen()
             self._count_published()
@@ -227,9 +224,9 @@ class Averaging:
         fit = self._collect()
         self._count("collect", began)
         began = time.monotonic()
-        self._offer(fit, in_step=not self._early)
+        self._offer(fit, in_step=self._steps.due)
         self._count("offer", began)
-        self._stepping = self._early = False
+        self._steps.end()
         self.counters.end_step()
         self._trace_engine()
         if not fit:
@@ -249,11 +246,9 @@ class Averaging:
         Whoever skips a step after synchronize() (GradScaler does on overflow) owes its round. So does
         who has averaged gradients and comes to a global operation before it steps.
         """
-        if self._stopped or self._stepping or self._in_step is None:
+        if self._stopped or self._steps.inside or self._in_step is None:
             return
-        if self._unstepped:
-            self._skipped += 1
-            self._unstepped, self._early = False, True
+        self._steps.all_wait()
         self._make_up()
 
     def _make_up(self) -> None:
@@ -262,14 +257,14 @@ class Averaging:
         Raises:
             UnsupportedOptimizerError: with DelayByOne(reading="b"), for which models must be equal.
         """
-        while self._skipped:
+        while self._steps.owed:
             if self._averages_gradients:
                 raise UnsupportedOptimizerError(
                     f"step {self._step}: synchronize() without a step() after it, with "
                     f"averaging={self._spec}: its gradients would be used one step late, and cannot be "
                     "taken back. Step every time (no GradScaler), or use delay_by_one:reading=a."
                 )
-            self._skipped -= 1
+            self._steps.owed -= 1
             self._offer(self._take_in())
 
     def _collect(self) -> bool:
