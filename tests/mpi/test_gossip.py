@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launcher import ROOT, run_learners
 
-from hvd_adpsgd import theory, topology
+from hvd_adpsgd import continuous, topology
 from hvd_adpsgd.bench import MARK
 
 pytestmark = pytest.mark.mpi
@@ -30,9 +30,9 @@ def test_decay_with_and_without_a2cid2_on_a_ring_of_eight() -> None:
     edges = topology.ring_edges(8)
     assert decay["from_law"] < 1e-12
     measured = {name: decay[name]["measured"] for name in ("plain", "a2cid2", "gain")}
-    assert measured["plain"] == pytest.approx(theory.gossip_decay(8, edges), rel=0.1)
-    assert measured["a2cid2"] == pytest.approx(theory.accelerated_decay(8, edges), rel=0.1)
-    assert measured["gain"] == pytest.approx(theory.acceleration_gain(8, edges), rel=0.1)
+    assert measured["plain"] == pytest.approx(continuous.gossip_decay(8, edges), rel=0.1)
+    assert measured["a2cid2"] == pytest.approx(continuous.accelerated_decay(8, edges), rel=0.1)
+    assert measured["gain"] == pytest.approx(continuous.acceleration_gain(8, edges), rel=0.1)
 
 
 @pytest.mark.slow
