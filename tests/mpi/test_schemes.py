@@ -68,7 +68,7 @@ def attempted(group: str, learners: int) -> Trained | BaseException:
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = run_learners(
-                learners, PROGRAM, args=[folder, group, str(learners)], timeout=250
+                learners, PROGRAM, args=[folder, group, str(learners)], timeout=280
             ).checked()
         except (AssertionError, pytest.fail.Exception) as error:
             return error
