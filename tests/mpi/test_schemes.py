@@ -172,7 +172,7 @@ def test_free_running_schemes_follow_the_law_at_given_events(spec: str) -> None:
     run, case = trained("laws", 4), f"4x1/events/{spec}"
     expected = at_events(spec).run()
     assert np.abs(expected[-1]).max() > 0.5, "nothing was trained"
-    np.testing.assert_allclose(run.super_learners(case), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(run.super_learners(case), expected, rtol=0, atol=ROUNDING)
     met = [sum(i in event for event in events(spec) if None not in event) for i in range(4)]
     assert [facts["exchanges"] for facts in run.said[case]] == met
     assert min(met) > 4
