@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd import theory, topology
+from hvd_adpsgd import continuous, topology
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
@@ -23,7 +23,7 @@ class A2CiD2(Strategy):
 
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
-    alpha_tilde follow from the ring's Laplacian (theory.acceleration). The mean of (x + xt)/2 moves by
+    alpha_tilde follow from the ring's Laplacian (continuous.acceleration). The mean of (x + xt)/2 moves by
     gradients only, and hvd.average_model and hvd.settled take both models there; while partners have
     taken in an exchange at different times, the mean of x may be off it a little.
 
@@ -63,7 +63,7 @@ class A2CiD2(Strategy):
         ring = self.of.plan(outer_rank, outer_size)
         if outer_size == 1:
             return Plan.nobody()
-        constants = theory.require_acceleration(outer_size, topology.ring_edges(outer_size))
+        constants = continuous.require_acceleration(outer_size, topology.ring_edges(outer_size))
         rule = Accelerate(constants.eta, constants.alpha_tilde)
         return Plan(ring.schedule, self.weight, rule=rule)
 

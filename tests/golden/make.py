@@ -1,4 +1,4 @@
-"""Writes schemes.json: what every scheme that can be repeated made of a small model.
+"""Writes schemes.json: what every scheme made of a small model.
 
     python tests/golden/make.py [--force]
 
@@ -16,8 +16,9 @@ from pathlib import Path
 FILE = Path(__file__).with_name("schemes.json")
 TESTS = Path(__file__).parents[1]
 LEFT_OUT = (
-    "random_pairs, fixed_ring, random_ring, global_average and a2cid2 run free: which models meet "
-    "depends on timing, so no two runs are alike. lock_step is their form that can be repeated."
+    "runs of random_pairs, fixed_ring, random_ring, global_average and a2cid2 at the machine's own times: "
+    "which models meet depends on timing, so no two are alike. Their cases, named events, are at times "
+    "drawn from a seed (tests/mpi/events.py)."
 )
 
 

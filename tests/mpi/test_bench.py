@@ -33,8 +33,9 @@ def test_overlap() -> None:
     )
     assert result["learners"] == 2
     for times in ("compute 1", "compute 3"):
-        assert result[times]["mean_ms"] > 0
-        assert result[times]["delay_to_max"] > result[times]["delay_to_sum"] > 0
+        numbers = result[times]
+        assert min(numbers["mean_ms"], numbers["off_ms"], numbers["delay_to_max"]) > 0
+        assert numbers["delay_to_sum"] > 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launcher import ROOT, run_learners
 
-from hvd_adpsgd import theory, topology
+from hvd_adpsgd import continuous, topology
 from hvd_adpsgd.bench import MARK
 
 pytestmark = pytest.mark.mpi
@@ -17,22 +17,27 @@ GOSSIP = ROOT / "hvd_adpsgd" / "bench" / "gossip.py"
 TRAINING = Path(__file__).parent / "programs" / "accelerated.py"
 
 
-def test_decay_with_and_without_a2cid2_on_a_ring_of_eight() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("learners", "windows"), [(8, 200), (16, 60)])
+def test_decay_with_and_without_a2cid2_on_a_ring(learners: int, windows: int) -> None:
     """Every model follows the law to rounding, and the rates are theory's within 10 %.
 
-    Exchanges come at times drawn from the seed, so this passes always or never. The sampling error
-    of 200 windows is 2.6 %.
+    Exchanges come at times drawn from the seed, so this passes always or never. So many windows leave a
+    sampling error of 2.6 % (n = 8) and 2.7 % (n = 16).
     """
-    args = ["--windows=200", "--simulated=0", "--steps=0", "--seeds=0"]
-    said = run_learners(8, GOSSIP, args=args, timeout=120).checked().stdout
+    args = [f"--windows={windows}", "--simulated=0", "--steps=0", "--seeds=0"]
+    said = run_learners(learners, GOSSIP, args=args, timeout=200).checked().stdout
     (line,) = (line for line in said.splitlines() if MARK in line)
     decay = json.loads(line.split(MARK, 1)[1])["decay"]
-    edges = topology.ring_edges(8)
+    edges = topology.ring_edges(learners)
+    expected = {
+        "plain": continuous.gossip_decay(learners, edges),
+        "a2cid2": continuous.accelerated_decay(learners, edges),
+        "gain": continuous.acceleration_gain(learners, edges),
+    }
     assert decay["from_law"] < 1e-12
-    measured = {name: decay[name]["measured"] for name in ("plain", "a2cid2", "gain")}
-    assert measured["plain"] == pytest.approx(theory.gossip_decay(8, edges), rel=0.1)
-    assert measured["a2cid2"] == pytest.approx(theory.accelerated_decay(8, edges), rel=0.1)
-    assert measured["gain"] == pytest.approx(theory.acceleration_gain(8, edges), rel=0.1)
+    for name, rate in expected.items():
+        assert decay[name]["measured"] == pytest.approx(rate, rel=0.1), name
 
 
 @pytest.mark.slow

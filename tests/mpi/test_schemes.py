@@ -6,6 +6,7 @@ Each launch runs many cases (programs/schemes.py), and the tests look at what th
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from events import FREE as AT_EVENTS
+from events import STEPS, FreeRun, events
 from launcher import Result, run_learners
 from simulation import GOSSIP, LAWS, Setting, Simulation
 
@@ -65,7 +68,7 @@ def attempted(group: str, learners: int) -> Trained | BaseException:
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = run_learners(
-                learners, PROGRAM, args=[folder, group, str(learners)], timeout=250
+                learners, PROGRAM, args=[folder, group, str(learners)], timeout=280
             ).checked()
         except (AssertionError, pytest.fail.Exception) as error:
             return error
@@ -156,18 +159,43 @@ def test_global_average_keeps_the_mean_and_makes_all_alike(place: str, gossip: s
         np.testing.assert_allclose(models, expected[3::4], rtol=0, atol=1e-12)
 
 
+# ---- schemes that run freely, at given events ---------------------------------------------------
+
+
+def at_events(spec: str) -> FreeRun:
+    return FreeRun(Setting(spec, steps=STEPS, momentum=0.9), trained("laws", 4).index)
+
+
+@pytest.mark.parametrize("spec", AT_EVENTS)
+def test_free_running_schemes_follow_the_law_at_given_events(spec: str) -> None:
+    """Exchanges between steps, of partners that are steps apart, and owed until the next step's end."""
+    run, case = trained("laws", 4), f"4x1/events/{spec}"
+    expected = at_events(spec).run()
+    assert np.abs(expected[-1]).max() > 0.5, "nothing was trained"
+    np.testing.assert_allclose(run.super_learners(case), expected, rtol=0, atol=ROUNDING)
+    met = [sum(i in event for event in events(spec) if None not in event) for i in range(4)]
+    assert [facts["exchanges"] for facts in run.said[case]] == met
+    assert min(met) > 4
+
+
+def test_free_running_schemes_are_told_apart() -> None:
+    ends = [at_events(spec).run()[-1] for spec in AT_EVENTS]
+    apart = [np.abs(a - b).max() for a, b in itertools.combinations(ends, 2)]
+    assert min(apart) > 1e-3
+
+
 # ---- golden trajectories -------------------------------------------------------------------------
 
 
 def summaries() -> dict[str, Any]:
     """Of each scheme some of the final models, and a number per step in which all have a part."""
     made = {}
-    for place in ("4x1", "2x2"):
-        for spec in (*LAWS, "synchronous"):
-            models = at(place)[0].super_learners(f"{place}/{spec}")
-            weights = np.cos(np.arange(models[0].size)).reshape(models[0].shape)
-            digest = (models * weights).sum(axis=(1, 2)).tolist()
-            made[f"{place}/{spec}"] = {"digest": digest, "final": models[-1][:, ::4].tolist()}
+    cases = [f"{place}/{spec}" for place in ("4x1", "2x2") for spec in (*LAWS, "synchronous")]
+    for case in [*cases, *(f"4x1/events/{spec}" for spec in AT_EVENTS)]:
+        models = trained("laws", 4).super_learners(case)
+        weights = np.cos(np.arange(models[0].size)).reshape(models[0].shape)
+        digest = (models * weights).sum(axis=(1, 2)).tolist()
+        made[case] = {"digest": digest, "final": models[-1][:, ::4].tolist()}
     return made
 
 

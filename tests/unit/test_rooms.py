@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hvd_adpsgd"
 DESIGN = ROOT / "docs" / "design.md"
 
-PURE = {"config", "errors", "topology", "mixing", "theory", "layout", "faults", "metrics",
-        "strategies"}  # fmt: skip
+PURE = {"config", "errors", "topology", "mixing", "continuous", "theory", "layout", "faults",
+        "metrics", "strategies"}  # fmt: skip
 CLOCKS = {"time", "datetime"}
 COMPILED = {"libc", "cython", "cpython", "numpy", "posix"}
 
@@ -303,6 +303,9 @@ def test_cython_imports(source, expected):
         ("strategies", "mixing", True),
         ("theory", "mixing", True),
         ("mixing", "theory", False),
+        ("continuous", "mixing", True),
+        ("mixing", "continuous", False),
+        ("strategies", "continuous", True),
         ("errors", "mixing", False),
         ("mixing", "strategies", False),
         ("engine", "torch", False),

@@ -14,6 +14,7 @@ from typing import Any
 import horovod.torch as horovod
 import numpy as np
 import torch
+from by_hand import ByHand
 from learner import (
     SEED,
     digest,
@@ -32,6 +33,8 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.strategies import STRATEGIES
 
 sys.path.append(str(Path(__file__).parents[1]))
+from events import FREE as AT_EVENTS
+from events import PACES, STEPS, events
 from simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
 
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
@@ -166,6 +169,25 @@ def global_averages(where: str) -> None:
             means = optimizer._averaging.metrics()["means"]
         facts = {"alike": alike, "apart": apart, "exchanges": exchanges, "means": means}
         say(case=f"{where}/{s.spec}", **facts)
+
+
+def at_events(where: str) -> None:
+    """Gossip that runs freely, but for the times of its steps and exchanges."""
+    for spec in AT_EVENTS:
+        s = Setting(spec, steps=STEPS, momentum=0.9)
+        with training(s) as (model, optimizer):
+            me, models, gossip = hvd.super_rank(), [], ByHand(optimizer)
+            for event in events(spec):
+                if event == (me, None):
+                    advance(s, len(models), model, optimizer)
+                    models.append(look(model))
+                elif me in event and None not in event:
+                    gossip.exchange(*event)
+            with hvd.settled():
+                models.append(look(model))
+            MODELS[f"{where}/events/{spec}"] = np.array(models)
+            exchanges = gossip.engine.metrics()["exchanges"]
+        say(case=f"{where}/events/{spec}", exchanges=exchanges)
 
 
 def one_super_learner(where: str) -> None:
@@ -415,6 +437,8 @@ def main() -> None:
                 identities(where)
                 global_averages(where)
                 distances(where)
+                if hvd.super_size() == len(PACES):
+                    at_events(where)
                 refusals(where)
                 synchronous(where)
     if group in ("laws", "alone"):

@@ -1,0 +1,47 @@
+"""Free-running gossip whose exchanges come when the program says so, through the optimizer's own engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd import world as worlds
+from hvd_adpsgd.engine import Engine
+from hvd_adpsgd.together import wait
+
+DEADLINE_S = 60.0
+
+
+class ByHand:
+    """A wrapped optimizer whose engine asks nobody of itself; all else is as it was.
+
+    Args:
+        optimizer: of a learner that leads; made by all super learners, before the first step.
+    """
+
+    def __init__(self, optimizer: Any):
+        averaging, world = optimizer._averaging, worlds.current()
+        outer = world.outer.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        options = dataclasses.replace(averaging.engine.options, autonomous=False)
+        self.engine = Engine(inner=world.inner, outer=outer, plan=averaging._plan, options=options)
+        for specs in averaging._specs:
+            self.engine.extend(specs)
+        self.engine.start()
+        world.owned += self.engine.communicators
+        averaging.replace_engine(self.engine)
+        self._comm, self._finished = world.outer, 0
+
+    def exchange(self, asker: int, asked: int) -> None:
+        """One exchange, from the models as both are now; both call it. Super learners by number."""
+        ready = np.zeros(1)
+        if self._comm.rank == asked:  # its steps so far are offered, and nobody else asks it
+            wait(self._comm.Isend(ready, asker))
+        else:
+            wait(self._comm.Irecv(ready, asked))
+            self.engine.ask(asked)
+        self._finished += 1
+        assert self.engine.wait_finished(self._finished, DEADLINE_S), f"{asker} asks {asked}: hangs"

@@ -1,0 +1,65 @@
+"""Averaging during the gradient runs beside the computation: by the records of the timeline."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from launcher import run_learners
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAM = Path(__file__).parent / "programs" / "overlap.py"
+BESIDE = ("delay_by_one:reading=a", "delay_by_one:reading=b", "lock_step:order=awc+fixed_ring")
+WAITING = ("periodic_averaging:period=1", "lock_step:order=atc+fixed_ring")
+AVERAGING = {"mean of all", "exchange (asked)", "exchange (answered)"}
+PATIENCE_S, SOON_S = 15.0, 0.5  # how long a learner lets the other one come to its computation
+
+Interval = tuple[float, float]
+
+
+@functools.cache
+def traced() -> dict[str, str]:
+    """The trace of each scheme."""
+    patience = dict.fromkeys(BESIDE, PATIENCE_S) | dict.fromkeys(WAITING, SOON_S)
+    schemes = [f"{spec}={seconds}" for spec, seconds in patience.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        run_learners(2, PROGRAM, args=[folder, *schemes], timeout=200).checked()
+        return {spec: (Path(folder) / f"{i}.json").read_text() for i, spec in enumerate(patience)}
+
+
+def intervals(trace: str, learner: int, names: set[str]) -> list[Interval]:
+    """When what is named so ran, in microseconds."""
+    content = json.loads(trace)
+    records = content["traceEvents"] if isinstance(content, dict) else content
+    mine = [r for r in records if r.get("ph") == "X" and r["pid"] == learner and r["name"] in names]
+    return sorted((r["ts"], r["ts"] + r["dur"]) for r in mine)
+
+
+def beside(trace: str, learner: int) -> list[float]:
+    """Of each round, how much of it lies within computations of this learner."""
+    computed = intervals(trace, learner, {"computation"})
+    averaged = intervals(trace, learner, AVERAGING)
+    assert len(averaged) == len(computed) == 6
+    return [sum(max(0.0, min(b, d) - max(a, c)) for c, d in computed) for a, b in averaged]
+
+
+@pytest.mark.parametrize("spec", BESIDE)
+def test_averaging_during_the_gradient_runs_beside_the_computation(spec: str) -> None:
+    """Nothing depends on how fast the machine is: each round ends while the learner that leads it
+    computes, unless it waited for the round in its step.
+    """
+    for learner in (0, 1):
+        shared = beside(traced()[spec], learner)
+        assert min(shared[learner::2]) > 0, (spec, learner, shared)
+
+
+@pytest.mark.parametrize("spec", WAITING)
+def test_averaging_after_the_step_does_not(spec: str) -> None:
+    """What the test above would see without overlap."""
+    for learner in (0, 1):
+        shared = beside(traced()[spec], learner)
+        assert max(shared) == 0, (spec, learner, shared)
