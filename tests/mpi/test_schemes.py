@@ -242,6 +242,17 @@ def test_plain_periodic_averaging_is_the_mean_of_the_models_to_the_bit(
     np.testing.assert_array_equal(run.super_learners(f"{place}/exact/{spec}"), expected)
 
 
+@pytest.mark.parametrize("place", ["4x1", "2x2"])
+def test_block_momentum_of_nothing_is_plain_averaging_to_the_bit(place: str) -> None:
+    """Through the rule, which a momentum of exactly 0 does not need."""
+    run, _, _ = at(place)
+    plain, block = (
+        run.super_learners(f"{place}/exact/periodic_averaging:period=2{momentum}")
+        for momentum in ("", ",block_momentum=1e-300")
+    )
+    np.testing.assert_array_equal(block, plain)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_averaging_after_every_step_is_synchronous_sgd(place: str) -> None:
     """At n times the batch; also with momentum, which is linear in the gradients."""

@@ -129,6 +129,7 @@ def identities(where: str) -> None:
         "periodic_averaging:period=1",
         "periodic_averaging:period=2",
         "periodic_averaging:period=2,warm_up=3",
+        "periodic_averaging:period=2,block_momentum=1e-300",  # the rule, and as good as no momentum
         "noloco:period=2,rate=1,momentum=0",
         "delay_by_one",
         "lock_step:order=awc+fixed_ring",
