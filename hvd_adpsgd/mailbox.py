@@ -6,16 +6,16 @@ The leader's engine fills one slot while the learners of the node read the other
 barrier of its own: the leader publishes before it hands in its last gradient of a step, and the
 learners read after the all-reduce of that step.
 
-The memory is a file of /dev/shm whose name is removed as soon as every learner has mapped it, so a
-killed job leaves nothing behind.
+The memory is a file of /dev/shm that never has a name: the others reach it through the descriptor of
+the one that made it, which is closed as soon as every learner has mapped it. So a process that is killed
+at any moment leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,15 +71,15 @@ class Outboxes:
 
     def __init__(self, nbytes: int, outer: Any):
         me = outer.Get_rank()
-        path = _try_file(nbytes)
-        paths = outer.allgather((_host(), path))
+        file = _try_file(nbytes)
+        files = outer.allgather((_host(), file))
         areas = [
-            _try_map(other, nbytes) if other and host == paths[me][0] and path else None
-            for host, other in paths
+            _try_map(other, nbytes) if other and host == files[me][0] and file else None
+            for host, other in files
         ]
         reach = outer.allgather([area is not None for area in areas])
-        if path is not None:
-            os.unlink(path)
+        if file is not None:
+            os.close(file.handle)
         both = [reach[me][i] and reach[i][me] and i != me for i in range(len(areas))]
         self._areas = [np.frombuffer(a, dtype=np.uint8) if a is not None else None for a in areas]
         self.mapped = [
@@ -96,7 +96,16 @@ def _host() -> str:
         return file.read().strip()
 
 
-def _try_file(nbytes: int) -> str | None:
+class _File(NamedTuple):
+    """A file without a name, as its maker tells of it: descriptor, process, device and inode."""
+
+    handle: int
+    pid: int
+    device: int
+    inode: int
+
+
+def _try_file(nbytes: int) -> _File | None:
     """A new file in shared memory, or None if that would take more than half of what is free."""
     try:
         free = os.statvfs(SHARED_FOLDER)
@@ -107,31 +116,31 @@ def _try_file(nbytes: int) -> str | None:
         return None
 
 
-def _try_map(path: str, nbytes: int) -> mmap.mmap | None:
+def _try_map(file: _File, nbytes: int) -> mmap.mmap | None:
     try:
-        return _map(path, nbytes)
-    except (OSError, ValueError):  # no such file here, or one that is too short
+        return _map(file, nbytes)
+    except (OSError, ValueError):  # not to be reached from here, or too short
         return None
 
 
 def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
     """Map the same zeroed memory in all processes of `inner`."""
-    path, error = None, None
+    file, error = None, None
     if inner.Get_rank() == 0:
         try:
-            path = _reserve(nbytes)
+            file = _reserve(nbytes)
         except OSError as problem:
             error = f"{nbytes / 2**20:.0f} MiB of shared memory in {SHARED_FOLDER}: {problem}"
-    path, error = inner.bcast((path, error))
+    file, error = inner.bcast((file, error))
     area: mmap.mmap | None = None
     if error is None:
         try:
-            area = _map(path, nbytes)
+            area = _map(file, nbytes)
         except OSError as problem:
             error = f"mapping {nbytes / 2**20:.0f} MiB of {SHARED_FOLDER}: {problem}"
     errors = [e for e in inner.allgather(error) if e]
-    if inner.Get_rank() == 0 and path is not None:
-        os.unlink(path)
+    if inner.Get_rank() == 0 and file is not None:
+        os.close(file.handle)
     if errors or area is None:
         raise WorldError(
             f"{errors[0]}. The learners of a super learner share their corrections there: enlarge "
@@ -140,22 +149,31 @@ def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 
-def _reserve(nbytes: int) -> str:
+def _reserve(nbytes: int) -> _File:
     """A new file whose pages really exist, so that no later write can fail."""
-    handle, path = tempfile.mkstemp(prefix="hvd_adpsgd.", dir=SHARED_FOLDER)
+    handle = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(handle, 0, nbytes)
+        made = os.fstat(handle)
     except OSError:
-        os.unlink(path)
-        raise
-    finally:
         os.close(handle)
-    return path
+        raise
+    return _File(handle, os.getpid(), made.st_dev, made.st_ino)
 
 
-def _map(path: str, nbytes: int) -> mmap.mmap:
-    handle = os.open(path, os.O_RDWR)
+def _map(file: _File, nbytes: int) -> mmap.mmap:
+    """Map the file of any process of this host that shares our SHARED_FOLDER.
+
+    Process ids of another container may mean others here; and who has a SHARED_FOLDER of its own shall not
+    be taken for a neighbour.
+    """
+    handle = os.open(f"/proc/{file.pid}/fd/{file.handle}", os.O_RDWR)
     try:
+        found = os.fstat(handle)
+        if (found.st_dev, found.st_ino) != (file.device, file.inode):
+            raise OSError(f"process {file.pid} is another one here")
+        if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
+            raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)

@@ -1,5 +1,9 @@
 """Shared memory of a node, where one process stands for all."""
 
+import os
+
+import pytest
+
 from hvd_adpsgd import mailbox
 
 
@@ -32,3 +36,29 @@ def test_slots_and_flags_lie_apart_and_start_at_zero():
         part[:] = i + 1
     for i, part in enumerate([*box.slots, *box.flags]):
         assert (part == i + 1).all()
+
+
+def test_memory_never_has_a_name():
+    """A process killed while the others map its memory leaves nothing behind."""
+    before = set(os.listdir(mailbox.SHARED_FOLDER))
+    file = mailbox._reserve(2**20)
+    area = mailbox._map(file, 2**20)
+    assert set(os.listdir(mailbox.SHARED_FOLDER)) == before
+    again = mailbox._map(file, 2**20)
+    os.close(file.handle)
+    area[5] = 7
+    assert again[5] == 7
+
+
+@pytest.mark.parametrize("what", ["inode", "device", "folder", "closed"])
+def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
+    file = mailbox._reserve(4096)
+    if what == "closed":
+        os.close(file.handle)
+    elif what == "folder":  # theirs is another one
+        monkeypatch.setattr(mailbox, "SHARED_FOLDER", str(tmp_path))
+    else:
+        file = file._replace(**{what: getattr(file, what) + 1})
+    with pytest.raises(OSError, match="another|No such file"):
+        mailbox._map(file, 4096)
+    assert mailbox._try_map(file, 4096) is None
