@@ -33,7 +33,7 @@ class Torch:
 
 
 def compiler() -> ModuleType:
-    """What torch.optim asks of torch's compiler when nothing is compiled: that it stays away.
+    """What torch.optim asks of torch's compiler where nothing is compiled: to stay away.
 
     The real one is imported by the first optimizer, with all of sympy.
     """
