@@ -21,6 +21,7 @@ from hvd_adpsgd.horovod_build import KEEPER
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
+QUICK = ROOT / "tests" / "quick"  # the sitecustomize.py that makes a start cheaper
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
 
 # What every program starts with. One os.write per line: learners share the pipe.
@@ -80,7 +81,8 @@ def run_learners(
         args: of the program.
         env: variables besides those of this process, which is rid of Horovod's and MPI's.
         timeout: seconds; then the process group started here is killed, and the test fails.
-        launcher: "mpirun", "horovodrun", or None for one process without any.
+        launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), or None for
+            one process without any.
         kept: run each learner below the shell that our Horovod build puts there.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +93,8 @@ def run_learners(
             file = program
         keeper = ["sh", "-c", KEEPER, "learner"] if kept else []
         command = [*_launch(np, launcher), *keeper, sys.executable, str(file), *args]
-        return _run(command, environment(env or {}), timeout)
+        first = [] if launcher == "horovodrun" else [QUICK]
+        return _run(command, environment(env or {}, first), timeout)
 
 
 def _launch(np: int, launcher: str | None) -> list[str]:
@@ -121,12 +124,16 @@ def _find(name: str) -> str:
     return found
 
 
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """For learners: this Python's programs and this tree first, nobody's settings, and `extra`."""
+def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[str, str]:
+    """For learners: this Python's programs and this tree first, nobody's settings, and `extra`.
+
+    `first`: folders for Python to look into before this tree.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, first), str(ROOT), env.get("PYTHONPATH", "")])
     env["OMP_NUM_THREADS"] = "1"
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each learner compiles this tree: 0.1 CPU s
     return {**env, **extra}
 
 

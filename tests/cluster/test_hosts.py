@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import environment
+from launcher import QUICK, environment
 from machines import Cluster, unavailable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -64,7 +64,7 @@ def training(folder: Path, seconds: float, **env: str) -> Iterator[Run]:
     with Cluster(3) as cluster, open(folder / "log", "w+") as log:
         run = Run(cluster, folder)
         out = {"stdout": log, "stderr": subprocess.STDOUT, "text": True}
-        with cluster.started(command, env=environment(env), **out) as process:
+        with cluster.started(command, env=environment(env, [QUICK]), **out) as process:
             wait_for(lambda: all(len(run.facts(rank)) > 4 for rank in range(3)), run, START_S)
             yield run
             began = time.monotonic()

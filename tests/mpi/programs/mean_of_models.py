@@ -4,6 +4,7 @@ Each learner computes what the mean over super learners must be after `STEPS` st
 with what average_model gives. Arguments: names of the cases to run, all without any.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -44,12 +45,19 @@ def gradients(step: int, rank: int, dtype: torch.dtype) -> Tensors:
 
 def expected(dtype: torch.dtype, first: int, last: int, start: Tensors) -> Tensors:
     """start - LR sum of the mean gradients, in float64."""
-    means = [t.double() for t in start]
+    pairs = zip(start, mean_gradients(dtype, first, last), strict=True)
+    return [t.double() - LR * g for t, g in pairs]
+
+
+@functools.cache
+def mean_gradients(dtype: torch.dtype, first: int, last: int) -> Tensors:
+    """The sum of these steps' mean gradients, in float64. Super learners are of equal size."""
+    sums = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(first, last):
-        for rank in range(hvd.size()):  # super learners are of equal size
-            for mean, g in zip(means, gradients(step, rank, dtype), strict=True):
-                mean -= LR * g.double() / hvd.size()
-    return means
+        for rank in range(hvd.size()):
+            for total, g in zip(sums, gradients(step, rank, dtype), strict=True):
+                total += g.double() / hvd.size()
+    return sums
 
 
 def distance(model: torch.nn.Module, means: Tensors) -> float:
