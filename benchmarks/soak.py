@@ -9,7 +9,8 @@ lost is replaced, and the new one may be next. Each learner writes what it holds
 memory, threads, file descriptors, shared memory. In the end all leave, and the machine is looked at.
 
 A learner is flat if its memory in the last quarter of its life is within 1 % (or 1 MiB) of that in the
-second quarter; counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing is
+second quarter, and half a MiB for each newcomer between: communicators with a lost process are freed when
+all leave. Counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing is
 left behind, and all that should have ended well did.
 Left in --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
 """
@@ -39,6 +40,7 @@ STOP_S = (0.2, 3.0)  # how long a stopped one is stopped
 PAUSE_S = (5.0, 25.0)  # between faults
 LONG_ENOUGH_S = 120.0
 GROWTH, GROWTH_BYTES = 0.01, 2**20
+NEWCOMER_BYTES = 2**19  # for the communicators of each
 LEAVE_S = 90.0  # for the job to end once it is told to
 
 
@@ -210,18 +212,31 @@ def growth(series: list[dict[str, Any]], name: str) -> tuple[float, float]:
     return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
 
 
+def with_newcomers(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with how many newcomers there were so far: exchanges are counted anew after each."""
+    met, last, found = 0, 0, []
+    for row in series:
+        count = row["exchanges"]
+        met += count is not None and count < last
+        last = last if count is None else count
+        found.append({**row, "newcomers": met})
+    return found
+
+
 def judged(folder: Path) -> list[dict[str, Any]]:
     """What grew in each learner that lived long enough."""
     lives = []
     for file in sorted(folder.glob("learner.*.jsonl")):
-        series = rows(file)
+        series = with_newcomers(rows(file))
         if len(series) < 8 or series[-1]["t"] - series[0]["t"] < LONG_ENOUGH_S:
             continue
         life = {"pid": int(file.name.split(".")[1]), "seconds": series[-1]["t"] - series[0]["t"]}
-        for name in ("rss", "threads", "descriptors"):
+        for name in ("rss", "threads", "descriptors", "newcomers"):
             life[name] = growth(series, name)
         early, late = life["rss"]
-        life["flat"] = late <= early + max(GROWTH * early, GROWTH_BYTES)
+        few, many = life["newcomers"]
+        allowed = max(GROWTH * early, GROWTH_BYTES) + NEWCOMER_BYTES * (many - few)
+        life["flat"] = late <= early + allowed
         lives.append(life)
     return lives
 
@@ -308,8 +323,9 @@ def main() -> int:
     for life in result["lives"]:
         early, late = (value / 2**20 for value in life["rss"])
         print(
-            f"lived {life['seconds']:5.0f} s  memory {early:.1f} -> {late:.1f} MiB  threads "
-            f"{life['threads']}  descriptors {life['descriptors']}{'' if life['flat'] else '  GROWS'}"
+            f"lived {life['seconds']:5.0f} s  memory {early:.1f} -> {late:.1f} MiB  newcomers "
+            f"{life['newcomers']}  threads {life['threads']}  descriptors {life['descriptors']}"
+            f"{'' if life['flat'] else '  GROWS'}"
         )
     good = (
         result["ended_well"] == N and result["command_returned"] and not result["left_in_dev_shm"]

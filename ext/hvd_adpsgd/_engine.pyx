@@ -44,7 +44,7 @@ from hvd_adpsgd._sums cimport (Network, Sum, network_open, sum_drained, sum_nbyt
                                sum_test)
 from hvd_adpsgd._transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_NONE, FAILURE_PARTNER,
                                     FAILURE_PENDING, TAG_CONTROL, Arrival, Failure, Transport, acknowledge_failures,
-                                    classify, data_tag, give_up, post_agreement, post_receive,
+                                    classify, data_tag, give_up, let_go, post_agreement, post_receive,
                                     post_send, revoke, shrink, test, transport_open)
 
 cdef extern from "<time.h>" nogil:
@@ -594,6 +594,10 @@ cdef bint equip(State* e, int partner) noexcept nogil:
         x.lanes[i].out = x.buffers + 3 * i * e.lane_nbytes
         x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
         x.lanes[i].keep = x.lanes[i].inp + e.lane_nbytes
+        x.lanes[i].send_request = mpi.MPI_REQUEST_NULL
+        x.lanes[i].receive_request = mpi.MPI_REQUEST_NULL
+    x.last_send = mpi.MPI_REQUEST_NULL
+    x.last_receive = mpi.MPI_REQUEST_NULL
     if e.mapped[partner] == NULL:
         return True
     for i in range(SETS):
@@ -1190,7 +1194,7 @@ cdef void take_census(State* e) noexcept nogil:
 
 
 cdef void lose(State* e, int partner) noexcept nogil:
-    """The partner's process is gone. Its buffers stay: MPI may still hold their addresses."""
+    """The partner's process is gone. Its buffers stay while MPI may hold their addresses."""
     cdef Exchange* x = &e.exchanges[partner]
     cdef int i
     if e.partners[partner] == LOST:
@@ -1200,14 +1204,32 @@ cdef void lose(State* e, int partner) noexcept nogil:
     vacate(e, partner)
     if x.phase == RUNNING:
         for i in range(LANES):
-            if x.lanes[i].busy and not x.lanes[i].received:
-                give_up(&x.lanes[i].receive_request)
+            if x.lanes[i].receive_request != mpi.MPI_REQUEST_NULL:
+                mpi.MPI_Cancel(&x.lanes[i].receive_request)
+        if x.last_receive != mpi.MPI_REQUEST_NULL:
+            mpi.MPI_Cancel(&x.last_receive)
         x.phase = BROKEN
     elif x.phase == ASKED:
         x.phase = IDLE
     if x.phase == BROKEN and x.set != NOBODY:
         e.taken[x.set] = False      # MPI never knew this memory, and who read it is gone
         x.set = NOBODY
+
+
+cdef bint retire(State* e, int partner) noexcept nogil:
+    """A broken exchange gives its buffers back when MPI has let go of them. True if it has."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef bint free = let_go(&x.last_send) and let_go(&x.last_receive)
+    cdef int i
+    for i in range(LANES):
+        free &= let_go(&x.lanes[i].send_request) and let_go(&x.lanes[i].receive_request)
+        x.lanes[i].busy = False
+    if not free:
+        return False
+    return_buffers(e, x)
+    x.phase = IDLE
+    x.parked = False
+    return True
 
 
 # ---- the loop ------------------------------------------------------------------------------
@@ -1230,6 +1252,8 @@ cdef bint turn(State* e) noexcept nogil:
                 for i in range(LANES):
                     if x.lanes[i].busy and not x.lanes[i].received:
                         oldest = min(oldest, x.lanes[i].step)
+        elif x.phase == BROKEN:
+            moved |= retire(e, partner)
     moved |= ask_if_due(e)
     moved |= advance_mean(e)
     busy = e.mean.running and e.fault == FAULT_NONE

@@ -33,6 +33,7 @@ cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, in
                    mpi.MPI_Request* request) noexcept nogil
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil
 cdef void give_up(mpi.MPI_Request* request) noexcept nogil
+cdef bint let_go(mpi.MPI_Request* request) noexcept nogil
 cdef Failure classify(int code) noexcept nogil
 cdef int acknowledge_failures(Transport* t, char* lost) noexcept nogil
 cdef int data_tag(int exchange, bint upper_asks) noexcept nogil

@@ -122,6 +122,17 @@ cdef void give_up(mpi.MPI_Request* request) noexcept nogil:
         mpi.MPI_Request_free(request)
 
 
+cdef bint let_go(mpi.MPI_Request* request) noexcept nogil:
+    """Whether MPI is done with a request, well or not, and with its buffer."""
+    cdef bint done = True
+    if request[0] == mpi.MPI_REQUEST_NULL:
+        return True
+    test(request, &done, NULL)
+    if done and request[0] != mpi.MPI_REQUEST_NULL:     # Open MPI keeps one that failed
+        mpi.MPI_Request_free(request)
+    return done
+
+
 cdef Failure classify(int code) noexcept nogil:
     """What an MPI return code means for the exchange it came from."""
     cdef int cls = 0

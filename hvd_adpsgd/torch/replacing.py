@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import logging
 from collections.abc import Sequence
@@ -173,8 +174,16 @@ def _take_in(
         made = _Inheritance(values, optimizers, state) if recruit is not None else None
         with contextlib.suppress(PeerLostError):  # the recruiter; the newcomer then ends, too
             broadcast_object(made and made.pack(), recruiter, DOING)
+    del values, made
+    _trim()
     if recruit is not None:
         log.warning("super learner %d has joined, with the mean of the others' models.", number)
+
+
+def _trim() -> None:
+    """Give free memory back: glibc keeps what the threads of each meeting have used."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _meet(world: World, recruit: Recruit | None, recruiter: int) -> bool:
