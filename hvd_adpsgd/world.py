@@ -597,11 +597,17 @@ def merge_super_learners(world: World) -> World:
         The world with super_size 1, which `current` returns from now on.
 
     Raises:
-        WorldError: if Horovod cannot be stopped within leave_deadline_s.
+        WorldError: if a learner is lost, or Horovod cannot be stopped within leave_deadline_s.
     """
     global _current
     if world.super_size == 1:
         return world
+    if len(world.ranks) < world.size:
+        raise WorldError(
+            f"merge_super_learners(): learners {sorted(set(range(world.size)) - set(world.ranks))} of "
+            f"{world.size} are lost, and one super learner needs all of its learners. Start the job again, "
+            "or average with a strategy that goes on without them (random_pairs)."
+        )
     if not _stop_horovod(world.config.leave_deadline_s):
         raise WorldError(
             "merge_super_learners(): Horovod did not stop within "

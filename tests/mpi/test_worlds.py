@@ -361,6 +361,30 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         assert facts["object"] == "of 1", "the first that lives"
 
 
+def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
+    """A typed error on all that live, at once."""
+    program = """
+        import signal, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model = torch.nn.Linear(2, 2)
+        try:
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                     named_parameters=model.named_parameters(), averaging="synchronous")
+        except Exception as error:
+            say(rank=hvd.rank(), kind=type(error).__name__, text=str(error))
+    """
+    result = run_learners(3, program, env={SIZE: "1"}, timeout=90)
+    said = result.by_rank()
+    assert [facts["rank"] for facts in said] == [0, 2], result.report()
+    for facts in said:
+        assert facts["kind"] == "WorldError", result.report()
+        assert "learners [1] of 3 are lost" in facts["text"]
+
+
 # ---- isolation ----------------------------------------------------------------------------------
 
 
