@@ -9,8 +9,9 @@ N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100 x SGD and natural-gradient SGD 
 rule or from a stack of RBMs; and with one learner a net of rectified linear units in place of sigmoids.
 Learners are super learners of one, in processes of their own, averaged by
 periodic_averaging:period=K. All runs take the same number of minibatches in all, without momentum; the
-rate is N times that of one learner and falls tenfold over the run. One launch per N trains all its runs
-one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10 and 100.
+rate is N times that of one learner and falls tenfold over the run. One launch per seed and N trains all
+its runs one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10
+and 100.
 Left in --out: result.json, table.md, model_averaging.png and all runs.
 """
 
@@ -119,6 +120,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--learners", type=int, nargs="+", default=list(LEARNERS), help="(default: 1 2 4)")
     add("--periods", type=int, nargs="+", default=list(PERIODS), help="(default: 1 5 10 20 50 100)")
     add("--seeds", type=int, nargs="+", default=CONFIRMING, help="(default: 1 2 3)")
+    add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
+    add("--weights", nargs="+", choices=tuple(INITS), default=list(INITS))
     add("--explore", action="store_true", help="one learner, seed 0, a grid of rates")
     add("--recall", action="store_true", help="train nothing: tables of what is finished")
     add("--quick", action="store_true", help="a tiny corpus and net: does everything run?")
@@ -140,19 +143,25 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def sweep(learners: Iterable[int], periods: Iterable[int], seeds: list[int]) -> list[Run]:
-    """All runs, those of one seed beside each other."""
+def sweep(
+    learners: Iterable[int],
+    periods: Iterable[int],
+    seeds: list[int],
+    optimizers: Iterable[str] = tuple(OPTIMIZERS),
+    weights: Iterable[str] = tuple(INITS),
+) -> list[Run]:
+    """All runs, seed after seed: what is finished when time is up is a whole table for some."""
     return [
         Run(
             n, period, optimizer, init, activation, seed, rate,
             decoded=activation == "sigmoid" and seed == seeds[0] and n != 2
             and period in DECODED_PERIODS,
         )
-        for n in learners
         for seed in seeds
+        for n in learners
         for (activation, optimizer, init), rate in RATES.items()
         for period in ((0,) if n == 1 else periods)
-        if n == 1 or activation == "sigmoid"
+        if (n == 1 or activation == "sigmoid") and optimizer in optimizers and init in weights
     ]  # fmt: skip
 
 
@@ -205,13 +214,14 @@ class Sweep:
             return None
 
     def perform(self, runs: list[Run]) -> None:
-        """Train what is not finished: one launch for each number of learners."""
+        """Train what is not finished: one launch for each seed and number of learners."""
         todo = [self.placed(one) for one in runs if self.recall(one) is None]
         print(f"{len(runs)} runs, {len(runs) - len(todo)} finished before", flush=True)
-        for seed in sorted({one.seed for one in todo if one.init == "rbm"}):
-            self._pretrain(seed)
-        for learners in dict.fromkeys(one.learners for one in todo):
-            self._launch(learners, [one for one in todo if one.learners == learners])
+        for seed, learners in dict.fromkeys((one.seed, one.learners) for one in todo):
+            group = [one for one in todo if (one.seed, one.learners) == (seed, learners)]
+            if any(one.init == "rbm" for one in group):
+                self._pretrain(seed)
+            self._launch(learners, group)
 
     def _pretrain(self, seed: int) -> None:
         folder = self.stack(seed)
@@ -223,7 +233,7 @@ class Sweep:
         launch.script(SCRIPTS / "pretrain_rbm.py", [*words, *shape], f"RBMs, seed {seed}")
 
     def _launch(self, learners: int, runs: list[Run]) -> None:
-        print(f"-- {learners} learners, {len(runs)} runs", flush=True)
+        print(f"-- N = {learners}, seed {runs[0].seed}: {len(runs)} runs", flush=True)
         for one in runs:
             one.folder.mkdir(parents=True, exist_ok=True)
         plan = self.settings | {"learners": learners, "data": str(self.data)}
@@ -434,7 +444,8 @@ def main() -> None:
     if options.explore:
         print(explore(trained))
         return
-    runs = sweep(options.learners, options.periods, options.seeds)
+    cells = options.learners, options.periods, options.seeds
+    runs = sweep(*cells, options.optimizers, options.weights)
     if not options.recall:
         trained.perform(runs)
     print(report(options, trained, runs, what))
