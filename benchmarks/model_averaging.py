@@ -238,7 +238,7 @@ class Sweep:
             one.folder.mkdir(parents=True, exist_ok=True)
         plan = self.settings | {"learners": learners, "data": str(self.data)}
         plan["runs"] = [self._told(one) for one in runs]
-        path = self.out / f"plan-{learners}.json"
+        path = self.out / f"plan-{learners}-{runs[0].seed}.json"
         path.write_text(json.dumps(plan, indent=1) + "\n")
         program = Path(__file__).with_name("averaging_learner.py")
         launch.script(program, [str(path)], f"{learners} learners", learners, **KNOBS)
