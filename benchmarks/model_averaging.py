@@ -9,7 +9,8 @@ N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100 x SGD and natural-gradient SGD 
 rule or from a stack of RBMs; and with one learner a net of rectified linear units in place of sigmoids.
 Learners are super learners of one, in processes of their own, averaged by
 periodic_averaging:period=K. All runs take the same number of minibatches in all, without momentum; the
-rate is N times that of one learner and falls tenfold over the run. One launch per seed and N trains all
+rate is N times that of one learner and falls tenfold over the run; four learners at K = 10 are also
+trained with the rate of one. One launch per seed and N trains all
 its runs one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10
 and 100.
 Left in --out: result.json, table.md, model_averaging.png and all runs.
@@ -58,6 +59,7 @@ RATES = {
     ("relu", "sgd", "rbm"): 0.25,
 }
 TOLERANCE = 0.05
+UNSCALED = (4, 10)  # N and K of runs with the rate of one learner
 DECODED_PERIODS = (0, 10, 100)
 # Several hours of patience: on a busy machine, or one that sleeps, silence is no loss.
 KNOBS = {
@@ -78,7 +80,7 @@ class Run:
         period: K; 0 with one learner, which averages with nobody.
         optimizer, init, activation: as in RATES.
         seed: of weights, and of the order of the frames.
-        rate: of one learner.
+        rate: a learner's is N times this.
         decoded: whether its model is kept, to be decoded.
         folder: for what it leaves.
     """
@@ -100,11 +102,6 @@ class Run:
             f"N{self.learners}-K{self.period}-{self.optimizer}-{self.init}-{self.activation}"
             f"-lr{self.rate:g}-seed{self.seed}"
         )
-
-    @property
-    def cell(self) -> tuple[str, str, str, int, int]:
-        """All but seed and rate."""
-        return self.activation, self.optimizer, self.init, self.learners, self.period
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -151,7 +148,7 @@ def sweep(
     weights: Iterable[str] = tuple(INITS),
 ) -> list[Run]:
     """All runs, seed after seed: what is finished when time is up is a whole table for some."""
-    return [
+    scaled = [
         Run(
             n, period, optimizer, init, activation, seed, rate,
             decoded=activation == "sigmoid" and seed == seeds[0] and n != 2
@@ -163,6 +160,15 @@ def sweep(
         for period in ((0,) if n == 1 else periods)
         if (n == 1 or activation == "sigmoid") and optimizer in optimizers and init in weights
     ]  # fmt: skip
+    return [
+        one
+        for run in scaled
+        for one in (
+            (run, replace(run, rate=run.rate / run.learners, decoded=False))
+            if (run.learners, run.period) == UNSCALED
+            else (run,)
+        )
+    ]
 
 
 def grid() -> list[Run]:
@@ -270,13 +276,14 @@ class Sweep:
 Losses = dict[tuple[str, str, str, int, int], list[float]]  # by cell, one per seed; inf: diverged
 
 
-def losses_of(records: list[dict[str, Any]]) -> Losses:
-    """Held-out losses by cell, in the order of the seeds."""
+def losses_of(records: list[dict[str, Any]], scaled: bool = True) -> Losses:
+    """Held-out losses by cell, in the order of the seeds; with the rate times N, or of one learner."""
     found: Losses = {}
     for record in records:
-        cell = tuple(
-            record[key] for key in ("activation", "optimizer", "init", "learners", "period")
-        )
+        kind = record["activation"], record["optimizer"], record["init"]
+        if (record["rate"] == RATES[kind]) != scaled:
+            continue
+        cell = (*kind, record["learners"], record["period"])
         loss = record["heldout_loss"]
         found.setdefault(cell, []).append(math.inf if loss is None else loss)
     return found
@@ -313,6 +320,23 @@ def _text(losses: list[float], limit: float) -> str:
     mean = f"{_mean(losses):.3f}"
     spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
     return (f"**{mean}**" if _mean(losses) <= limit else mean) + spread
+
+
+def unscaled_table(losses: Losses, unscaled: Losses) -> str:
+    """What the rate times N brings, and costs, at one N and K."""
+    n, period = UNSCALED
+    lines = [
+        f"| optimizer | weights | 1 learner | N = {n}, K = {period}, rate x {n} | rate x 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for optimizer, init in ((o, i) for o in OPTIMIZERS for i in INITS):
+        kind = "sigmoid", optimizer, init
+        alone, at_n = losses.get((*kind, 1, 0), []), losses.get((*kind, n, period), [])
+        limit = (1 + TOLERANCE) * _mean(alone)
+        row = [OPTIMIZERS[optimizer], INITS[init], _text(alone, 0), _text(at_n, limit)]
+        row += [_text(unscaled.get((*kind, n, period), []), limit)]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def pretraining_table(losses: Losses) -> str:
@@ -417,6 +441,7 @@ def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: s
     monitors = {seed: trained.monitor(seed) for seed in with_stack}
     heads = {
         "Held-out cross-entropy in nats per frame": table(losses, options.periods),
+        "The rate": unscaled_table(losses, losses_of(records, scaled=False)),
         "One learner": pretraining_table(losses),
         "Restricted Boltzmann machines": stacks_table(monitors),
         f"Word error rate, seed {options.seeds[0]}": wer_table(wer),

@@ -69,6 +69,10 @@ def test_the_sweep_holds_every_cell_once_per_seed():
     options = script.arguments([])
     runs = script.sweep(options.learners, options.periods, options.seeds)
     assert len({one.name for one in runs}) == len(runs)
+    of_one = [one for one in runs if one.rate != _rate(one)]
+    assert {(one.learners, one.period, one.decoded) for one in of_one} == {(4, 10, False)}
+    assert len(of_one) == 4 * 3 and all(one.rate * 4 == _rate(one) for one in of_one)
+    runs = [one for one in runs if one not in of_one]
     sigmoid = Counter(one.learners for one in runs if one.activation == "sigmoid")
     assert sigmoid == {1: 4 * 3, 2: 4 * 6 * 3, 4: 4 * 6 * 3}
     relu = [one for one in runs if one.activation == "relu"]
@@ -77,14 +81,16 @@ def test_the_sweep_holds_every_cell_once_per_seed():
     assert decoded == {(1, 0, 1): 4, (4, 10, 1): 4, (4, 100, 1): 4}
     assert script.EXPLORING not in options.seeds
     few = script.sweep([4], [10], [1], ["natural"], ["rbm"])
-    assert [(one.optimizer, one.init) for one in few] == [("natural", "rbm")]
+    assert [(one.optimizer, one.init) for one in few] == [("natural", "rbm")] * 2
 
 
-def test_the_rates_do_not_depend_on_how_many_learn():
-    runs = script.sweep((1, 2, 4), script.PERIODS, [1])
-    for one in runs:
-        assert one.rate == script.RATES[one.activation, one.optimizer, one.init]
-        assert one.rate in script.GRID[one.activation]
+def _rate(one: script.Run) -> float:
+    return script.RATES[one.activation, one.optimizer, one.init]
+
+
+def test_rates_are_of_the_grid():
+    for (activation, _, _), rate in script.RATES.items():
+        assert rate in script.GRID[activation]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +205,7 @@ def test_weights_depend_on_the_seed_alone_and_come_from_the_stack(tmp_path):
 def _records() -> list[dict]:
     losses = {(1, 0): (1.0, 1.1), (2, 1): (1.05, 1.06), (2, 10): (1.2, None), (4, 1): (1.3, 1.5)}
     kind = {"activation": "sigmoid", "optimizer": "sgd", "init": "random"}
+    kind["rate"] = script.RATES["sigmoid", "sgd", "random"]
     return [
         kind | {"learners": n, "period": k, "seed": seed, "heldout_loss": loss, "cpu_s": 2.0 * n}
         for (n, k), row in losses.items()
@@ -216,10 +223,23 @@ def test_the_table_of_periods():
     ]
 
 
+def test_the_table_of_rates():
+    scaled = [r | {"learners": 4, "period": 10} for r in _records() if r["learners"] == 4]
+    unscaled = [r | {"rate": r["rate"] / 4, "heldout_loss": 1.1} for r in scaled]
+    records = _records() + scaled + unscaled
+    main, of_one = script.losses_of(records), script.losses_of(records, scaled=False)
+    assert main["sigmoid", "sgd", "random", 4, 10] == [1.3, 1.5]
+    row = script.unscaled_table(main, of_one).splitlines()[2]
+    assert row == (
+        "| SGD | random | 1.050 (1.000 to 1.100) | 1.400 (1.300 to 1.500) "
+        "| **1.100** (1.100 to 1.100) |"
+    )
+
+
 def test_the_tables_of_pretraining_and_stacks():
     records = [
         {"activation": a, "optimizer": "sgd", "init": i, "learners": 1, "period": 0,
-         "heldout_loss": loss}
+         "heldout_loss": loss, "rate": script.RATES[a, "sgd", i]}
         for (a, i), loss in {("sigmoid", "random"): 2.0, ("sigmoid", "rbm"): 1.0,
                              ("relu", "random"): 1.0}.items()
     ]  # fmt: skip
