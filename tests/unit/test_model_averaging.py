@@ -76,7 +76,7 @@ def test_the_sweep_holds_every_cell_once_per_seed():
     sigmoid = Counter(one.learners for one in runs if one.activation == "sigmoid")
     assert sigmoid == {1: 4 * 3, 2: 4 * 6 * 3, 4: 4 * 6 * 3}
     relu = [one for one in runs if one.activation == "relu"]
-    assert len(relu) == 2 * 3 and all(one.learners == 1 for one in relu)
+    assert len(relu) == 3 and all(one.learners == 1 for one in relu)
     decoded = Counter((one.learners, one.period, one.seed) for one in runs if one.decoded)
     assert decoded == {(1, 0, 1): 4, (4, 10, 1): 4, (4, 100, 1): 4}
     assert script.EXPLORING not in options.seeds
@@ -91,6 +91,7 @@ def _rate(one: script.Run) -> float:
 def test_rates_are_of_the_grid():
     for (activation, _, _), rate in script.RATES.items():
         assert rate in script.GRID[activation]
+    assert {(one.activation, one.optimizer, one.init) for one in script.grid()} > set(script.RATES)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_rates_are_of_the_grid():
         ({1.0: 2.0, 2.0: 1.95}, 1.0),
         ({1.0: 2.1, 2.0: 1.9, 4.0: 1.8}, 4.0),
         ({1.0: 2.0, 2.0: math.inf}, 1.0),
+        ({1.0: math.inf}, None),
     ],
 )
 def test_the_rate_is_the_smallest_within_5_percent_of_the_best(losses, rate):
@@ -244,7 +246,7 @@ def test_the_tables_of_pretraining_and_stacks():
                              ("relu", "random"): 1.0}.items()
     ]  # fmt: skip
     rows = script.pretraining_table(script.losses_of(records)).splitlines()
-    assert rows[2:] == ["| sigmoid | SGD | 2.000 | 1.000 | 0.500 |"]
+    assert rows[2:] == ["| sigmoid | SGD | 2.000 | 1.000 | 0.500 |", "| relu | SGD | 1.000 |  |  |"]
     monitors = {
         seed: [{"layer": 1, "error": 0.3 + seed, "heldout_error": 0.2, "free_energy_gap": -seed}]
         for seed in (1, 2)
