@@ -5,14 +5,13 @@
     python benchmarks/model_averaging.py --recall            tables of what is finished
     python benchmarks/model_averaging.py --quick             a tiny corpus and net: does it run?
 
-N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100 x SGD and natural-gradient SGD x weights from Glorot's
-rule or from a stack of RBMs; and, one learner alone, rectified linear units in place of sigmoids.
-Learners are super learners of one, in processes of their own, averaged by
-periodic_averaging:period=K. All runs take the same number of minibatches in all, without momentum; the
-rate is N times that of one learner and falls tenfold over the run; four learners at K = 10 are also
-trained with the rate of one. One launch per seed and N trains all
-its runs one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10
-and 100.
+N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100, 500 x SGD and natural-gradient SGD x weights from
+Glorot's rule or from a stack of RBMs; and, one learner alone, rectified linear units in place of
+sigmoids. Learners are super learners of one, in processes of their own, averaged by
+periodic_averaging:period=K and once more at the end. All runs take the same number of minibatches in
+all, without momentum; the rate is N times that of one learner and falls tenfold over the run. Four
+learners at K = 10 are also trained with the rate of one. One launch per seed and N trains all its runs
+one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10 and 100.
 Left in --out: result.json, table.md, model_averaging.png and all runs.
 """
 
@@ -42,7 +41,7 @@ SETTINGS = {
     "minibatches": 1720,  # of all learners together: one epoch; 1720 = 4 x 430
 }
 QUICK = {"task": "easy", "layers": 2, "hidden": 16, "batch": 64, "minibatches": 40}
-LEARNERS, PERIODS = (1, 2, 4), (1, 5, 10, 20, 50, 100)
+LEARNERS, PERIODS = (1, 2, 4), (1, 5, 10, 20, 50, 100, 500)
 OPTIMIZERS = {"sgd": "SGD", "natural": "NG-SGD"}
 INITS = {"random": "random", "rbm": "RBM"}
 EXPLORING, CONFIRMING = 0, [1, 2, 3]
@@ -126,7 +125,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--learners", type=int, nargs="+", default=list(LEARNERS), help="(default: 1 2 4)")
-    add("--periods", type=int, nargs="+", default=list(PERIODS), help="(default: 1 5 10 20 50 100)")
+    add("--periods", type=int, nargs="+", default=list(PERIODS), help="(default: 1 5 ... 100 500)")
     add("--seeds", type=int, nargs="+", default=CONFIRMING, help="(default: 1 2 3)")
     add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     add("--weights", nargs="+", choices=tuple(INITS), default=list(INITS))

@@ -74,7 +74,7 @@ def test_the_sweep_holds_every_cell_once_per_seed():
     assert len(of_one) == 4 * 3 and all(one.rate * 4 == _rate(one) for one in of_one)
     runs = [one for one in runs if one not in of_one]
     sigmoid = Counter(one.learners for one in runs if one.activation == "sigmoid")
-    assert sigmoid == {1: 4 * 3, 2: 4 * 6 * 3, 4: 4 * 6 * 3}
+    assert sigmoid == {1: 4 * 3, 2: 4 * 7 * 3, 4: 4 * 7 * 3}
     relu = [one for one in runs if one.activation == "relu"]
     assert len(relu) == 3 and all(one.learners == 1 for one in relu)
     decoded = Counter((one.learners, one.period, one.seed) for one in runs if one.decoded)
