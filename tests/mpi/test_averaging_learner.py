@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import ROOT, run_learners
+from launcher import ROOT, environment, run_learners
 
 torch = pytest.importorskip("torch")
 
@@ -96,6 +97,24 @@ def test_one_learner_needs_no_launcher(speech, tmp_path):
     torch.testing.assert_close(sigmoid["weights"], large_batches(speech, 1), rtol=1e-4, atol=1e-5)
     assert relu["heldout_loss"] < np.log(STATES)
     assert not torch.equal(relu["weights"], sigmoid["weights"])
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("espeakng_loader") is None, reason="needs espeak-ng")
+def test_the_whole_script_in_small(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "model_averaging.py"), "--quick"]
+    for more in ([], ["--recall"]):
+        subprocess.run(
+            [*command, *more], cwd=tmp_path, env=environment({}), timeout=800, check=True
+        )
+    out = tmp_path / "out" / "model_averaging-quick"
+    result = json.loads((out / "result.json").read_text())
+    assert len(result["runs"]) == 5 + 4 * 2 and len(result["wer"]) == 4
+    assert all(record["heldout_loss"] is not None for record in result["runs"])
+    assert "NG-SGD" in (out / "table.md").read_text()
+    assert (out / "model_averaging.png").stat().st_size > 5000
 
 
 def large_batches(speech: Path, learners: int) -> torch.Tensor:

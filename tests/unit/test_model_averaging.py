@@ -168,6 +168,19 @@ def test_what_is_finished_is_not_launched_again(trained, monkeypatch):
     assert launched[-1] == ("averaging_learner.py", 2) and len(launched) == 2
 
 
+def test_a_script_is_run_and_its_failure_told(tmp_path, capsys):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, sys\n"
+        "print(os.environ['HVD_ADPSGD_NONFINITE'], os.environ['OMP_NUM_THREADS'])\n"
+        "if len(sys.argv) > 1: sys.exit('error: ' + sys.argv[1])\n"
+    )
+    launch.script(path, [], "a script", HVD_ADPSGD_NONFINITE="stay_out")
+    assert "stay_out 1" in capsys.readouterr().out
+    with pytest.raises(Problem, match="^a script ended with status 1; too much$"):
+        launch.script(path, ["too much"], "a script", HVD_ADPSGD_NONFINITE="stay_out")
+
+
 def test_other_settings_are_other_runs(trained):
     one = script.sweep([1], [1], [1])[0]
     other = script.Sweep(trained.out, trained.data, script.SETTINGS)
