@@ -22,7 +22,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch soak bench bench-cluster clean
+.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak bench bench-cluster clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -61,6 +61,9 @@ compare: venv $(STAMPS)/examples  ## every averaging scheme on the demo's task: 
 
 large-batch: venv $(STAMPS)/examples  ## the largest batch that each scheme bears (an hour or more)
 	@$(PY) benchmarks/large_batch.py $(ARGS)
+
+model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
+	@$(PY) benchmarks/model_averaging.py $(ARGS)
 
 soak: venv $(STAMPS)/examples  ## an hour in which learners die and are replaced: does anything grow?
 	@$(PY) benchmarks/soak.py $(ARGS)

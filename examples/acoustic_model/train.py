@@ -9,7 +9,8 @@ HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one
 All strategies see the same number of samples. Batch and rate are a learner's own; the rate is
 multiplied by the number of learners (or by --scale) after a linear warm-up, so that `single` is the
 baseline with the batch and rate of one learner. `--schedule papers` warms up over 5/8 of the epochs, as
-the papers did over 10 of 16, and then takes 1/sqrt(2) of the rate per epoch.
+the papers did over 10 of 16, and then takes 1/sqrt(2) of the rate per epoch. `--schedule exponential` is
+Kaldi's: from LR x SCALE at once down to a tenth of it, by the same factor in every step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from speech.problem import Problem, require, run, within
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-SCHEDULES = ("short", "papers")
+SCHEDULES = ("short", "papers", "exponential")
+OPTIMIZERS = ("sgd", "natural")
 SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
 
 
@@ -63,7 +65,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=0.1, help="of one learner; times SCALE (default: 0.1)")
     add("--scale", type=float, help="rate after the warm-up / LR (default: number of learners)")
     add("--momentum", type=float, default=0.9)
-    add("--schedule", choices=SCHEDULES, default="short", help="warm-up: 1 epoch, or 5/8 of all")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="natural: hvd.NaturalGradientSGD")
+    add("--schedule", choices=SCHEDULES, default="short", help="warm-up: 1 epoch, 5/8 of all, none")
     add("--warmup", type=float, help="epochs from LR to LR x SCALE, instead of the schedule's")
     add("--anneal", type=int, help="rate x 1/sqrt(2) per epoch from this one (default: 5/8 of all)")
     add("--preset", choices=tuple(PRESETS), default="small")
@@ -77,6 +80,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
         within(f"--{name}", getattr(options, name), low, high)
+    _require_no_plateau(options)
     held = max(1, options.epochs * 5 // 8)  # epochs before the rate falls
     options.anneal = held if options.anneal is None else options.anneal
     if options.warmup is None:
@@ -88,6 +92,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     strategy.check(options.strategy)
     options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
+
+
+def _require_no_plateau(options: argparse.Namespace) -> None:
+    """The exponential schedule has neither a warm-up nor a first epoch of annealing."""
+    for name in ("warmup", "anneal"):
+        given = getattr(options, name)
+        if options.schedule == "exponential" and given is not None:
+            raise Problem(
+                f"--{name} {given:g} with --schedule exponential: its rate falls from the first step to "
+                f"the last; leave --{name} out, or take --schedule short or papers"
+            )
 
 
 def horovod_for(name: str) -> ModuleType:
@@ -159,9 +174,38 @@ def start_from(path: Path, model: torch.nn.Module) -> None:
             mine.bias.copy_(theirs["bias"])
 
 
+def optimizer_for(
+    name: str, model: torch.nn.Module, lr: float, momentum: float
+) -> torch.optim.Optimizer:
+    """One of OPTIMIZERS, not yet wrapped.
+
+    Raises:
+        Problem: if natural gradients are asked for and hvd_adpsgd does not import.
+    """
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    try:
+        natural = importlib.import_module("hvd_adpsgd.torch.natural")
+    except ImportError as error:
+        raise Problem(
+            f"--optimizer {name} needs hvd_adpsgd, which did not import: {error}"
+        ) from error
+    return natural.NaturalGradientSGD(model, lr, momentum)
+
+
+def exponential(start: float, part: float) -> float:
+    """From `start` to a tenth of it while `part` of the run goes from 0 to 1."""
+    return start * 0.1**part
+
+
 def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
-    """Learning rate at a (fractional) epoch: warm-up to LR x scale, then 1/sqrt(2) per epoch."""
+    """Learning rate at a (fractional) epoch: warm-up to LR x scale, then 1/sqrt(2) per epoch.
+
+    With the exponential schedule: from LR x scale to a tenth of it over all epochs.
+    """
     scale = learners if options.scale is None else options.scale
+    if options.schedule == "exponential":
+        return exponential(options.lr * scale, epoch / options.epochs)
     warmed = min(1.0, epoch / options.warmup) if options.warmup else 1.0
     annealed = max(0, int(epoch) - options.anneal + 1)
     return options.lr * (1 + (scale - 1) * warmed) * 0.5 ** (annealed / 2)
@@ -189,9 +233,7 @@ class Trainer:
         self.model = make(shape)
         if options.init:
             start_from(options.init, self.model)
-        optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=options.lr, momentum=options.momentum
-        )
+        optimizer = optimizer_for(options.optimizer, self.model, options.lr, options.momentum)
         self.optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -218,8 +260,18 @@ class Trainer:
 
     def settings(self) -> dict:
         """What a checkpoint must agree in to be continued."""
-        kept = ("strategy", "seed", "epochs", "batch", "lr", "scale", "momentum", "warmup")
-        chosen = {name: getattr(self.options, name) for name in (*kept, "anneal")}
+        kept = (
+            "strategy",
+            "seed",
+            "epochs",
+            "batch",
+            "lr",
+            "scale",
+            "momentum",
+            "warmup",
+            "anneal",
+        )
+        chosen = {name: getattr(self.options, name) for name in (*kept, "optimizer", "schedule")}
         chosen["init"] = str(self.options.init)
         return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
 

@@ -116,10 +116,18 @@ def _as_horovod_wraps(optimizer, named_parameters=None):
     return type(optimizer)(optimizer.param_groups, **optimizer.defaults)
 
 
+NATURAL = ("--optimizer", "natural", "--schedule", "exponential", "--preset", "dnn")
+
+
 @pytest.mark.parametrize("wrap", [alone.DistributedOptimizer, _as_horovod_wraps])
-def test_resuming_gives_the_weights_of_an_uninterrupted_run(speech, tmp_path, monkeypatch, wrap):
+@pytest.mark.parametrize("more", [(), NATURAL], ids=["sgd", "natural"])
+def test_resuming_gives_the_weights_of_an_uninterrupted_run(
+    speech, tmp_path, monkeypatch, wrap, more
+):
+    if more:
+        pytest.importorskip("horovod.torch")
     monkeypatch.setattr(alone, "DistributedOptimizer", wrap)
-    script.train(alone, _options(speech, tmp_path / "whole"))
+    script.train(alone, _options(speech, tmp_path / "whole", *more))
     cut = tmp_path / "cut"
     one_epoch = script.Trainer.epoch
 
@@ -131,9 +139,9 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(speech, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(script.Trainer, "epoch", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            script.train(alone, _options(speech, cut))
+            script.train(alone, _options(speech, cut, *more))
     assert not (cut / "model.pt").exists()
-    script.train(alone, _options(speech, cut, "--resume"))
+    script.train(alone, _options(speech, cut, "--resume", *more))
     whole = _final(tmp_path / "whole")
     assert all(torch.equal(whole[name], weight) for name, weight in _final(cut).items())
     lines = {name: journal.read(tmp_path / name / "heldout.jsonl") for name in ("whole", "cut")}
@@ -144,9 +152,15 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(speech, tmp_path, mo
 
 def test_resuming_with_other_options_is_refused(speech, tmp_path):
     script.train(alone, _options(speech, tmp_path / "run", "--epochs", "1"))
-    other = _options(speech, tmp_path / "run", "--epochs", "1", "--lr", "0.2", "--resume")
-    with pytest.raises(Problem, match=r"has lr 0\.1, this run has 0\.2"):
-        script.train(alone, other)
+    others = {
+        r"has lr 0\.1, this run has 0\.2": ("--lr", "0.2"),
+        "has optimizer sgd, this run has natural": ("--optimizer", "natural"),
+        "has schedule short, this run has exponential": ("--schedule", "exponential"),
+    }
+    for told, words in others.items():
+        other = _options(speech, tmp_path / "run", "--epochs", "1", *words, "--resume")
+        with pytest.raises(Problem, match=told):
+            script.train(alone, other)
 
 
 def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):

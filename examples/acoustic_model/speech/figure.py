@@ -1,4 +1,4 @@
-"""Pictures of held-out loss: over time, over samples, over batch. Colours: Okabe and Ito."""
+"""Pictures of held-out loss: over time, samples, batch, period. Colours: Okabe and Ito."""
 
 from __future__ import annotations
 
@@ -180,3 +180,44 @@ def _mark_diverged(axis, losses: dict[int, list[float]], colour: str, place: int
     drawn = {"color": colour, "marker": "X", "markersize": 8, "linestyle": "none"}
     (marks,) = axis.plot(lost, height, transform=axis.get_xaxis_transform(), **drawn)
     marks.set_in_layout(False)
+
+
+def draw_periods(
+    panels: dict[str, tuple[list[float], dict[str, dict[int, list[float]]]]], title: str, path: Path
+) -> None:
+    """Draw held-out loss over the steps between two means, with the least and most over seeds.
+
+    Args:
+        panels: by title of the panel: losses of one learner, drawn as a band, and by number of
+            learners and period those of several; a loss per seed. Infinite is marked near the upper
+            edge.
+        title: what was trained.
+        path: PNG to write.
+    """
+    require("matplotlib", "matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1.2 + 3.1 * len(panels), 4.6), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, (name, (alone, several)) in zip(axes[0], panels.items(), strict=True):
+        for place, ((label, losses), style) in enumerate(
+            zip(several.items(), itertools.cycle(_LINES), strict=False)
+        ):
+            _batches(axis, label, losses, style)
+            _mark_diverged(axis, losses, style[0], place)
+        if np.isfinite(alone).all() and alone:
+            axis.axhspan(min(alone), max(alone), color="#000000", alpha=0.15, linewidth=0)
+            axis.axhline(np.mean(alone), color="#000000", linestyle=":", label="1 learner")
+        periods = sorted({period for losses in several.values() for period in losses})
+        axis.set(title=name, xlabel="K, minibatches between means", xscale="log")
+        axis.set_xticks(periods, periods, minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("held-out cross-entropy in nats per frame")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

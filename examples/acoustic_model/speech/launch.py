@@ -101,6 +101,22 @@ def decode(one: Training, data: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def script(path: Path, words: Iterable[str], what: str, learners: int = 1, **knobs: str) -> None:
+    """Run any script as so many learners, showing what they say.
+
+    Args:
+        path: of the script.
+        words: its arguments.
+        what: it is called in an error.
+        learners: how many processes; 1 is started without horovodrun.
+        knobs: HVD_ADPSGD_... variables.
+
+    Raises:
+        Problem: if it fails.
+    """
+    _stream([*_launcher(learners), sys.executable, str(path), *words], _environment(knobs), what)
+
+
 def versions() -> dict[str, str]:
     """What the figures were made with."""
     found = {"python": platform.python_version()}

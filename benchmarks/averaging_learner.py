@@ -1,0 +1,216 @@
+"""One learner of model_averaging.py: trains every run of a plan, one after another, in one process.
+
+Started by horovodrun, or alone. A run takes the same number of minibatches whatever the number of
+learners: learner r of N takes minibatch r, N + r, 2N + r, ... of one random order of all frames. All
+runs share one model, which gets new weights for each: the optimizer wrapped around it then takes the
+place of the one before, whose engine ends. The first learner writes what a run gave to its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
+
+import torch
+import train
+from speech import corpus, journal
+from speech.model import Shape, make
+from speech.problem import run
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+GAIN = {"sigmoid": 4.0, "relu": math.sqrt(2)}  # of random weights: Glorot and Bengio; He
+
+
+class Frames:
+    """Frames of one split, each with the window that a DNN sees.
+
+    Args:
+        data: folder of the speech.
+        name: of the split.
+        shape: of the DNN.
+    """
+
+    def __init__(self, data: Path, name: str, shape: Shape) -> None:
+        split = corpus.Split(data, name, shape.context)
+        features, labels = split[list(range(len(split)))]
+        static = torch.from_numpy(features[..., : shape.inputs])
+        self._flat = static.reshape(-1, shape.inputs)
+        segments, length = static.shape[:2]
+        inside = torch.arange(corpus.SEGMENT)
+        self._starts = (torch.arange(segments)[:, None] * length + inside).flatten()
+        self._window = torch.arange(2 * shape.context + 1)
+        self.labels = torch.from_numpy(labels).flatten()
+
+    def __len__(self) -> int:
+        """Number of frames."""
+        return len(self.labels)
+
+    def __getitem__(self, chosen: Tensor) -> Tensor:
+        """Windows of frames, for a DNN a batch of segments of one frame: (n, 2 context + 1, inputs)."""
+        return self._flat[self._starts[chosen][:, None] + self._window]
+
+
+def order(count: int, minibatches: int, batch: int, seed: int) -> Tensor:
+    """Indices of all minibatches of a run, shape (minibatches, batch): one epoch after another."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = -(-minibatches * batch // count)
+    indices = torch.cat([torch.randperm(count, generator=generator) for _ in range(whole)])
+    return indices[: minibatches * batch].view(minibatches, batch)
+
+
+def begin(model: torch.nn.Module, seed: int, stack: str | None) -> None:
+    """New weights: of hidden layers uniform with the gain of their activation, or those of a stack.
+
+    The layer before the outputs starts as torch makes it, with both.
+    """
+    torch.manual_seed(seed)
+    fresh = make(model.shape)
+    for layer in fresh.hidden:
+        torch.nn.init.xavier_uniform_(layer.weight, GAIN[model.shape.activation])
+        torch.nn.init.zeros_(layer.bias)
+    if stack:
+        train.start_from(Path(stack), fresh)
+    model.load_state_dict(fresh.state_dict())
+
+
+class Learner:
+    """What all runs of a plan share.
+
+    Args:
+        hvd: Horovod, or what takes its place.
+        plan: "data", "minibatches", "batch", and "layers", "hidden" of the DNN.
+    """
+
+    def __init__(self, hvd: ModuleType, plan: dict[str, Any]) -> None:
+        self.hvd, self.plan = hvd, plan
+        data = Path(plan["data"])
+        states = len(corpus.read_json(data / "states.json"))
+        self._shape = Shape(
+            plan["layers"], plan["hidden"], 0, states, inputs=40, kind="dnn", context=5
+        )
+        self.train, self.dev = (Frames(data, name, self._shape) for name in ("train", "dev"))
+        self._models: dict[str, torch.nn.Module] = {}
+
+    def _model(self, activation: str) -> torch.nn.Module:
+        if activation not in self._models:
+            self._models[activation] = make(
+                Shape(**asdict(self._shape) | {"activation": activation})
+            )
+        return self._models[activation]
+
+    def perform(self, one: dict[str, Any]) -> dict[str, Any]:
+        """Train and evaluate one run, whose fields are those of model_averaging.Run.
+
+        Returns:
+            held-out loss (None if it is no number) and frame error rate of the mean model, steps of
+            each learner, wall seconds of training, CPU seconds of all learners together.
+        """
+        hvd = self.hvd
+        model = self._model(one["activation"])
+        used, began = time.process_time(), time.perf_counter()
+        begin(model, one["seed"], one["stack"])
+        plain = train.optimizer_for(one["optimizer"], model, one["rate"], 0.0)
+        spec = f"periodic_averaging:period={one['period']}" if hvd.size() > 1 else "single"
+        optimizer = hvd.DistributedOptimizer(
+            plain,
+            named_parameters=model.named_parameters(),
+            **train.averaging(hvd, spec, one["seed"]),
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        steps = self._train(model, optimizer, one)
+        self._take_mean(model)
+        seconds = time.perf_counter() - began
+        cpu = torch.tensor([time.process_time() - used], dtype=torch.float64)
+        cpu = hvd.allreduce(cpu, name="cpu", op=hvd.Sum)
+        if hasattr(plain, "remove_hooks"):
+            plain.remove_hooks()
+        loss, errors = self._heldout(model)
+        self._save(model, one)
+        found = {"heldout_loss": journal.number(loss), "heldout_fer": errors, "steps": steps}
+        return found | {"seconds": seconds, "cpu_s": float(cpu)}
+
+    def _train(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, one: dict[str, Any]
+    ) -> int:
+        hvd, plan = self.hvd, self.plan
+        chosen = order(len(self.train), plan["minibatches"], plan["batch"], one["seed"])
+        mine = chosen[hvd.rank() :: hvd.size()]
+        for step, minibatch in enumerate(mine):
+            for group in optimizer.param_groups:
+                group["lr"] = train.exponential(one["rate"] * hvd.size(), step / len(mine))
+            optimizer.zero_grad()
+            scores = model(self.train[minibatch]).squeeze(1)
+            cross_entropy(scores, self.train.labels[minibatch], ignore_index=-1).backward()
+            optimizer.step()
+        return len(mine)
+
+    def _take_mean(self, model: torch.nn.Module) -> None:
+        """The final model; where no learner has a finite one, it stays as it is."""
+        if self.hvd.size() == 1:
+            return
+        from hvd_adpsgd.errors import NonFiniteModelError
+
+        try:
+            self.hvd.average_model(model)
+        except NonFiniteModelError as error:
+            print(error, flush=True)
+
+    @torch.no_grad()
+    def _heldout(self, model: torch.nn.Module) -> tuple[float, float]:
+        """Cross-entropy and error rate per held-out frame; every learner counts its share."""
+        total = torch.zeros(3, dtype=torch.float64)
+        for chosen in torch.arange(self.hvd.rank(), len(self.dev), self.hvd.size()).split(4096):
+            scores, labels = model(self.dev[chosen]).squeeze(1), self.dev.labels[chosen]
+            known = labels >= 0
+            loss = cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
+            wrong = (scores.argmax(-1) != labels) & known
+            total += torch.tensor([float(loss), float(wrong.sum()), float(known.sum())])
+        total = self.hvd.allreduce(total, name="heldout", op=self.hvd.Sum)
+        return float(total[0] / total[2]), float(total[1] / total[2])
+
+    def _save(self, model: torch.nn.Module, one: dict[str, Any]) -> None:
+        if one["decoded"] and self.hvd.rank() == 0:
+            final = {"model": model.state_dict(), "shape": asdict(model.shape)}
+            journal.save(Path(one["folder"]) / "model.pt", final)
+
+
+def keep(folder: Path, record: dict[str, Any]) -> None:
+    """Write run.json, whole or not at all."""
+    part = folder / "run.json.part"
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(folder / "run.json")
+
+
+def main() -> None:
+    """Perform the plan."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan", type=Path)
+    plan = json.loads(parser.parse_args().plan.read_text())
+    hvd = train.horovod_for("single" if plan["learners"] == 1 else "periodic_averaging")
+    torch.set_num_threads(1)
+    hvd.init()
+    learner, runs = Learner(hvd, plan), plan["runs"]
+    for place, one in enumerate(runs, 1):
+        found = learner.perform(one)
+        if hvd.rank() > 0:
+            continue
+        keep(Path(one["folder"]), one | found)
+        loss = found["heldout_loss"]
+        said = "diverged" if loss is None else f"held-out {loss:.3f}"
+        print(f"{place}/{len(runs)} {one['name']}: {said}, {found['cpu_s']:.0f} CPU s", flush=True)
+
+
+if __name__ == "__main__":
+    run(main)
