@@ -35,6 +35,7 @@ from speech.problem import Problem, require, run, within
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+COMBINATIONS = ("plain", "weighted")  # of all models, in the end
 SCHEDULES = ("short", "papers", "exponential")
 OPTIMIZERS = ("sgd", "natural")
 SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
@@ -66,6 +67,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--scale", type=float, help="rate after the warm-up / LR (default: number of learners)")
     add("--momentum", type=float, default=0.9)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="natural: hvd.NaturalGradientSGD")
+    add("--combine", choices=COMBINATIONS, default="plain", help="weighted: by 1 / held-out loss")
     add("--schedule", choices=SCHEDULES, default="short", help="warm-up: 1 epoch, 5/8 of all, none")
     add("--warmup", type=float, help="epochs from LR to LR x SCALE, instead of the schedule's")
     add("--anneal", type=int, help="rate x 1/sqrt(2) per epoch from this one (default: 5/8 of all)")
@@ -307,18 +309,30 @@ class Trainer:
 
     def heldout(self, model: torch.nn.Module) -> tuple[float, float]:
         """Cross-entropy and error rate per held-out frame; every learner counts its share."""
+        mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
+        total = self.hvd.allreduce(self._counted(model, mine), name="heldout", op=self.hvd.Sum)
+        return float(total[0] / total[2]), float(total[1] / total[2])
+
+    def combine(self) -> None:
+        """The final model: the mean of all super learners', or weighted by 1 / own held-out loss."""
+        weight = 1.0
+        if self.options.combine == "weighted":
+            total = self._counted(self.model, range(len(self.dev)))
+            weight = float(total[2] / total[0])
+        self.hvd.average_model(self.model, weight=weight)
+
+    def _counted(self, model: torch.nn.Module, segments: range) -> torch.Tensor:
+        """Cross-entropy, wrong frames, and frames, of held-out segments."""
         model.eval()
         total = torch.zeros(3, dtype=torch.float64)
-        mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
         with torch.no_grad():
-            for chosen in BatchSampler(mine, 256, drop_last=False):
+            for chosen in BatchSampler(segments, 256, drop_last=False):
                 frames, labels = (torch.from_numpy(part) for part in self.dev[chosen])
                 scores = model(frames)
                 known = labels >= 0
                 wrong = (scores.argmax(-1) != labels) & known
                 total += torch.tensor([float(_loss(scores, labels)), wrong.sum(), known.sum()])
-        total = self.hvd.allreduce(total, name="heldout", op=self.hvd.Sum)
-        return float(total[0] / total[2]), float(total[1] / total[2])
+        return total
 
     def checkpoint(self, mean: torch.nn.Module) -> None:
         """Rank 0: the mean model, and what is needed to go on from it."""
@@ -407,7 +421,7 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
             trainer.checkpoint(mean)
             print(describe(entry, options.epochs), flush=True)
     if is_asynchronous(options.strategy):
-        hvd.average_model(trainer.model)
+        trainer.combine()
     if lead:
         final = {"model": trainer.model.state_dict(), "shape": asdict(trainer.model.shape)}
         journal.save(options.out / "model.pt", final)

@@ -163,6 +163,17 @@ def test_resuming_with_other_options_is_refused(speech, tmp_path):
             script.train(alone, other)
 
 
+@pytest.mark.parametrize("how", ["plain", "weighted"])
+def test_the_final_model_counts_each_by_its_heldout_loss(speech, tmp_path, monkeypatch, how):
+    weights = []
+    told = lambda model, weight: weights.append(weight)  # noqa: E731
+    monkeypatch.setattr(alone, "average_model", told, raising=False)
+    trainer = script.Trainer(alone, _options(speech, tmp_path / how, "--combine", how))
+    loss, _ = trainer.heldout(trainer.model)
+    trainer.combine()
+    assert weights == pytest.approx([1.0 if how == "plain" else 1 / loss])
+
+
 def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):
     losses = iter([(6.0, 1.0), (float("nan"), 1.0)])
     monkeypatch.setattr(script.Trainer, "heldout", lambda *_: next(losses))
