@@ -289,6 +289,7 @@ def test_the_tables_of_words_and_costs():
     ]
 
 
-def test_the_figure_is_drawn(tmp_path):
-    script.draw(script.losses_of(_records()), "title", tmp_path / "a.png")
+def test_the_figure_is_drawn_of_what_there_is(tmp_path):
+    one_seed = _records()[2] | {"period": 20}
+    script.draw(script.losses_of([*_records(), one_seed]), "title", tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 5000

@@ -166,9 +166,9 @@ def draw_batches(
 def _batches(axis, label: str, losses: dict[int, list[float]], style: tuple) -> None:
     colour, line, marker = style
     finite = sorted(batch for batch, row in losses.items() if np.isfinite(row).all())
-    rows = np.array([losses[batch] for batch in finite]).reshape(len(finite), -1)
-    means = rows.mean(1)
-    spread = (means - rows.min(1), rows.max(1) - means)
+    means = np.array([np.mean(losses[batch]) for batch in finite])
+    least, most = (np.array([end(losses[batch]) for batch in finite]) for end in (min, max))
+    spread = (means - least, most - means)
     drawn = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5}
     axis.errorbar(finite, means, spread, capsize=3, linewidth=1.4, label=label, **drawn)
 
