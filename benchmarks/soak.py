@@ -143,6 +143,12 @@ def living(folder: Path) -> list[int]:
     return [pid for pid in pids if _alive(pid)]
 
 
+def is_whole(folder: Path, doomed: set[int]) -> bool:
+    """Whether all that should die are dead, and as many as at the start train."""
+    pids = living(folder)
+    return len(pids) == N and not doomed & set(pids)
+
+
 def _alive(pid: int) -> bool:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -282,7 +288,8 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{left:5.1f} min left  {fault['fault']} {fault['pid']}", flush=True)
             if job.poll() is not None:
                 break
-        whole = wait_until(lambda: len(living(folder)) == N or job.poll() is not None, 90)
+        doomed = {f["pid"] for f in rows(folder / "faults.jsonl") if f["fault"] != "stop"}
+        whole = wait_until(lambda: is_whole(folder, doomed) or job.poll() is not None, 90)
         (folder / "over").touch()
         ended = wait_until(lambda: job.poll() is not None, LEAVE_S)
     finally:
