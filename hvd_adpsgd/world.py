@@ -225,6 +225,11 @@ class World:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
         self._stops.append(stop)
 
+    def forget(self, stop: Callable[[], object]) -> None:
+        """`stop` was done before shutdown(), and whatever it holds on to may go."""
+        if stop in self._stops:
+            self._stops.remove(stop)
+
 
 _current: World | None = None
 

@@ -526,6 +526,7 @@ class Averaging:
             self._at_stop.pop()()
         if self.catch_up in self._world.before_together:
             self._world.before_together.remove(self.catch_up)
+        self._world.forget(self.stop)
         if self in _live:
             _live.remove(self)
         self.engine.stop(broken=self._world.fails())

@@ -437,3 +437,35 @@ def test_waiting_for_fresh_models_ends_at_the_deadline(timeline: Path) -> None:
     for facts in stopped:
         assert facts["longest"] < 0.4 + 0.6, "deadline_s, and a busy machine"
         assert facts["steps"] > 5
+
+
+def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
+    """Wrapped six times around the same parameters, there is one engine, and as many files are open."""
+    program = """
+        import gc, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.engine import Engine
+        hvd.init()
+        torch.set_num_threads(1)
+        model = torch.nn.Linear(10, 10)
+
+        def once():
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+            model(torch.ones(2, 10)).sum().backward()
+            optimizer.step()
+
+        def held():
+            gc.collect()
+            engines = sum(isinstance(o, Engine) for o in gc.get_objects())
+            return engines, len(os.listdir("/proc/self/fd"))
+
+        once()
+        first = held()
+        for _ in range(5):
+            once()
+        say(rank=hvd.rank(), first=first, last=held())
+    """
+    for facts in run_learners(2, program, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).by_rank():
+        assert facts["first"][0] == facts["last"][0] == 1, facts
+        assert facts["last"][1] <= facts["first"][1], facts
