@@ -996,16 +996,16 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
     cdef bint arrived = False
     cdef double square, learners, began = now()
     cdef int code
-    if not s.busy or chunk % LANES != lane:
+    if not s.busy:
         return False
-    if s.summing:
+    if s.summing:                           # also while it is not yet this one's turn
         code = sum_test(&m.network, &s.sum, &arrived)
         if code != mpi.MPI_SUCCESS:
             break_mean(e, code)
             return True
-        if not arrived:
-            return False
-        s.summing = False
+        s.summing = not arrived
+    if s.summing or chunk % LANES != lane:
+        return arrived
     learners = get_number(s, s.sum.total, 0)
     square = -2.0
     if get_number(s, s.sum.total, 1) != m.network.size * layout_mark(e, chunk):
