@@ -258,6 +258,7 @@ cdef struct Counters:
     int64_t refused         # our questions answered with NO
     int64_t declined        # questions we answered with NO
     int64_t parked
+    int64_t broken          # exchanges that a partner's loss has cut
     int64_t void_chunks
     int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
@@ -1208,6 +1209,7 @@ cdef void lose(State* e, int partner) noexcept nogil:
                 mpi.MPI_Cancel(&x.lanes[i].receive_request)
         if x.last_receive != mpi.MPI_REQUEST_NULL:
             mpi.MPI_Cancel(&x.last_receive)
+        e.counters.broken += 1
         x.phase = BROKEN
     elif x.phase == ASKED:
         x.phase = IDLE
@@ -1631,7 +1633,7 @@ cdef class Loop:
         cdef Counters* c = &self.state.counters
         return {
             "exchanges_active": c.exchanges_active, "exchanges_passive": c.exchanges_passive,
-            "refused": c.refused, "declined": c.declined, "parked": c.parked,
+            "refused": c.refused, "declined": c.declined, "parked": c.parked, "broken": c.broken,
             "void_chunks": c.void_chunks, "compared": c.compared, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
             "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
             "square_elements": c.square_elements, "last_square": c.last_square,
