@@ -258,6 +258,7 @@ cdef struct Counters:
     int64_t refused         # our questions answered with NO
     int64_t declined        # questions we answered with NO
     int64_t parked
+    int64_t broken          # exchanges that a partner's loss has cut
     int64_t void_chunks
     int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
@@ -996,16 +997,16 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
     cdef bint arrived = False
     cdef double square, learners, began = now()
     cdef int code
-    if not s.busy or chunk % LANES != lane:
+    if not s.busy:
         return False
-    if s.summing:
+    if s.summing:                           # also while it is not yet this one's turn
         code = sum_test(&m.network, &s.sum, &arrived)
         if code != mpi.MPI_SUCCESS:
             break_mean(e, code)
             return True
-        if not arrived:
-            return False
-        s.summing = False
+        s.summing = not arrived
+    if s.summing or chunk % LANES != lane:
+        return arrived
     learners = get_number(s, s.sum.total, 0)
     square = -2.0
     if get_number(s, s.sum.total, 1) != m.network.size * layout_mark(e, chunk):
@@ -1208,6 +1209,7 @@ cdef void lose(State* e, int partner) noexcept nogil:
                 mpi.MPI_Cancel(&x.lanes[i].receive_request)
         if x.last_receive != mpi.MPI_REQUEST_NULL:
             mpi.MPI_Cancel(&x.last_receive)
+        e.counters.broken += 1
         x.phase = BROKEN
     elif x.phase == ASKED:
         x.phase = IDLE
@@ -1630,7 +1632,7 @@ cdef class Loop:
         cdef Counters* c = &self.state.counters
         return {
             "exchanges_active": c.exchanges_active, "exchanges_passive": c.exchanges_passive,
-            "refused": c.refused, "declined": c.declined, "parked": c.parked,
+            "refused": c.refused, "declined": c.declined, "parked": c.parked, "broken": c.broken,
             "void_chunks": c.void_chunks, "compared": c.compared, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
             "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
             "square_elements": c.square_elements, "last_square": c.last_square,

@@ -37,6 +37,7 @@ __all__ = [
     "Strategy",
     "Synchronous",
     "parse",
+    "same",
 ]
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -78,6 +79,17 @@ def parse(spec: str) -> Strategy:
     for piece in reversed(upper):
         strategy = _one(spec, piece, strategy)
     return strategy
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two specs are of equal strategies; a key that one leaves out has its default there.
+
+    A spec that cannot be read is the same as itself only.
+    """
+    try:
+        return parse(one) == parse(other)
+    except ConfigError:
+        return one == other
 
 
 def _one(spec: str, piece: str, of: Strategy | None = None) -> Strategy:

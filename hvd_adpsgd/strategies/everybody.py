@@ -81,7 +81,7 @@ class PeriodicAveraging(Strategy):
         block_rate: zeta > 0.
         nesterov: whether a block starts ahead.
         warm_up: steps at the beginning after which nobody averages, >= 0: models that still move fast
-            average badly. The first block is as much longer.
+            average badly. The first block ends at the first multiple of `period` beyond it.
 
     Raises:
         ConfigError: for a value out of range.

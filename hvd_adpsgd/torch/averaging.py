@@ -22,6 +22,7 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.metrics import Counters
+from hvd_adpsgd.strategies import same
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds
 from hvd_adpsgd.together import allgather_object, mpi_failures, wait
 from hvd_adpsgd.torch.agreement import described, difference, unanimous
@@ -460,7 +461,7 @@ class Averaging:
     def _reason_against(self, state: dict[str, Any]) -> str:
         """Why the state is of no use here; "" if it is of use."""
         here = [self._world.super_rank, self._world.super_size]
-        if state.get("strategy") != self._spec:
+        if not same(str(state.get("strategy")), self._spec):  # older ones lack a key of today
             return f"the checkpoint is of averaging={state.get('strategy')}, this is {self._spec}"
         there = state.get("of", here)
         if self.rule.own and there != here and state["step"]:

@@ -67,7 +67,8 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
         ModelMismatchError: on every learner, if their models differ.
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
-            With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it.
+            With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it, unless
+            their weights are all 0.
     """
     world = worlds.current()
     _require_weights(world, weight)
@@ -78,7 +79,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     with _at_rest(concerned):
         means, unfit = _means(world, "average_model", tensors, float(weight))
         if unfit:
-            _without(world, unfit)
+            _without(world, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
 
@@ -87,7 +88,12 @@ def _require_weights(world: Any, weight: Any) -> None:
     """Raise ConfigError on every learner unless the leaders' weights can be used."""
     try:
         value = float(weight)
-    except (TypeError, ValueError):
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # the last: torch's, of many numbers
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
     told = world.together("average_model", lambda comm: allgather_object(comm, mine))
@@ -99,15 +105,15 @@ def _require_weights(world: Any, weight: Any) -> None:
         )
 
 
-def _without(world: Any, unfit: list[int]) -> None:
-    """What becomes of the mean when the models of these leaders are not finite.
+def _without(world: Any, unfit: list[int], finite: bool) -> None:
+    """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
 
     Raises:
-        NonFiniteModelError: on every learner, unless the configuration says "stay_out" and some are
-            finite.
+        NonFiniteModelError: on every learner, unless the configuration says "stay_out" and some that
+            have a weight are finite.
     """
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
-    if world.config.nonfinite == "raise" or len(unfit) == len(world.groups):
+    if world.config.nonfinite == "raise" or not finite:
         raise NonFiniteModelError(
             f"average_model: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
             "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=stay_out takes the mean of the others, "
@@ -170,7 +176,8 @@ def _means(
     """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
 
     Returns:
-        The means of the finite models, or of all if none is, and the leaders whose are not.
+        The means of the finite models, or of all if none with a weight is, and the leaders whose are
+        not.
     """
     hosts = [
         t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
@@ -181,13 +188,21 @@ def _means(
     def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
         told = allgather_object(comm, (world.is_leader, fit, weight))
         leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
-        chosen = [i for i in leaders if told[i][1]] or leaders
-        weights = {i: told[i][2] for i in chosen}
+        weights = {i: told[i][2] for i in leaders if told[i][1]}
+        if not any(weights.values()):
+            weights = {i: told[i][2] for i in leaders}
+        weights = _within_range(weights)
         means = [_mean(comm, weights, h.contiguous().numpy()) for h in hosts]
         return means, [world.ranks[i] for i in leaders if not told[i][1]]
 
     means, unfit = world.together(doing, operation)
     return [torch.from_numpy(mean) for mean in means], unfit
+
+
+def _within_range(weights: dict[int, float]) -> dict[int, float]:
+    """The weights over one power of two: below 1, so that neither they nor their sum overflow float32."""
+    _, exponent = math.frexp(max(weights.values()))
+    return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
 
 
 def _mean(comm: Any, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:

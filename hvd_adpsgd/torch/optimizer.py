@@ -175,7 +175,7 @@ def _require_no_adasum(strategy: Strategy, op: Any) -> None:
 
 
 def _require_wire(strategy: Strategy, config: Config, super_size: int) -> None:
-    """Sums of all models are made by MPI in full precision."""
+    """Sums of all models are made in full precision."""
     plan = strategy.plan(0, super_size)
     sums = plan.in_step is not None and plan.in_step.partners is None
     if sums and plan.width == 0 and config.wire_dtype is not None:

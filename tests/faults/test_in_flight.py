@@ -83,6 +83,7 @@ def test_a_death_moves_no_more_than_the_chunks_in_flight(
     assert fault["asked"] == asking, result.report()
     assert LANES < fault["done"] < CHUNKS
     assert any(facts["broken"] for facts in told), f"no exchange was cut: {result.report()}"
+    assert not any(facts["held"] for facts in told), "buffers of a broken exchange were kept"
 
     models = [initial(seed, rank) for rank in range(N)]
     after = survivors_sum(folder, victim, "after")

@@ -229,14 +229,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def shared_files() -> set[str]:
-    return {file.name for file in Path("/dev/shm").glob("hvd_adpsgd.*")}
-
-
 @pytest.mark.parametrize("how", ["uneven", "raise", "no_shutdown"])
 def test_every_run_ends(how: str) -> None:
-    """Within 10 s after the last learner is done, and nothing is left."""
-    before = shared_files()
+    """Within 10 s after the last learner is done, and no process is left."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     result = run_learners(3, SCRIPT, args=[how], env=env, timeout=90)
     ended = time.monotonic()
@@ -252,12 +247,10 @@ def test_every_run_ends(how: str) -> None:
         assert [facts["steps"] for facts in said] == [300, 10, 300]
         assert said[0]["exchanges"] > 20, "the others did not go on"
     wait_for(lambda: not any(alive(facts["pid"]) for facts in said), "all processes ended", 5)
-    wait_for(lambda: not shared_files() - before, "shared memory is released", 5)
 
 
 def test_interrupted_run_ends(tmp_path: Path) -> None:
     """SIGINT to the launcher, as of Ctrl-C."""
-    before = shared_files()
     script = SCRIPT.replace("say(rank=rank, pid=os.getpid())", INTRODUCE)
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     with ThreadPoolExecutor(1) as pool:
@@ -274,7 +267,6 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
     assert time.monotonic() - interrupted < 10, result.report()
     assert result.returncode != 0, result.report()
     wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", 5)
-    wait_for(lambda: not shared_files() - before, "shared memory is released", 5)
 
 
 # each learner leaves its pid, and that of the launcher, once it is set up

@@ -109,6 +109,9 @@ def test_average_model_does_not_spread_what_is_not_finite(place: str, policy: st
     for facts in said(f"{place}/{policy}/nan/{n}"):
         assert facts["error"] == "NonFiniteModelError", "nobody is finite"
         assert math.isnan(facts["value"])
+    for facts in said(f"{place}/{policy}/nan/weighted"):
+        assert facts["error"] == "NonFiniteModelError", "those that are finite have no weight"
+        assert facts["kept"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,9 @@ def test_what_is_frozen_in_mid_run_comes_to_rest(place: str, spec: str, last: in
 # ---- states -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["another scheme", "plain", f"4x1 {NOLOCO}", f"4x1 {BLOCKS}"])
+@pytest.mark.parametrize(
+    "name", ["another scheme", "plain", f"4x1 {NOLOCO}", f"4x1 {BLOCKS}", f"older 4x1 {BLOCKS}"]
+)
 @pytest.mark.parametrize("spec", [NOLOCO, BLOCKS])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_state_of_no_use_makes_the_scheme_start_anew(place: str, spec: str, name: str) -> None:

@@ -83,6 +83,30 @@ UNLIKE = (
     os._exit(0)
 """
 )
+HELD = (
+    PRELUDE
+    + """
+    CHUNKS = 8
+    model = [np.full(CHUNKS * 2**13, float(world.rank))]
+    engine = engine_for(world, sys.argv[1], [TensorSpec("w", model[0].shape, "float64")])
+    addresses = np.array([model[0].ctypes.data], dtype=np.uintp)
+    merged = lambda: engine._loop.counters()["chunks"]
+    engine.absorb(addresses, -1, 0)
+    engine.offer(0)
+    if world.rank == 0:
+        engine._arena.publish(hold=True)
+    engine.begin_round(0)
+    ends = time.monotonic() + 20
+    while world.rank and merged() < CHUNKS and time.monotonic() < ends:
+        time.sleep(1e-3)
+    say(rank=world.rank, merged=merged())
+    world.Barrier()
+    engine.reopen()
+    engine.finish_round()
+    say(rank=world.rank, later=merged())
+    engine.stop()
+"""
+)
 # one unit in the last place of a sum of `MOST` numbers of size 5, for each of its additions
 ROUNDING = {"float64": 1e-14, "float32": 1e-5, "float16": 5e-3}
 
@@ -125,3 +149,11 @@ def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
     assert [facts["kind"] for facts in result.by_rank()] == ["ModelMismatchError"] * n, (
         result.report()
     )
+
+
+@pytest.mark.parametrize("way", ["mpi", "butterfly"])
+def test_who_cannot_take_a_sum_in_yet_does_not_stop_the_others(way: str) -> None:
+    """Learner 0 waits for its node; its part in the sums that come next goes on."""
+    result = run_learners(4, HELD, args=[way], timeout=60).checked()
+    assert [facts["merged"] for facts in result.by_rank()] == [0, 8, 8, 8], result.report()
+    assert [facts["later"] for facts in result.by_rank()] == [8] * 4

@@ -27,6 +27,7 @@ from hvd_adpsgd.strategies import (
     Rounds,
     Synchronous,
     parse,
+    same,
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
 from hvd_adpsgd.strategies.rules import BlockMomentum, DelayGradients, SlowModel
@@ -454,3 +455,23 @@ def test_flags_are_read(text):
     nesterov = parse(f"periodic_averaging:nesterov={text}")
     assert nesterov == PeriodicAveraging(nesterov=True) == PeriodicAveraging(nesterov=1)
     assert nesterov.spec() == PeriodicAveraging(nesterov=1).spec()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (  # as written before there was warm_up
+            "periodic_averaging:period=10,block_momentum=0.5,block_rate=1.0,nesterov=0",
+            PeriodicAveraging(10, block_momentum=0.5).spec(),
+            True,
+        ),
+        ("periodic_averaging:warm_up=1", "periodic_averaging", False),
+        ("lock_step:order=atc+fixed_ring", "lock_step:order=awc+fixed_ring", False),
+        ("mine", "mine", True),
+        ("mine", "fixed_ring", False),
+        ("None", "fixed_ring", False),
+    ],
+)
+def test_specs_are_the_same_if_their_strategies_are(one: str, other: str, equal: bool) -> None:
+    assert same(one, other) == equal
+    assert same(other, one) == equal

@@ -191,15 +191,8 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
         "steps": len(times),
         "times": times,
         "met": met,
-        "broken": [[e["done"], e["chunks"]] for e in unfinished(optimizer)],
         **{k: metrics[k] for k in ("parked", "exchanges", "partners")},
     }
-
-
-def unfinished(optimizer: Any) -> list[dict[str, Any]]:
-    """Exchanges that this leader could not finish, because the partner is gone."""
-    loop = optimizer._averaging.engine._loop
-    return [e for e in loop.under_way() if e["broken"]] if loop is not None else []
 
 
 if __name__ == "__main__":

@@ -88,13 +88,13 @@ class Learner:
     def survive(self) -> None:
         self.step = 0
         self.turns(lambda: not self.engine.lost())
-        broken = [x for x in self.engine._loop.under_way() if x["broken"]]
         self.leave("after")
         finished = self.engine.metrics()["exchanges"] + MORE
         self.turns(lambda: self.engine.metrics()["exchanges"] < finished)
         self.leave("end")
+        held = sum(x["broken"] for x in self.engine._loop.under_way())
+        facts = {"rank": self.rank, "broken": self.engine._loop.counters()["broken"], "held": held}
         self.engine.stop()
-        facts = {"rank": self.rank, "broken": [[x["done"], x["chunks"]] for x in broken]}
         (self.args.folder / f"{self.rank}.json").write_text(json.dumps(facts))
 
     def turns(self, more) -> None:

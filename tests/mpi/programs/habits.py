@@ -184,6 +184,10 @@ def not_finite(where: str, n: int) -> None:
             value=float(p.detach()[0]),
             **told,
         )
+    p = vector(float("nan") if hvd.super_rank() == n - 1 else 1.0)
+    before, mine = digest([p]), float(hvd.super_rank() == n - 1)
+    told = outcome(lambda: hvd.average_model(module(p), weight=mine))
+    say(case=f"{where}/nan/weighted", kept=digest([p]) == before, **told)
 
 
 def buffers(where: str) -> None:
@@ -232,6 +236,7 @@ def loaded(where: str, kept: dict[str, Any]) -> None:
     """States that are of no use here: the scheme starts anew with the model loaded."""
     states = {"another scheme": {"strategy": "fixed_ring", "step": 3, "rule": {}}, "plain": None}
     states |= {f"{place} {spec}": state for (place, spec), state in kept.items()}
+    states |= {f"older {name}": older(state) for name, state in states.items() if "4x1" in name}
     for spec in ("noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"):
         for name, state in states.items():
             p = vector()
@@ -250,6 +255,11 @@ def loaded(where: str, kept: dict[str, Any]) -> None:
                 held = optimizer._averaging.rule.tensors()
             means = {key: float(value[0].mean()) for key, value in held.items()}
             say(case=f"{where}/loaded/{spec}/{name}", told=list(TOLD), held=means)
+
+
+def older(state: dict[str, Any]) -> dict[str, Any]:
+    """As it was written before there was warm_up."""
+    return {**state, "strategy": state["strategy"].replace(",warm_up=0", "")}
 
 
 def keep(where: str, kept: dict[str, Any]) -> None:

@@ -160,17 +160,26 @@ def weighted() -> dict[str, Any]:
     total = n * (n + 1) / 2
     means = [sum((1 + s) * t for s, t in enumerate(ts)) / total for ts in zip(*starts)]  # noqa: B905
     error = distance(model, means)
+    for least in (5e-324, 2.0**1000):
+        model = torch.nn.ParameterList(initial(me, torch.float64))
+        hvd.average_model(model, weight=(1 + me) * least)
+        error = max(error, distance(model, means))
+    model = torch.nn.ParameterList(initial(me, torch.float32))
+    hvd.average_model(model, weight=2.0**1023)
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
     model = torch.nn.ParameterList(initial(me, torch.float64))
     hvd.average_model(model, weight=float(me == n - 1))
     pairs = zip(model.parameters(), starts[-1], strict=True)
     refusals = {}
-    for name, weight in (("negative", 1 - 2 * hvd.rank()), ("nan", float("nan")), ("all 0", 0)):
+    bad = {"nan": float("nan"), "all 0": 0, "many": torch.ones(2), "too large": 10**400}
+    for name, weight in {"negative": 1 - 2 * hvd.rank(), **bad}.items():
         try:
             hvd.average_model(model, weight=weight)
         except ConfigError as problem:
             refusals[name] = str(problem)
     return {
         "weighted": error,
+        "finite": finite,
         "one": max(float((p.detach() - q).abs().max()) for p, q in pairs),
         "refusals": refusals,
     }
