@@ -471,6 +471,11 @@ class Engine:
         if kind:
             raise self._failure(kind, code, self._partner(place))
 
+    @property
+    def failed(self) -> bool:
+        """Whether `check` would raise."""
+        return self._loop is not None and bool(self._loop.fault()[0])
+
     def _failure(self, kind: int, code: int, partner: int) -> AdpsgdError:
         who = self._names[partner] if partner >= 0 else "another super learner"
         if kind == _FAULT_LAYOUT:

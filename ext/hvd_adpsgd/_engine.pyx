@@ -1229,6 +1229,8 @@ cdef bint retire(State* e, int partner) noexcept nogil:
     if not free:
         return False
     return_buffers(e, x)
+    x.phase = IDLE
+    x.parked = False
     return True
 
 
@@ -1252,7 +1254,7 @@ cdef bint turn(State* e) noexcept nogil:
                 for i in range(LANES):
                     if x.lanes[i].busy and not x.lanes[i].received:
                         oldest = min(oldest, x.lanes[i].step)
-        elif x.phase == BROKEN and x.buffers != NULL:
+        elif x.phase == BROKEN:
             moved |= retire(e, partner)
     moved |= ask_if_due(e)
     moved |= advance_mean(e)
@@ -1420,8 +1422,7 @@ cdef class Loop:
         if not self.state.mean.running:
             free(self.state.mean.buffers)
         for i in range(self.state.transport.size):
-            if (self.state.exchanges[i].phase in (ASKED, RUNNING)
-                    or self.state.exchanges[i].buffers != NULL):
+            if self.state.exchanges[i].phase != IDLE:
                 return
         free(self.state.exchanges)
 

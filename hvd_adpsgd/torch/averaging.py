@@ -125,6 +125,15 @@ class Averaging:
                 self.rule.start()
         self._steps.begin()
 
+    @contextlib.contextmanager
+    def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+        """A step, from begin_step on. Its round is still owed if an exception leaves it."""
+        self.begin_step(groups)
+        try:
+            yield
+        finally:
+            self._steps.leave()
+
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""
         if self._stopped:
@@ -247,7 +256,7 @@ class Averaging:
         Whoever skips a step after synchronize() (GradScaler does on overflow) owes its round. So does
         who has averaged gradients and comes to a global operation before it steps.
         """
-        if self._stopped or self._steps.inside or self._in_step is None:
+        if self._stopped or self._steps.inside or self._in_step is None or self.engine.failed:
             return
         self._steps.all_wait()
         self._make_up()

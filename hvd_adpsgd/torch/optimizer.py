@@ -320,17 +320,17 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     once, around the optimizer's own step.
     """
     averaging = self._averaging
-    averaging.begin_step(self.param_groups)
-    if closure is None:
-        _synchronize_for_step(self)
-        if not averaging.before_optimizer():
-            averaging.finish_step()
-            return None
-    began = time.monotonic()
-    loss = super(self.__class__, self).step(_synchronized(self, closure))
-    averaging.count_optimizer(began)
-    averaging.finish_step()
-    return loss
+    with averaging.stepping(self.param_groups):
+        if closure is None:
+            _synchronize_for_step(self)
+            if not averaging.before_optimizer():
+                averaging.finish_step()
+                return None
+        began = time.monotonic()
+        loss = super(self.__class__, self).step(_synchronized(self, closure))
+        averaging.count_optimizer(began)
+        averaging.finish_step()
+        return loss
 
 
 def _synchronize_for_step(self: Any) -> None:
@@ -498,13 +498,13 @@ _METHODS = {
 def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Horovod's Adasum optimizer steps parameter by parameter while backward runs; then as ever."""
     averaging = self._averaging
-    averaging.begin_step(self.param_groups)
-    began = time.monotonic()
-    with averaging.in_node():
-        loss = self._horovod.step(self, closure)
-    averaging.synchronized(began, len(self._requires_update))
-    averaging.finish_step()
-    return loss
+    with averaging.stepping(self.param_groups):
+        began = time.monotonic()
+        with averaging.in_node():
+            loss = self._horovod.step(self, closure)
+        averaging.synchronized(began, len(self._requires_update))
+        averaging.finish_step()
+        return loss
 
 
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:

@@ -17,8 +17,8 @@ class Steps:
     """The steps of one super learner, of which its partners in step count every one.
 
     A round belongs to gradients that were averaged in the node, not to the optimizer's step: whoever skips
-    step() after them (GradScaler does on overflow) owes the others the round. The next gradients, or
-    whatever comes first for which all wait, show that it was skipped.
+    step() after them (GradScaler does on overflow), or leaves it by an exception and goes on, owes the others
+    the round. The next gradients, or whatever comes first for which all wait, show that it was skipped.
 
     Attributes:
         owed: rounds of steps that never came.
@@ -48,13 +48,19 @@ class Steps:
 
     @property
     def inside(self) -> bool:
-        """Whether step() runs, or was left by an exception."""
+        """Whether step() runs."""
         return self._place is _Place.INSIDE
 
     @property
     def due(self) -> bool:
         """Whether the round of this step is still to come."""
         return not self._ahead
+
+    def leave(self) -> None:
+        """step() is left; by an exception, if it has not ended. What comes next is another step."""
+        if self._place is _Place.INSIDE:
+            self.owed += self.due
+            self.end()
 
     def end(self) -> None:
         """step() has ended."""

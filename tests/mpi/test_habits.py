@@ -176,3 +176,43 @@ def test_a_state_loaded_in_mid_run_outside_settled_is_told_of(place: str) -> Non
         assert not before, "no step was made yet"
         assert ["settled" in line for line in between] == [True]
         assert not inside
+
+
+@pytest.mark.parametrize("spec", ["delay_by_one", "periodic_averaging:period=2"])
+def test_a_step_left_by_an_exception_keeps_nobody_waiting(spec: str) -> None:
+    """One learner's optimizer fails once, its script goes on: the others do not wait for its round."""
+    program = f"""
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        torch.set_num_threads(1)
+
+        class Failing(torch.optim.SGD):
+            fails = False
+
+            def step(self, closure=None):
+                if self.fails:
+                    raise ArithmeticError("on purpose")
+                return super().step(closure)
+
+        model = torch.nn.Linear(3, 3)
+        plain = Failing(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(
+            plain, named_parameters=model.named_parameters(), averaging={spec!r})
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        failed = 0
+        for step in range(9):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (1 + hvd.rank())).square().mean().backward()
+            Failing.fails = step == 4 and hvd.rank() == 1
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                failed += 1
+        hvd.average_model(model)
+        say(rank=hvd.rank(), failed=failed, distance=hvd.consensus_distance(model))
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    said = run_learners(2, program, env=env, timeout=90).checked().by_rank()
+    assert [facts["failed"] for facts in said] == [0, 1]
+    assert all(facts["distance"] < 1e-7 for facts in said)

@@ -63,3 +63,25 @@ def test_nothing_is_owed_between_steps():
     assert not steps.inside
     steps.begin()
     assert steps.inside
+
+
+def test_a_step_left_by_an_exception_is_owed():
+    steps = Steps()
+    steps.averaged()
+    steps.begin()
+    steps.leave()
+    assert not steps.inside
+    assert steps.owed == 1
+    assert step(steps)
+    steps.leave()  # every step() is left
+    assert steps.owed == 1
+
+
+def test_a_round_that_is_over_is_not_owed_again():
+    steps = Steps()
+    steps.averaged()
+    steps.all_wait()
+    steps.begin()
+    steps.leave()
+    assert step(steps)
+    assert steps.owed == 1
