@@ -167,13 +167,14 @@ def _map(file: _File, nbytes: int) -> mmap.mmap:
     Process ids of another container may mean others here; and who has a SHARED_FOLDER of its own shall not
     be taken for a neighbour.
     """
-    handle = os.open(f"/proc/{file.pid}/fd/{file.handle}", os.O_RDWR)
+    path = f"/proc/{file.pid}/fd/{file.handle}"
+    found = os.stat(path)
+    if (found.st_dev, found.st_ino) != (file.device, file.inode):
+        raise OSError(f"process {file.pid} is another one here")
+    if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
+        raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
+    handle = os.open(path, os.O_RDWR)
     try:
-        found = os.fstat(handle)
-        if (found.st_dev, found.st_ino) != (file.device, file.inode):
-            raise OSError(f"process {file.pid} is another one here")
-        if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
-            raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
         return mmap.mmap(handle, nbytes)
     finally:
         os.close(handle)

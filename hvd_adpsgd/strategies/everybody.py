@@ -81,14 +81,15 @@ class PeriodicAveraging(Strategy):
         block_rate: zeta > 0.
         nesterov: whether a block starts ahead.
         warm_up: steps at the beginning after which nobody averages, >= 0: models that still move fast
-            average badly. The first block ends at the first multiple of `period` beyond it.
+            average badly. The first block ends at the first multiple of `period` beyond it; block
+            momentum carries all of its way on.
 
     Raises:
         ConfigError: for a value out of range.
 
     Source: Su and Chen, arXiv:1507.01239 (model averaging); Chen and Huo, ICASSP 2016 (BMUF), with
-        G taken against the start of the block, as its implementations do. Povey et al.,
-        arXiv:1410.7455 (no averaging in the first iterations).
+        G taken against the start of the block, as its implementations do. No averaging at the beginning
+        as in Kaldi's parameter averaging.
     """
 
     period: int = 10
