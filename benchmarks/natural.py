@@ -3,6 +3,7 @@
     python benchmarks/natural.py toy                 one learner, and eight averaged every 10 and 40
     python benchmarks/natural.py toy --quick         few samples, one seed: does it run?
     python benchmarks/natural.py overhead            a step on a DNN with 6 x 1024 sigmoids
+    python benchmarks/natural.py overhead --layers 5 --hidden 256        that of the speech example
 
 toy: 40 Gaussian classes in 40 dimensions, seen through a matrix of condition 100 (covariances of
 condition 10^4); ReLU layers 40-128-128-40, minibatch 128, no momentum, the rate falls tenfold over
@@ -176,17 +177,19 @@ def texts(values: Any) -> str:
 # ---- the cost of a step
 
 
-def dnn() -> nn.Module:
+def dnn(layers: int, hidden: int) -> nn.Module:
     torch.manual_seed(0)
-    widths = [440] + [1024] * 6
-    layers = [
+    widths = [440] + [hidden] * layers
+    parts = [
         part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Sigmoid())
     ]
-    return nn.Sequential(*layers, nn.Linear(1024, 1024))
+    return nn.Sequential(*parts, nn.Linear(hidden, 1024))
 
 
-def stepper(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], None]:
-    model = dnn()
+def stepper(
+    options: argparse.Namespace, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> Callable[[], None]:
+    model = dnn(options.layers, options.hidden)
     optimizer = make(model)
     x = torch.randn(256, 440, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(256)
@@ -211,8 +214,8 @@ def overhead(options: argparse.Namespace) -> str:
     """Measure both optimizers in turn; the table."""
     torch.set_num_threads(options.threads)
     steps = {
-        "sgd": stepper(lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)),
-        "natural": stepper(lambda m: NaturalGradientSGD(m, 0.1, 0.9)),
+        "sgd": stepper(options, lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)),
+        "natural": stepper(options, lambda m: NaturalGradientSGD(m, 0.1, 0.9)),
     }
     for step in steps.values():
         timed(step, 14)  # past the first ten updates
@@ -252,6 +255,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     add("--rounds", type=int, default=30, help="of overhead (default: 30)")
+    add("--layers", type=int, default=6, help="of the net of overhead (default: 6)")
+    add("--hidden", type=int, default=1024, help="width of these (default: 1024)")
     add("--threads", type=int, default=1, help="of torch, for overhead (default: 1)")
     add("--quick", action="store_true", help="few samples, two rates, one seed, few rounds")
     add("--out", type=Path, default=Path("out") / "natural", help="folder (default: out/natural)")

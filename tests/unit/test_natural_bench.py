@@ -63,7 +63,7 @@ def test_the_table_holds_the_best_rate_of_the_grid(tmp_path, capsys):
 
 
 def test_the_cost_of_a_step_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(natural, "dnn", lambda: torch.nn.Linear(440, 256))
+    monkeypatch.setattr(natural, "dnn", lambda layers, hidden: torch.nn.Linear(440, 256))
     assert natural.main(["overhead", "--rounds", "3", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "overhead.md").read_text().count("| CPU |") == 1
     assert len(json.loads((tmp_path / "overhead.json").read_text())) == 3
