@@ -140,6 +140,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for value in getattr(options, name):
             within(f"--{name}", value, low, high)
         setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+    if options.explore and options.recall:
+        raise Problem("--explore trains, --recall does not; take one of them")
     options.settings = QUICK if options.quick else SETTINGS
     if options.settings["minibatches"] % math.lcm(*options.learners):
         raise Problem(

@@ -261,6 +261,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="few samples, two rates, one seed, few rounds")
     add("--out", type=Path, default=Path("out") / "natural", help="folder (default: out/natural)")
     options = parser.parse_args(argv)
+    least = {"samples": 2 * BATCH, "rounds": 2, "layers": 1, "hidden": 1, "threads": 1}
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            parser.error(f"--{name} is {getattr(options, name)}, allowed is >= {low}")
     if options.quick:
         options.seeds, options.samples, options.rates = [1], 8 * 40 * BATCH // 6, [0.4, 1.6]
         options.rounds = 3

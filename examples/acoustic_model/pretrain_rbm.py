@@ -136,12 +136,12 @@ class Machine:
             reconstructed = self.rbm.reconstruct(v, self.job.generator)
             total += (v - reconstructed).square().mean().item()
             steps += 1
+            self.optimizer.zero_grad()
             if self.rbm.gaussian and self._too_wide(v, reconstructed):
                 guarded += 1
-                continue
-            self.optimizer.zero_grad()
-            self.rbm.contrastive(v, reconstructed).backward()
-            self.optimizer.step()
+            else:
+                self.rbm.contrastive(v, reconstructed).backward()
+            self.optimizer.step()  # without a gradient too: others may wait for this step
         return total / max(1, steps), guarded
 
     def _too_wide(self, v: torch.Tensor, reconstructed: torch.Tensor) -> bool:

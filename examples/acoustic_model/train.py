@@ -92,6 +92,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if options.scale is not None:
         within("--scale", options.scale, 1e-3, 1e6)
     strategy.check(options.strategy)
+    if options.combine != "plain" and not is_asynchronous(options.strategy):
+        raise Problem(
+            f"--combine {options.combine} with --strategy {options.strategy}: there is one model only; "
+            "leave --combine out"
+        )
     options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
 
@@ -137,7 +142,7 @@ def shape_of(options: argparse.Namespace, data: Path) -> Shape:
     """Preset with the options applied; outputs and inputs are the data's.
 
     Raises:
-        Problem: if the model is larger than the data allow.
+        Problem: if a size is out of range, or an option is not one of this kind of model.
     """
     states = len(corpus.read_json(data / "states.json"))
     shape = asdict(preset(options.preset, states))
@@ -145,6 +150,11 @@ def shape_of(options: argparse.Namespace, data: Path) -> Shape:
     shape["outputs"] = states
     if shape["kind"] == "blstm":
         shape["inputs"] = Shape.inputs
+    unknown = "projection" if shape["kind"] == "dnn" else "activation"
+    if getattr(options, unknown) is not None:
+        raise Problem(
+            f"--{unknown} {getattr(options, unknown)}: --preset {options.preset} has none; leave it out"
+        )
     for name in ("layers", "hidden", "projection"):
         given = getattr(options, name)
         if given is not None:
@@ -159,8 +169,10 @@ def start_from(path: Path, model: torch.nn.Module) -> None:
     """Take the hidden layers over from a pre-trained stack.
 
     Raises:
-        Problem: if they do not fit.
+        Problem: if there are none, or they do not fit.
     """
+    if not path.exists():
+        raise Problem(f"--init: there is no {path}; make it first: python pretrain_rbm.py")
     stack = journal.load(path)
     layers = stack.get("layers", [])
     shapes = [tuple(layer.weight.shape) for layer in getattr(model, "hidden", [])]

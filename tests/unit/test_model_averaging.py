@@ -119,6 +119,7 @@ def test_quick_runs_leave_the_results_of_long_ones_alone():
         (["--learners", "0"], "^--learners is 0"),
         (["--periods", "0"], "^--periods is 0"),
         (["--seeds", "-1"], "^--seeds is -1"),
+        (["--explore", "--recall"], "^--explore trains, --recall does not"),
         (
             ["--learners", "2", "3"],
             "^--learners \\[2, 3\\]: 1720 minibatches are not shared evenly",

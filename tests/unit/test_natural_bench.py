@@ -67,3 +67,15 @@ def test_the_cost_of_a_step_is_measured(tmp_path, monkeypatch):
     assert natural.main(["overhead", "--rounds", "3", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "overhead.md").read_text().count("| CPU |") == 1
     assert len(json.loads((tmp_path / "overhead.json").read_text())) == 3
+
+
+def test_the_net_of_the_cost_has_the_layers_that_were_asked_for():
+    widths = [tuple(p.shape) for p in natural.dnn(2, 16).parameters() if p.ndim == 2]
+    assert widths == [(16, 440), (16, 16), (1024, 16)]
+
+
+@pytest.mark.parametrize("name", ["samples", "rounds", "layers", "hidden", "threads"])
+def test_options_out_of_range(name, capsys):
+    with pytest.raises(SystemExit):
+        natural.arguments(["overhead", f"--{name}", "0"])
+    assert f"--{name} is 0, allowed is >= " in capsys.readouterr().err

@@ -153,14 +153,24 @@ def test_a_dnn_is_fine_tuned_from_a_pretrained_stack(speech: Path, tmp_path: Pat
         script.Trainer(alone, wrong)
 
 
-def test_the_guard_holds_a_machine_that_runs_away(speech: Path, tmp_path: Path) -> None:
+def test_the_guard_holds_a_machine_that_runs_away(
+    speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rate far too high: without the guard the reconstructions grow without bound."""
+    steps = []
+
+    def counted(optimizer, named_parameters):
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        return optimizer
+
+    monkeypatch.setattr(alone, "DistributedOptimizer", counted)
     entries = pretrained(
         speech, tmp_path, "--first-lr", "3", "--first-epochs", "3", "--layers", "1"
     )
     assert sum(entry["guarded"] for entry in entries) > 0
     assert all(math.isfinite(entry["error"]) for entry in entries)
     assert entries[-1]["heldout_error"] < 10
+    assert len(steps) == 3 * (len(corpus.Split(speech, "train", 5)) // 5), "others wait for each"
 
 
 def test_spread_is_that_of_units_over_the_batch() -> None:

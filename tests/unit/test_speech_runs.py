@@ -168,10 +168,31 @@ def test_the_final_model_counts_each_by_its_heldout_loss(speech, tmp_path, monke
     weights = []
     told = lambda model, weight: weights.append(weight)  # noqa: E731
     monkeypatch.setattr(alone, "average_model", told, raising=False)
-    trainer = script.Trainer(alone, _options(speech, tmp_path / how, "--combine", how))
+    options = _options(speech, tmp_path / how)
+    options.combine = how  # refused where there is one model only
+    trainer = script.Trainer(alone, options)
     loss, _ = trainer.heldout(trainer.model)
     trainer.combine()
     assert weights == pytest.approx([1.0 if how == "plain" else 1 / loss])
+
+
+@pytest.mark.parametrize("name", ["single", "ssgd"])
+def test_one_model_is_not_combined(name):
+    with pytest.raises(Problem, match=f"^--combine weighted with --strategy {name}: .*leave"):
+        script.arguments(["--strategy", name, "--combine", "weighted"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--activation", "relu"), "^--activation relu: --preset small has none"),
+        (("--preset", "dnn", "--projection", "8"), "^--projection 8: --preset dnn has none"),
+        (("--preset", "dnn", "--init", "nowhere.pt"), "no nowhere.pt; .*python pretrain_rbm.py"),
+    ],
+)
+def test_options_of_another_kind_of_model(speech, tmp_path, words, told):
+    with pytest.raises(Problem, match=told):
+        script.Trainer(alone, _options(speech, tmp_path / "run", *words))
 
 
 def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):
