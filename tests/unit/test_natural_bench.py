@@ -69,6 +69,11 @@ def test_the_cost_of_a_step_is_measured(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "overhead.json").read_text())) == 3
 
 
+def test_the_gain_is_a_ratio_of_means_where_neither_diverged():
+    assert natural.gain([0.1, math.inf, 0.5], [0.1, 0.2, 0.2]) == "2.00"
+    assert natural.gain([], [0.1]) == natural.gain([math.inf], [0.1]) == ""
+
+
 def test_the_net_of_the_cost_has_the_layers_that_were_asked_for():
     widths = [tuple(p.shape) for p in natural.dnn(2, 16).parameters() if p.ndim == 2]
     assert widths == [(16, 440), (16, 16), (1024, 16)]
