@@ -138,3 +138,19 @@ def large_batches(speech: Path, learners: int) -> torch.Tensor:
             for parameter in model.parameters():
                 parameter -= rate * parameter.grad
     return torch.cat([w.detach().flatten() for w in model.state_dict().values()])
+
+
+def test_machines_are_trained_in_step_and_the_guard_keeps_nobody_waiting(
+    speech: Path, tmp_path: Path
+) -> None:
+    """RBMs of two super learners that take the mean every second minibatch; at this rate their guards act."""
+    program = ROOT / "examples" / "acoustic_model" / "pretrain_rbm.py"
+    args = ["--strategy=periodic_averaging:period=2", f"--data={speech}", f"--out={tmp_path}"]
+    args += ["--layers=2", "--hidden=16", "--batch=1", "--first-lr=20", "--lr=0.1"]
+    run_learners(2, program, args=args, env=KNOBS, timeout=100).checked()
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert [(entry["layer"], entry["epoch"]) for entry in lines] == [(1, 1), (1, 2), (2, 1)]
+    assert lines[0]["guarded"] > 0
+    assert lines[1]["error"] < lines[0]["error"]
+    stack = torch.load(tmp_path / "stack.pt")["layers"]
+    assert all(torch.isfinite(layer["weight"]).all() for layer in stack)
