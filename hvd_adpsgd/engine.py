@@ -165,7 +165,8 @@ class Engine:
         self._met: dict[int, int] = {}  # exchanges with its partners before that
         self._partners = PartnerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
-        self._losses = Losses(self._members[outer.Get_rank()]) if outer else None
+        self._rank = self._members[outer.Get_rank()] if outer else NOBODY
+        self._losses = Losses(self._rank) if outer else None
         self._pass_over_absent()
         self._step = 0
         self._seen_events = 0
@@ -289,7 +290,7 @@ class Engine:
         if self._loop is not None:
             self._arena.reopen()  # what is on its way can still be merged
             self._loop.stop(broken)
-            self._log_partners()
+            self._log_partners(stopped=True)
             atexit.unregister(self.stop)
 
     # ---- the step --------------------------------------------------------------------------
@@ -510,7 +511,7 @@ class Engine:
             partner=partner if partner >= 0 else None,
         )
 
-    def _log_partners(self) -> None:
+    def _log_partners(self, stopped: bool = False) -> None:
         """One line for each partner that fell silent, came back, left or was lost."""
         assert self._loop is not None and self._partners is not None and self._losses is not None
         self._seen_events = self._loop.partner_events()
@@ -525,13 +526,23 @@ class Engine:
                 continue
             self._states[partner] = state
             message = tell[state](partner, step=self._step).message
+            if state == _LEFT:
+                self._note_last_words(partner)
             if message and state == _LOST:
                 self._losses.noticed(partner, message, time.monotonic())
             elif message:
                 log.info("%s", message)
         living = self._partners.among(PartnerState.ALIVE, PartnerState.SUSPECT)
+        if stopped:
+            self._note_last_words(self._rank)
+            living = tuple(partner for partner in living if partner != self._rank)
         for warn, message in self._losses.to_tell(living):
             log.log(logging.WARNING if warn else logging.INFO, "%s", message)
+
+    def _note_last_words(self, partner: int) -> None:
+        assert self._loop is not None and self._losses is not None
+        knew = self._loop.last_words(self._place(partner))
+        self._losses.left(partner, [self._partner(place) for place in knew])
 
     def lost(self) -> list[int]:
         """Super learners known to be lost; none on learners that do not lead."""

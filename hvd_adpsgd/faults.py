@@ -14,7 +14,7 @@ happen, and raises.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvd_adpsgd.errors import WorldError
@@ -203,10 +203,10 @@ class PartnerTable:
 
 
 class Losses:
-    """Who tells of a lost super learner: the first living leader warns, the others only inform.
+    """Who tells of a lost super learner: the first leader that can warns, the others only inform.
 
-    All notice a loss within a second or so. If the first one is lost itself soon after, it may not
-    have warned: then the next one does.
+    All notice a loss within a second or so. That leader may be lost itself soon after, or leave before
+    it has noticed: then the next one warns. A goodbye says which losses were known.
 
     Args:
         rank: outer rank of this leader.
@@ -215,34 +215,42 @@ class Losses:
     def __init__(self, rank: int):
         self._rank = rank
         self._when: dict[int, float] = {}
-        self._new: list[tuple[int, str]] = []
-        self._informed: list[tuple[int, str, int]] = []  # and who is to warn of it
+        self._knew: dict[int, frozenset[int]] = {}  # by leader that has left
+        self._open: dict[int, str] = {}  # losses whose warning somebody may still owe
+        self._informed: set[int] = set()
 
     def noticed(self, partner: int, message: str, when: float) -> None:
         """A partner is lost; `when` in seconds."""
         self._when[partner] = when
-        self._new.append((partner, message))
+        self._open[partner] = message
+
+    def left(self, partner: int, knew: Iterable[int]) -> None:
+        """A leader, maybe this one, has said goodbye, and whom it knew to be lost."""
+        self._knew[partner] = frozenset(knew)
 
     def to_tell(self, alive: Sequence[int]) -> list[tuple[bool, str]]:
         """What to log now: (whether as a warning, the line).
 
         Args:
-            alive: leaders that are neither lost nor have left, this one among them.
+            alive: leaders that are neither lost nor have left; this one too until it leaves.
         """
-        first = min(alive)
-        told = [(message, partner) for partner, message in self._new]
-        again = [
-            (message, partner)
-            for partner, message, by in self._informed
-            if self._silent(partner, by)
-        ]
-        self._informed = [entry for entry in self._informed if entry[2] in alive]
-        self._new = []
-        if first == self._rank:
-            return [(True, message) for message, _ in again + told]
-        self._informed += [(partner, message, first) for message, partner in again + told]
-        return [(False, message) for message, _ in told]
+        told = []
+        for partner, message in list(self._open.items()):
+            teller = self._teller(partner, alive)
+            warn = teller == self._rank
+            if warn or partner not in self._informed:
+                told.append((warn, message))
+            self._informed.add(partner)
+            if warn or teller not in alive:
+                del self._open[partner]
+        return told
 
-    def _silent(self, partner: int, by: int) -> bool:
-        """Whether who was to warn of a loss was lost so soon after it that it may not have."""
-        return by in self._when and self._when[by] - self._when[partner] < LAST_WORDS_S
+    def _teller(self, partner: int, alive: Sequence[int]) -> int:
+        """Who warns, or has warned, of a loss; this leader if there is nobody else."""
+        left = [leader for leader, knew in self._knew.items() if partner in knew]
+        lost = [leader for leader in self._when if self._spoke(leader, partner)]
+        return min([*alive, *left, *lost], default=self._rank)
+
+    def _spoke(self, leader: int, partner: int) -> bool:
+        """Whether a leader was lost so long after a partner that it has warned of it."""
+        return self._when[leader] - self._when[partner] >= LAST_WORDS_S

@@ -110,8 +110,8 @@ cdef double IDLE_SHARE = 0.02       # of the time since something moved, in betw
 cdef double LULL_S = 0.2
 cdef double CENSUS_S = 1.0          # between looks at who is lost, also if no message says so
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
-cdef double POLL_LAST_S = 50e-6
-cdef double SLOW_POLL_S = 500e-6    # when nothing moved for LULL_S
+cdef double POLL_LAST_S = 50e-6     # or half of the time of a chunk, on a slow network
+cdef double SLOW_POLL_S = 1e-3      # at most, and when nothing moved for LULL_S
 cdef double RETRY_FIRST_S = 50e-6   # pause after a NO, doubled up to the last
 cdef double RETRY_LAST_S = 2e-3
 cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
@@ -156,6 +156,7 @@ cdef struct Message:
     uint64_t fingerprint
     double weight
     int64_t round
+    uint64_t lost           # who the sender knows to be lost: bit (rank % 64)
 
 cdef struct Outgoing:
     Message message
@@ -183,6 +184,10 @@ cdef struct Lane:
     Place there
     mpi.MPI_Request send_request
     mpi.MPI_Request receive_request
+
+cdef struct Waits:          # whether an older chunk of an exchange has not arrived, or left
+    bint receive
+    bint send
 
 cdef struct Exchange:
     Phase phase
@@ -325,12 +330,17 @@ cdef struct State:
     char* broken_partners   # who said goodbye because it cannot go on
     char* farewells         # goodbyes not yet seen
     bint said_goodbye
+    uint64_t lost           # as in Message
+    uint64_t* last_words    # by partner: what its goodbye knew; of this one, what its own did
     double leave_by
     double counted              # when it was last looked at who is lost
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
     int64_t at_rest         # told to pause, and no exchange under way
+    double pace             # seconds of a chunk, lately; and what it was counted from
+    double paced_at
+    int64_t paced
     int64_t partner_events
     int64_t finished
     int64_t* met            # exchanges with each partner
@@ -380,11 +390,17 @@ cdef void record(State* e, int kind, int partner, double began, double ended, in
     store(&e.events_written, e.events_written + 1)
 
 
+cdef uint64_t bit(int partner) noexcept nogil:
+    return <uint64_t>1 << (partner % 64)
+
+
 cdef void set_partner(State* e, int partner, Partner state) noexcept nogil:
     """Who left or is lost stays so: that somebody who left ends its process is no news."""
     cdef Partner before = <Partner>e.partners[partner]
     if before != state and before < LEFT:
         e.partners[partner] = state
+        if state == LOST:
+            e.lost |= bit(partner)
         store(&e.partner_events, e.partner_events + 1)
 
 
@@ -411,6 +427,7 @@ cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexc
     out.message.fingerprint = generation.fingerprint
     out.message.weight = e.weight
     out.message.round = e.round
+    out.message.lost = e.lost
     code = post_send(&e.transport, &out.message, sizeof(Message), partner, TAG_CONTROL, &out.request)
     if code != mpi.MPI_SUCCESS:
         free(out)
@@ -467,6 +484,9 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
         hear_no(e, partner, m)
     elif m.kind == BYE:
         e.broken_partners[partner] = m.nchunks
+        if m.nchunks:
+            e.lost |= bit(partner)
+        e.last_words[partner] = m.lost
         set_partner(e, partner, LEFT)
         e.farewells[partner] = 0
         say(e, partner, BYE_SEEN, 0, 0)
@@ -706,12 +726,13 @@ cdef int open_place(State* e, int partner, Lane* lane) noexcept nogil:
     return <int>lane.there.nbytes
 
 
-cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
+cdef bint advance_lane(State* e, int partner, Lane* lane, Waits* waits) noexcept nogil:
+    """One look at a chunk. Chunks arrive and leave in order: behind one that waits nobody looks."""
     cdef Exchange* x = &e.exchanges[partner]
     cdef Arrival arrival
     cdef bint done = False, moved = False
     cdef int code
-    if not lane.received:
+    if not lane.received and not waits.receive:
         code = test(&lane.receive_request, &done, &arrival)
         if code != mpi.MPI_SUCCESS:
             handle_failure(e, code, partner)
@@ -723,18 +744,18 @@ cdef bint advance_lane(State* e, int partner, Lane* lane) noexcept nogil:
                 arrival.nbytes = open_place(e, partner, lane)
             e.counters.bytes_received += arrival.nbytes
             lane.nbytes = arrival.nbytes
+        waits.receive = not done
     if lane.received and not lane.merged:
         lane.merged = merge_lane(e, partner, lane, lane.nbytes)
         x.moved = now()             # waiting for the node's own all-reduce is not silence
         moved |= lane.merged
-    if not lane.sent:
-        code = test(&lane.send_request, &done, NULL)
+    if not lane.sent and not waits.send:
+        code = test(&lane.send_request, &lane.sent, NULL)
         if code != mpi.MPI_SUCCESS:
             handle_failure(e, code, partner)
             return True
-        if done:
-            lane.sent = True
-            moved = True
+        waits.send = not lane.sent
+        moved |= lane.sent
     if lane.merged and lane.sent:
         lane.busy = False
         x.done += 1
@@ -771,12 +792,15 @@ cdef bint merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nog
 cdef bint advance(State* e, int partner) noexcept nogil:
     """Whatever can be done now for the exchange with `partner`. True if something was."""
     cdef Exchange* x = &e.exchanges[partner]
+    cdef Waits waits = [False, False]
+    cdef Lane* lane
     cdef bint moved = False
     cdef int i
     if x.phase == RUNNING:
-        for i in range(LANES):
-            if x.lanes[i].busy and x.phase == RUNNING:
-                moved |= advance_lane(e, partner, &x.lanes[i])
+        for i in range(LANES):              # x.next takes the lane of the oldest chunk
+            lane = &x.lanes[(x.next + i) % LANES]
+            if lane.busy and x.phase == RUNNING:
+                moved |= advance_lane(e, partner, lane, &waits)
         while x.phase == RUNNING and start_lane(e, partner):
             moved = True
         if x.phase == RUNNING and x.done == x.nchunks and closed(e, partner):
@@ -1285,6 +1309,7 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         return False
     if not e.said_goodbye:
         e.said_goodbye = True
+        e.last_words[e.transport.rank] = e.lost
         for partner in range(e.transport.size):
             if partner != e.transport.rank and e.partners[partner] in (ALIVE, SUSPECT):
                 e.farewells[partner] = 1
@@ -1307,10 +1332,26 @@ cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
     pthread_mutex_unlock(&e.gate)
 
 
+cdef void keep_pace(State* e, double t) noexcept nogil:
+    """Seconds from one chunk to the next, lately."""
+    cdef int64_t chunks = e.counters.chunks + e.counters.void_chunks
+    if chunks > e.paced:
+        e.pace += (min((t - e.paced_at) / (chunks - e.paced), SLOW_POLL_S * 2) - e.pace) / LANES
+        e.paced = chunks
+        e.paced_at = t
+
+
+cdef double longest_poll(State* e, double lull) noexcept nogil:
+    """With LANES chunks on their way, who looks twice per chunk keeps the network busy."""
+    if lull > LULL_S:
+        return SLOW_POLL_S
+    return min(max(POLL_LAST_S, e.pace / 2), SLOW_POLL_S)
+
+
 cdef void* live(void* argument) noexcept nogil:
     """The thread: look, act, and sleep a little longer each time there was nothing to do."""
     cdef State* e = <State*>argument
-    cdef double poll_s = 0, idle_s, moved = now()
+    cdef double poll_s = 0, last_s, idle_s, moved = now()
     cdef bint busy
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
@@ -1322,16 +1363,18 @@ cdef void* live(void* argument) noexcept nogil:
         if busy:
             poll_s = 0
             moved = now()
+            keep_pace(e, moved)
             continue
         if e.asking == NOBODY and e.serving == NOBODY and not e.mean.running and not e.leaving:
             idle_s = min(max(IDLE_SHARE * (now() - moved), IDLE_S), LONG_IDLE_S)
             sleep_until_woken(e, idle_s)
+            e.paced_at = now()
         elif poll_s == 0:
             sched_yield()
-            poll_s = POLL_FIRST_S
+            poll_s = max(POLL_FIRST_S, longest_poll(e, 0) / LANES)
         else:
             rest(poll_s)
-            poll_s = min(2 * poll_s, POLL_LAST_S if now() - moved < LULL_S else SLOW_POLL_S)
+            poll_s = min(2 * poll_s, longest_poll(e, now() - moved))
     if e.inbox_request != mpi.MPI_REQUEST_NULL:
         give_up(&e.inbox_request)
     store(&e.in_flight_step, NO_STEP)
@@ -1382,12 +1425,13 @@ cdef class Loop:
         e.partners = <char*>calloc(e.transport.size, 1)
         e.broken_partners = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
+        e.last_words = <uint64_t*>calloc(e.transport.size, sizeof(uint64_t))
         e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
         if not (e.schedule and e.exchanges and e.mapped and e.partners and e.broken_partners
-                and e.farewells and e.met and e.generations):
+                and e.farewells and e.last_words and e.met and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
             memcpy(e.schedule, &schedule[0], e.schedule_length * sizeof(int))
@@ -1409,6 +1453,7 @@ cdef class Loop:
         free(e.partners)
         free(e.broken_partners)
         free(e.farewells)
+        free(e.last_words)
         free(e.met)
         free(e.generations)
         free(e.events)
@@ -1590,6 +1635,15 @@ cdef class Loop:
         """
         cdef State* e = &self.state
         return [LOST if e.broken_partners[i] else e.partners[i] for i in range(e.transport.size)]
+
+    def last_words(self, int place):
+        """Whom a partner knew to be lost when it said goodbye, by rank; of the own rank: this one.
+
+        Ranks that are equal modulo 64 cannot be told apart.
+        """
+        cdef State* e = &self.state
+        cdef uint64_t known = e.last_words[place]
+        return [i for i in range(e.transport.size) if known & bit(i)]
 
     def under_way(self):
         """Exchanges not finished, as they were at some moment lately; for tests and diagnosis.

@@ -135,5 +135,30 @@ def test_the_next_one_warns_in_place_of_one_lost_soon_after():
     assert warnings(1, (0.0, [2], [0, 1, 3]), (LATE, [0], [1, 3])) == ["0"]
 
 
-def test_one_that_left_has_told():
-    assert warnings(1, (0.0, [2], [0, 1, 3]), (SOON, [], [1, 3])) == []
+@pytest.mark.parametrize(("knew", "told"), [([2], []), ([], ["2"]), ([3], ["2"])])
+def test_the_next_one_warns_in_place_of_one_that_left_before_it_knew(knew, told):
+    for first_it_leaves in (True, False):
+        losses = Losses(1)
+        if not first_it_leaves:
+            losses.noticed(2, "2", 0.0)
+            assert losses.to_tell([0, 1, 4]) == [(False, "2")]
+        losses.left(0, knew)
+        if first_it_leaves:
+            losses.noticed(2, "2", 0.0)
+        assert [line for warn, line in losses.to_tell([1, 4]) if warn] == told
+        assert losses.to_tell([1, 4]) == []
+
+
+def test_who_leaves_tells_what_its_goodbye_knew_and_leaves_the_rest_to_others():
+    losses = Losses(0)
+    losses.noticed(2, "2", 0.0)
+    losses.noticed(3, "3", 0.1)
+    losses.left(0, [2])
+    assert losses.to_tell([1, 4]) == [(True, "2"), (False, "3")]
+
+
+def test_the_last_one_that_leaves_tells_all():
+    losses = Losses(0)
+    losses.noticed(1, "1", 0.0)
+    losses.left(0, [])
+    assert losses.to_tell([]) == [(True, "1")]
