@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acous
 
 import torch
 import train
-from speech import corpus, journal
+from speech import corpus, journal, sweep
 from speech.model import Shape, make
 from speech.problem import run
 from torch import Tensor
@@ -172,11 +172,7 @@ class Learner:
         """Cross-entropy and error rate per held-out frame; every learner counts its share."""
         total = torch.zeros(3, dtype=torch.float64)
         for chosen in torch.arange(self.hvd.rank(), len(self.dev), self.hvd.size()).split(4096):
-            scores, labels = model(self.dev[chosen]).squeeze(1), self.dev.labels[chosen]
-            known = labels >= 0
-            loss = cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
-            wrong = (scores.argmax(-1) != labels) & known
-            total += torch.tensor([float(loss), float(wrong.sum()), float(known.sum())])
+            total += train.tally(model(self.dev[chosen]).squeeze(1), self.dev.labels[chosen])
         total = self.hvd.allreduce(total, name="heldout", op=self.hvd.Sum)
         return float(total[0] / total[2]), float(total[1] / total[2])
 
@@ -184,13 +180,6 @@ class Learner:
         if one["decoded"] and self.hvd.rank() == 0:
             final = {"model": model.state_dict(), "shape": asdict(model.shape)}
             journal.save(Path(one["folder"]) / "model.pt", final)
-
-
-def keep(folder: Path, record: dict[str, Any]) -> None:
-    """Write run.json, whole or not at all."""
-    part = folder / "run.json.part"
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(folder / "run.json")
 
 
 def main() -> None:
@@ -206,7 +195,7 @@ def main() -> None:
         found = learner.perform(one)
         if hvd.rank() > 0:
             continue
-        keep(Path(one["folder"]), one | found)
+        sweep.keep(Path(one["folder"]), one | found)
         loss = found["heldout_loss"]
         said = "diverged" if loss is None else f"held-out {loss:.3f}"
         print(f"{place}/{len(runs)} {one['name']}: {said}, {found['cpu_s']:.0f} CPU s", flush=True)

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acous
 
 import prepare_data
 from speech import corpus, figure, launch
+from speech import sweep as kept
 from speech.problem import Problem, run, within
 
 SETTINGS = {
@@ -228,10 +229,7 @@ class Sweep:
 
     def recall(self, one: Run) -> dict[str, Any] | None:
         """The record of a finished run."""
-        try:
-            return json.loads((self.placed(one).folder / "run.json").read_text())
-        except (OSError, ValueError):
-            return None
+        return kept.recall(self.placed(one).folder)
 
     def perform(self, runs: list[Run]) -> None:
         """Train what is not finished: one launch for each seed and number of learners."""

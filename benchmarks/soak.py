@@ -41,9 +41,8 @@ PAUSE_S = (5.0, 25.0)  # between faults
 LONG_ENOUGH_S = 120.0
 GROWTH, GROWTH_BYTES = 0.01, 2**20
 NEWCOMER_BYTES = 2**19  # for the communicators of each
-LEFT_BYTES = (
-    8 * 2**20
-)  # an engine shows its partners 32 MiB; Open MPI leaves small files of killed processes
+# in /dev/shm: an engine shows its partners 32 MiB; Open MPI leaves small files of killed processes
+LEFT_BYTES = 8 * 2**20
 LEAVE_S = 90.0  # for the job to end once it is told to
 
 

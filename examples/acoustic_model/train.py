@@ -274,18 +274,9 @@ class Trainer:
 
     def settings(self) -> dict:
         """What a checkpoint must agree in to be continued."""
-        kept = (
-            "strategy",
-            "seed",
-            "epochs",
-            "batch",
-            "lr",
-            "scale",
-            "momentum",
-            "warmup",
-            "anneal",
-        )
-        chosen = {name: getattr(self.options, name) for name in (*kept, "optimizer", "schedule")}
+        run = ("strategy", "seed", "epochs", "batch", "optimizer")
+        rates = ("lr", "scale", "momentum", "schedule", "warmup", "anneal")
+        chosen = {name: getattr(self.options, name) for name in (*run, *rates)}
         chosen["init"] = str(self.options.init)
         return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
 
@@ -340,10 +331,7 @@ class Trainer:
         with torch.no_grad():
             for chosen in BatchSampler(segments, 256, drop_last=False):
                 frames, labels = (torch.from_numpy(part) for part in self.dev[chosen])
-                scores = model(frames)
-                known = labels >= 0
-                wrong = (scores.argmax(-1) != labels) & known
-                total += torch.tensor([float(_loss(scores, labels)), wrong.sum(), known.sum()])
+                total += tally(model(frames), labels)
         return total
 
     def checkpoint(self, mean: torch.nn.Module) -> None:
@@ -357,10 +345,18 @@ class Trainer:
         journal.save(self.options.out / "checkpoint.pt", content)
 
 
+def tally(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats, wrong frames, and frames of a known state, each a sum; shape (3,)."""
+    known = labels >= 0
+    wrong = (scores.argmax(-1) != labels) & known
+    counts = [float(_loss(scores, labels)), float(wrong.sum()), float(known.sum())]
+    return torch.tensor(counts, dtype=torch.float64)
+
+
 def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum over frames; frames without a known state do not count."""
     return torch.nn.functional.cross_entropy(
-        scores.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum"
+        scores.flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum"
     )
 
 

@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARK", "add_arguments", "run"]
+__all__ = ["MARK", "add_arguments", "run", "timed"]
 
 MARK = "HVD_ADPSGD_BENCH "
 
@@ -31,7 +32,6 @@ _MEANINGS = {
     "*.mpi_ms": "a mean of all through the engine, summed by MPI",
     "*.butterfly_ms": "the same, summed by the butterfly",
     "*.butterfly_to_mpi": "ratio of the two, median of rounds",
-    "*.per_stage_ms": "b of t(n) = a + b log2 n",
     "*.mean_ms": "a mean of all beside nothing",
     "*.off_ms": "step of the plain optimizer",
     "*.delay_to_max": "delay_by_one / max(off, mean)",
@@ -189,3 +189,12 @@ def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, s
         else:
             meaning = _MEANINGS.get(label) or (above and _MEANINGS.get(f"*.{name}")) or ""
             yield label, value, meaning
+
+
+def timed(comm: Any, act: Callable[[], object]) -> float:
+    """Seconds from a common start until all of `comm` are done."""
+    comm.Barrier()
+    began = time.perf_counter()
+    act()
+    comm.Barrier()
+    return time.perf_counter() - began

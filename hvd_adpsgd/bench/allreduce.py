@@ -4,8 +4,6 @@ Run by `python -m hvd_adpsgd bench allreduce`, one process per super learner, no
 learners of one job, in turn in each round so that all see the same machine: MPI_Allreduce of the same bytes
 with nothing around it, the engine's mean with MPI's non-blocking all-reduce, and with the butterfly. A mean
 reads the model, sums it and hands the difference to the trainer, so it is more than a sum.
-
-The law t(n) = a + b log2 n is fitted by least squares where three numbers of learners were measured.
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.bench import MARK
+from hvd_adpsgd.bench import MARK, timed
 from hvd_adpsgd.engine import Engine, EngineOptions
 from hvd_adpsgd.layout import TensorSpec
 from hvd_adpsgd.strategies import PeriodicAveraging
@@ -37,20 +34,14 @@ def main() -> None:
 
     world = MPI.COMM_WORLD
     result: dict[str, Any] = {"model_mib": args.mib, "rounds": args.rounds}
-    medians: dict[str, dict[int, float]] = {"allreduce": {}, **{way: {} for way in WAYS}}
     n = 2
     while n <= world.size:
         comm = world.Split(0 if world.rank < n else MPI.UNDEFINED, world.rank)
         if world.rank < n:
             times = measure(comm, int(args.mib * 2**18), args.rounds)
             result[f"n {n}"] = summary(times)
-            for name, seconds in times.items():
-                medians[name][n] = float(np.median(seconds))
         world.Barrier()
         n *= 2
-    for name, by_size in medians.items():
-        if len(by_size) > 2:
-            result[f"{name}_fit"] = fitted(by_size)
     if world.rank == 0:
         os.write(1, (MARK + json.dumps(result) + "\n").encode())
 
@@ -102,15 +93,6 @@ class Means:
         return seconds
 
 
-def timed(comm: Any, act: Any) -> float:
-    """Seconds until all are done, from a common start."""
-    comm.Barrier()
-    began = time.perf_counter()
-    act()
-    comm.Barrier()
-    return time.perf_counter() - began
-
-
 def summary(times: dict[str, list[float]]) -> dict[str, float]:
     ratios = np.array(times["butterfly"]) / np.array(times["mpi"])
     found = {f"{name}_ms": 1e3 * float(np.median(seconds)) for name, seconds in times.items()}
@@ -119,15 +101,6 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
         "butterfly_to_mpi_min": float(ratios.min()),
         "butterfly_to_mpi_max": float(ratios.max()),
     }
-
-
-def fitted(medians: dict[int, float]) -> dict[str, float]:
-    """a and b of t(n) = a + b log2 n, and the largest distance from it."""
-    stages = np.log2(list(medians))
-    seconds = np.array(list(medians.values()))
-    b, a = np.polyfit(stages, seconds, 1)
-    worst = np.abs(a + b * stages - seconds).max()
-    return {"at_once_ms": 1e3 * a, "per_stage_ms": 1e3 * b, "worst_ms": 1e3 * worst}
 
 
 if __name__ == "__main__":

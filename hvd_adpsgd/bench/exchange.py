@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.bench import MARK
+from hvd_adpsgd.bench import MARK, timed
 from hvd_adpsgd.engine import Engine, EngineOptions
 from hvd_adpsgd.layout import TensorSpec
 from hvd_adpsgd.strategies import RandomPairs
@@ -42,11 +41,11 @@ def main() -> None:
     raw, exchange, cpu = [], [], []
     received = np.empty_like(model)
     for round_number in range(args.rounds + WARM_UP):
-        raw.append(_timed(comm, lambda: comm.Sendrecv(model, 1 - comm.rank, recvbuf=received)))
+        raw.append(timed(comm, lambda: comm.Sendrecv(model, 1 - comm.rank, recvbuf=received)))
         engine.absorb(addresses, -1, round_number)
         engine.offer(round_number)
         before = engine.cpu_s()
-        exchange.append(_timed(comm, lambda: _exchange(engine, comm.rank, round_number)))  # noqa: B023
+        exchange.append(timed(comm, lambda: _exchange(engine, comm.rank, round_number)))  # noqa: B023
         cpu.append(engine.cpu_s() - before)
         engine.publish(round_number)
         engine.absorb(addresses, engine.published(), round_number)
@@ -72,15 +71,6 @@ def _exchange(engine: Engine, rank: int, done: int) -> None:
         engine.ask(1)
     if not engine.wait_finished(done + 1, 60.0):
         raise SystemExit("an exchange took more than 60 s")
-
-
-def _timed(comm: Any, act: Any) -> float:
-    """Seconds until both sides are done, from a common start."""
-    comm.Barrier()
-    began = time.perf_counter()
-    act()
-    comm.Barrier()
-    return time.perf_counter() - began
 
 
 def _summary(

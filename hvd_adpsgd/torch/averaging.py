@@ -270,9 +270,10 @@ class Averaging:
         while self._steps.owed:
             if self._averages_gradients:
                 raise UnsupportedOptimizerError(
-                    f"step {self._step}: synchronize() without a step() after it, with "
-                    f"averaging={self._spec}: its gradients would be used one step late, and cannot be "
-                    "taken back. Step every time (no GradScaler), or use delay_by_one:reading=a."
+                    f"step {self._step}: the step() of averaged gradients never came, or was left by "
+                    f"an exception, with averaging={self._spec}: they would be used one step late, and "
+                    "cannot be taken back. Step every time (no GradScaler) and end where a step fails, "
+                    "or use delay_by_one:reading=a."
                 )
             self._steps.owed -= 1
             self._offer(self._take_in())

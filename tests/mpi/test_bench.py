@@ -51,7 +51,6 @@ def test_allreduce() -> None:
     result = json.loads(bench("allreduce", "--json", "--learners=8", "--mib=0.5", "--rounds=2"))
     for n in ("n 2", "n 4", "n 8"):
         assert all(result[n][f"{way}_ms"] > 0 for way in ("allreduce", "mpi", "butterfly"))
-    assert set(result["butterfly_fit"]) == {"at_once_ms", "per_stage_ms", "worst_ms"}
 
 
 def test_table_names_what_is_nested() -> None:

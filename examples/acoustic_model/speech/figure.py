@@ -148,19 +148,9 @@ def draw_batches(
             _mark_diverged(axis, schemes[scheme], style[0], place)
         axis.axhline(bound, color="#555555", linewidth=1, label="1.05 x baseline")
         batches = sorted({batch for row in schemes.values() for batch in row})
-        axis.set(
-            title=name, xlabel="batch of all learners, in segments (X: diverged)", xscale="log"
-        )
-        axis.set_xticks(batches, batches, minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+        _scale(axis, name, "batch of all learners, in segments (X: diverged)", batches)
     axes[0][0].set_ylim(top=min(axes[0][0].get_ylim()[1], _TOP))
-    axes[0][0].set_ylabel("held-out cross-entropy in nats per frame")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _finish(figure, axes, title, path)
 
 
 def _batches(axis, label: str, losses: dict[int, list[float]], style: tuple) -> None:
@@ -211,10 +201,22 @@ def draw_periods(
             axis.axhspan(min(alone), max(alone), color="#000000", alpha=0.15, linewidth=0)
             axis.axhline(np.mean(alone), color="#000000", linestyle=":", label="1 learner")
         periods = sorted({period for losses in several.values() for period in losses})
-        axis.set(title=name, xlabel="K, minibatches between means", xscale="log")
-        axis.set_xticks(periods, periods, minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+        _scale(axis, name, "K, minibatches between means", periods)
+    _finish(figure, axes, title, path)
+
+
+def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
+    """A logarithmic axis of these values only."""
+    axis.set(title=title, xlabel=label, xscale="log")
+    axis.set_xticks(ticks, ticks, minor=False)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+
+
+def _finish(figure, axes, title: str, path: Path) -> None:
+    """What all panels share, and the file."""
+    import matplotlib.pyplot as plt
+
     axes[0][0].set_ylabel("held-out cross-entropy in nats per frame")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
