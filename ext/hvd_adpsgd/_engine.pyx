@@ -122,6 +122,8 @@ cdef enum Kind:
     NO = 3
     BYE = 4
     BYE_SEEN = 5
+    CUT = 6                 # end this exchange after so many chunks, or a few more
+    CUT_SEEN = 7            # after so many
 
 cdef enum Phase:
     IDLE = 0
@@ -198,6 +200,8 @@ cdef struct Exchange:
     int next                # first chunk not yet begun
     int done
     int tag
+    bint cut                # this side has asked for an early end, and begins no chunk until told where
+    bint held
     double began
     double moved            # when the partner last showed life
     double square           # sum of squared differences
@@ -493,6 +497,10 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
         dismiss(e, partner)
     elif m.kind == BYE_SEEN:
         e.farewells[partner] = 0
+    elif m.kind == CUT:
+        say(e, partner, CUT_SEEN, m.exchange, shorten(e, partner, m))
+    elif m.kind == CUT_SEEN:
+        shorten(e, partner, m)
 
 
 cdef void dismiss(State* e, int partner) noexcept nogil:
@@ -503,6 +511,25 @@ cdef void dismiss(State* e, int partner) noexcept nogil:
         x.phase = IDLE
     elif x.phase == RUNNING:
         x.parked = True
+
+
+cdef void cut(State* e, int partner) noexcept nogil:
+    """Ask for an early end of an exchange: there is no time for all of it."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase == RUNNING and not x.cut:
+        x.cut = x.held = True
+        say(e, partner, CUT, x.number, x.next)
+
+
+cdef int shorten(State* e, int partner, Message* m) noexcept nogil:
+    """End after the chunks that either side has begun: each is averaged on both, or on neither.
+
+    Where both ask, both come to the same number; who has finished already keeps all."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase == RUNNING and x.number == m.exchange:
+        x.nchunks = min(x.nchunks, max(m.nchunks, x.next))
+        x.held = False
+    return x.nchunks
 
 
 cdef bint same_model(State* e, int partner, Message* m) noexcept nogil:
@@ -637,7 +664,7 @@ cdef void begin(State* e, int partner, int number, int nchunks, bint active) noe
         return
     for i in range(LANES):
         x.lanes[i].busy = False
-    x.closing = False
+    x.closing = x.cut = x.held = False
     x.phase = RUNNING
     x.active = active
     x.parked = active and e.asking != partner
@@ -664,7 +691,7 @@ cdef bint start_lane(State* e, int partner) noexcept nogil:
     cdef Lane* lane = &x.lanes[x.next % LANES]
     cdef int64_t nbytes
     cdef int code
-    if x.next >= x.nchunks or lane.busy:
+    if x.next >= x.nchunks or lane.busy or x.held:
         return False
     nbytes = memory_nbytes(e.memory, x.next, e.wire)
     lane.chunk = x.next
@@ -1285,7 +1312,7 @@ cdef bint turn(State* e) noexcept nogil:
     busy = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):
         x = &e.exchanges[partner]
-        busy |= (x.phase == ASKED or x.phase == RUNNING) and e.partners[partner] < LEFT
+        busy |= (x.phase == ASKED or x.phase == RUNNING) and e.partners[partner] != LOST
     store(&e.in_flight_step, oldest)
     store(&e.at_rest, paused and not busy)
     e.counters.turns += 1
@@ -1303,8 +1330,11 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         return True
     waiting = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):     # also what was parked and has come back
-        waiting |= (e.exchanges[partner].phase in (ASKED, RUNNING)
-                    and e.partners[partner] == ALIVE)
+        if (e.partners[partner] in (ALIVE, LEFT)
+                and e.exchanges[partner].phase in (ASKED, RUNNING)):
+            waiting = True                      # who has left had sent all of its chunks
+            if e.partners[partner] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
+                cut(e, partner)
     if waiting or e.asking != NOBODY or e.serving != NOBODY:
         return False
     if not e.said_goodbye:
@@ -1333,10 +1363,10 @@ cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
 
 
 cdef void keep_pace(State* e, double t) noexcept nogil:
-    """Seconds from one chunk to the next, lately."""
+    """Seconds from one chunk to the next, lately. All lanes may arrive at once, and then none for long."""
     cdef int64_t chunks = e.counters.chunks + e.counters.void_chunks
     if chunks > e.paced:
-        e.pace += (min((t - e.paced_at) / (chunks - e.paced), SLOW_POLL_S * 2) - e.pace) / LANES
+        e.pace += ((t - e.paced_at) / (chunks - e.paced) - e.pace) / LANES
         e.paced = chunks
         e.paced_at = t
 
@@ -1572,16 +1602,20 @@ cdef class Loop:
         pthread_mutex_unlock(&e.gate)
 
     def wait_quiet(self, double seconds):
-        """After pause(True): wait until no exchange is under way. Returns False after `seconds`.
+        """After pause(True): wait until no exchange is under way. False after `seconds` without a chunk.
 
         The thread itself says so, at the end of a turn that began after the pause: an exchange that
-        it was about to begin when told to pause is waited for. So is one with a silent partner, as
-        long as that has not left.
+        it was about to begin when told to pause is waited for. So is one with a silent partner, and
+        one with a partner that has left: it had sent all of its chunks by then.
         """
         cdef State* e = &self.state
         cdef double until = now() + seconds
+        cdef int64_t chunks = -1
         with nogil:
             while not load(&e.at_rest) and not load(&e.ended) and now() < until:
+                if chunks != load(&e.counters.chunks) + load(&e.counters.void_chunks):
+                    chunks = load(&e.counters.chunks) + load(&e.counters.void_chunks)
+                    until = now() + seconds
                 rest(100e-6)
         return load(&e.at_rest) != 0 or load(&e.ended) != 0
 

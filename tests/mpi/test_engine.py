@@ -115,6 +115,17 @@ def test_max_staleness_bounds_the_age_of_corrections() -> None:
         assert oldest(facts["staleness"]) <= 2, bounded
 
 
+@pytest.mark.parametrize(("who", "way"), [("first", SENT), ("first", SHARED), ("both", SENT)])
+def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
+    who: str, way: tuple[str, ...]
+) -> None:
+    """After half of leave_deadline_s; what either side has begun is averaged on both."""
+    told = learners(2, "cut_short.py", "--who", who, "--leave-s", 6, *way)
+    merged = [one["merged"] for one in told]
+    assert merged[0] == merged[1] and 0 < merged[0] < 100, told
+    assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told
+
+
 def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
     """Chunks of another size than the partner's are not merged, and whoever notices says so."""
     said = learners(2, "quiet.py", "--elsewhere")

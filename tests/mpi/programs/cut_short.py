@@ -1,0 +1,90 @@
+"""Who leaves in the middle of a long exchange: it ends early, with the same chunks on both sides.
+
+Two engines. The slots are held, so that no chunk can be merged and the exchange cannot end before somebody
+leaves; whoever learns that it is cut short lets go. Each says how many chunks it merged, of how many, and how
+far the sum of both models has moved. `--who`: first (the second one trains on), or both (at once).
+"""
+
+import argparse
+import json
+import os
+import threading
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import RandomPairs
+
+CHUNK_NBYTES, CHUNKS = 64 * 1024, 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--who", choices=("first", "both"), required=True)
+    parser.add_argument("--leave-s", type=float, required=True)
+    parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
+    args = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    outer = comm.Dup()
+    outer.Set_errhandler(MPI.ERRORS_RETURN)
+    options = EngineOptions(
+        chunk_nbytes=CHUNK_NBYTES, deadline_s=60.0, leave_deadline_s=args.leave_s, autonomous=False,
+        share_host=not args.no_share,
+    )  # fmt: skip
+    plan = RandomPairs().plan(comm.rank, comm.size)
+    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
+    addresses = np.array([model.ctypes.data], dtype=np.uintp)
+    before = total(comm, model)
+    engine.extend([TensorSpec("model", model.shape, "float64")])
+    engine.start()
+    engine.absorb(addresses, -1, 0)
+    engine.offer(0)
+    engine._arena.publish(hold=True)
+    comm.Barrier()
+    if comm.rank == 0:
+        engine.ask(1)
+    until(lambda: bool(engine._loop.under_way()))
+    comm.Barrier()
+    freed = threading.Thread(target=let_go, args=(engine,))
+    freed.start()
+    if comm.rank == 0 or args.who == "both":
+        engine._loop.stop(False)  # Engine.stop() would let go at once
+    freed.join()
+    until(lambda: engine._loop.finished() == 1)
+    comm.Barrier()
+    lost = engine.lost()
+    engine.stop()
+    for _ in range(2):
+        engine._arena.publish(hold=False)
+        engine.absorb(addresses, engine.published(), 0)
+    merged = engine._loop.counters()["chunks"]
+    moved = np.abs(total(comm, model) - before).max() / np.abs(before).max()
+    said = {"rank": comm.rank, "merged": merged, "moved": float(moved), "lost": lost}
+    os.write(1, ("\n@learner " + json.dumps(said) + "\n").encode())
+
+
+def let_go(engine: Engine) -> None:
+    """Once the exchange is cut short, or over."""
+    until(lambda: all(one["chunks"] < CHUNKS for one in engine._loop.under_way()))
+    engine._arena.reopen()
+
+
+def total(comm: MPI.Comm, model: np.ndarray) -> np.ndarray:
+    result = np.empty_like(model)
+    comm.Allreduce(model, result)
+    return result
+
+
+def until(fact, seconds: float = 60.0) -> None:
+    ends = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(1e-3)
+
+
+if __name__ == "__main__":
+    main()
