@@ -127,7 +127,7 @@ def _links(axis: Any, result: Mapping[str, Any], kind: str) -> None:
                 label=f"{model}, {'SSGD' if scheme == network.SYNCHRONOUS else 'H-ADPSGD'}",
             )  # fmt: skip
     axis.set_xticks(range(len(links)), links)
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, 1.02)
     axis.axhline(network.GOAL_KEPT, color="#000000", linewidth=0.8, linestyle=":")
     axis.grid(alpha=0.3)
 
