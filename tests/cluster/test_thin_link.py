@@ -17,8 +17,8 @@ if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
 PROGRAM = Path(__file__).parent / "programs" / "thin.py"
-RATE = "16mbit"  # 0.13 s for a chunk, 10 s for a model; leave_deadline_s is 5 s
-CHUNKS = 80
+RATE = "24mbit"  # 0.09 s for a chunk, 10 s for a model; leave_deadline_s is 5 s
+CHUNKS = 120
 
 
 def test_a_long_exchange_is_looked_at_seldom_and_cut_short_by_who_leaves(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.torch.averaging import live
 
 LOOK_S = 2.0
-AFTER = 6  # chunks, of 80
+AFTER = 6  # chunks, of 120
 DEADLINE_S = 60.0
 
 
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    model = torch.nn.Linear(2560, 2048, bias=False)  # 20 MiB
+    model = torch.nn.Linear(3840, 2048, bias=False)  # 30 MiB
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
     )
@@ -36,7 +36,7 @@ def main() -> None:
         while not until():
             assert time.monotonic() < ends, engine.view()
             optimizer.zero_grad()
-            model(torch.randn(2, 2560)).square().mean().backward()
+            model(torch.randn(2, 3840)).square().mean().backward()
             optimizer.step()
             time.sleep(0.05)  # the rest of a gradient
 
