@@ -40,6 +40,9 @@ OUTSIDE: dict[str, set[str] | None] = {
     "statefile": set(),
     "_transport": COMPILED | {"mpi4py"},
     "_sums": COMPILED | {"mpi4py"},
+    "_state": COMPILED | {"mpi4py"},
+    "_exchange": COMPILED | {"mpi4py"},
+    "_mean": COMPILED | {"mpi4py"},
     "_engine": COMPILED | {"mpi4py"},
 }
 
@@ -298,6 +301,8 @@ def test_cython_imports(source, expected):
         ("engine", "_kernels", True),
         ("_engine", "_transport", True),
         ("_engine", "_sums", True),
+        ("_mean", "_exchange", True),
+        ("_exchange", "_mean", False),
         ("_transport", "_sums", False),
         ("config", "errors", True),
         ("strategies", "mixing", True),

@@ -1,0 +1,1 @@
+# Nothing for Python: _engine cimports it.
