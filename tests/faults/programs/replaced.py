@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -109,6 +110,7 @@ class Run:
             plain, named_parameters=self.model.named_parameters(), averaging=args.averaging
         )
         self.facts = {"rank": hvd.rank(), "size": hvd.size(), "new": NEW, "super": hvd.super_rank()}
+        self.facts["host"] = socket.gethostname()
         self.ends = time.monotonic() + args.seconds
         self.slowest = 0.0
 
