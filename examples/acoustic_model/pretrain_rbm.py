@@ -132,6 +132,7 @@ class Machine:
         """Train; squared error of reconstruction per unit, and how often the guard acted."""
         total, steps, guarded = 0.0, 0, 0
         for frames in batches:
+            self._require_finite(steps)
             v = self.visible(frames)
             reconstructed = self.rbm.reconstruct(v, self.job.generator)
             total += (v - reconstructed).square().mean().item()
@@ -143,6 +144,14 @@ class Machine:
                 self.rbm.contrastive(v, reconstructed).backward()
             self.optimizer.step()  # without a gradient too: others may wait for this step
         return total / max(1, steps), guarded
+
+    def _require_finite(self, steps: int) -> None:
+        if not all(bool(torch.isfinite(p).all()) for p in self.rbm.parameters()):
+            option = "--lr" if self.below else "--first-lr"
+            raise Problem(
+                f"layer {len(self.below) + 1} diverged: its parameters are not finite after {steps} "
+                f"minibatches of this epoch; lower {option} or --momentum"
+            )
 
     def _too_wide(self, v: torch.Tensor, reconstructed: torch.Tensor) -> bool:
         """The guard: true if the machine had to be shrunk. The same on all learners of a node."""

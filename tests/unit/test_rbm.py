@@ -133,6 +133,11 @@ def pretrained(speech: Path, out: Path, *more: str) -> list[dict]:
     return [json.loads(line) for line in (out / "monitor.jsonl").read_text().splitlines()]
 
 
+def test_a_machine_that_diverges_says_so(speech: Path, tmp_path: Path) -> None:
+    with pytest.raises(Problem, match="layer 2 diverged: .* lower --lr"):
+        pretrained(speech, tmp_path, "--lr", "1000", "--l2", "1", "--epochs", "3")
+
+
 def test_a_dnn_is_fine_tuned_from_a_pretrained_stack(speech: Path, tmp_path: Path) -> None:
     entries = pretrained(speech, tmp_path / "rbm", "--first-epochs", "4", "--epochs", "3")
     first = [entry["error"] for entry in entries if entry["layer"] == 1]
