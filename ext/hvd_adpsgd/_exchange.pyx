@@ -141,6 +141,7 @@ cdef void dismiss(State* e, int partner) noexcept nogil:
         x.phase = IDLE
     elif x.phase == RUNNING:
         x.parked = True
+        x.moved = now()
 
 
 cdef void cut(State* e, int partner) noexcept nogil:
@@ -470,6 +471,16 @@ cdef bint advance(State* e, int partner) noexcept nogil:
     elif not x.parked and now() - x.moved > e.deadline_s:
         park(e, partner)
     return moved
+
+
+cdef bint under_way(State* e, int partner) noexcept nogil:
+    """Is there a question or an exchange to wait for?
+
+    Who left had sent all of its chunks, unless this one was silent then: those are waited for while they come."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED and x.phase != RUNNING:
+        return False
+    return e.partners[partner] < LEFT or e.partners[partner] == LEFT and now() - x.moved <= e.deadline_s
 
 
 cdef bint closed(State* e, int partner) noexcept nogil:
