@@ -1,4 +1,4 @@
-"""Who leaves while a partner is stopped in the middle of an exchange: the partner comes back, and nothing waits.
+"""Who leaves while its partner is stopped in mid exchange: the partner comes back, and waits for nothing.
 
 Three engines. Super learners 0 and 1 are in a long exchange (1 merges nothing, so it cannot end) when 1 is
 stopped; 0 passes over it and leaves. Then 1 goes on: it comes to rest, and leaves in good order, as 2 sees.
