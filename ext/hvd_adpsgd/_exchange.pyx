@@ -117,10 +117,10 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
     elif m.kind == NO:
         hear_no(e, partner, m)
     elif m.kind == BYE:
-        e.broken_partners[partner] = m.nchunks
+        e.last_words[partner] = m.lost
+        e.broken_partners[partner] = m.nchunks      # who sees that, reads the last words
         if m.nchunks:
             e.lost |= bit(partner)
-        e.last_words[partner] = m.lost
         set_partner(e, partner, LEFT)
         e.farewells[partner] = 0
         say(e, partner, BYE_SEEN, 0, 0)
