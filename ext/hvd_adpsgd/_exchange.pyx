@@ -110,6 +110,7 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
         return                      # written before its end was noticed
     if e.partners[partner] == SUSPECT:
         set_partner(e, partner, ALIVE)
+        e.exchanges[partner].moved = now()
     if m.kind == ASK:
         hear_ask(e, partner, m)
     elif m.kind == YES:
@@ -468,8 +469,8 @@ cdef bint advance(State* e, int partner) noexcept nogil:
         x.moved = now()
         if e.partners[partner] == SUSPECT:
             set_partner(e, partner, ALIVE)
-    elif not x.parked and now() - x.moved > e.deadline_s:
-        park(e, partner)
+    elif e.partners[partner] == ALIVE and now() - x.moved > e.deadline_s:
+        park(e, partner)        # maybe once more
     return moved
 
 
