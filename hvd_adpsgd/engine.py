@@ -526,7 +526,7 @@ class Engine:
                 continue
             self._states[partner] = state
             message = tell[state](partner, step=self._step).message
-            if state == _LEFT:
+            if state in (_LEFT, _LOST):  # who cannot go on says goodbye too
                 self._note_last_words(partner)
             if message and state == _LOST:
                 self._losses.noticed(partner, message, time.monotonic())

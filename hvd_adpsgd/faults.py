@@ -215,7 +215,7 @@ class Losses:
     def __init__(self, rank: int):
         self._rank = rank
         self._when: dict[int, float] = {}
-        self._knew: dict[int, frozenset[int]] = {}  # by leader that has left
+        self._knew: dict[int, frozenset[int]] = {}  # by leader that is gone
         self._open: dict[int, str] = {}  # losses whose warning somebody may still owe
         self._informed: set[int] = set()
 
@@ -225,7 +225,7 @@ class Losses:
         self._open[partner] = message
 
     def left(self, partner: int, knew: Iterable[int]) -> None:
-        """A leader, maybe this one, has said goodbye, and whom it knew to be lost."""
+        """A leader, maybe this one, is gone: whom its goodbye knew to be lost (nobody, if it said none)."""
         self._knew[partner] = frozenset(knew)
 
     def to_tell(self, alive: Sequence[int]) -> list[tuple[bool, str]]:

@@ -13,7 +13,7 @@ from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd._arena cimport Arena
 from hvd_adpsgd._exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
-                                   retire, say, take_census)
+                                   retire, say, take_census, under_way)
 from hvd_adpsgd._mean cimport advance_mean
 from hvd_adpsgd._state cimport *
 from hvd_adpsgd._sums cimport network_open
@@ -64,8 +64,7 @@ cdef bint turn(State* e) noexcept nogil:
     moved |= advance_mean(e)
     busy = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):
-        x = &e.exchanges[partner]
-        busy |= (x.phase == ASKED or x.phase == RUNNING) and e.partners[partner] != LOST
+        busy |= under_way(e, partner)
     store(&e.in_flight_step, oldest)
     store(&e.at_rest, paused and not busy)
     e.counters.turns += 1
@@ -83,9 +82,8 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         return True
     waiting = e.mean.running and e.fault == FAULT_NONE
     for partner in range(e.transport.size):     # also what was parked and has come back
-        if (e.partners[partner] in (ALIVE, LEFT)
-                and e.exchanges[partner].phase in (ASKED, RUNNING)):
-            waiting = True                      # who has left had sent all of its chunks
+        if e.partners[partner] != SUSPECT and under_way(e, partner):
+            waiting = True
             if e.partners[partner] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
                 cut(e, partner)
     if waiting or e.asking != NOBODY or e.serving != NOBODY:
@@ -359,7 +357,7 @@ cdef class Loop:
 
         The thread itself says so, at the end of a turn that began after the pause: an exchange that
         it was about to begin when told to pause is waited for. So is one with a silent partner, and
-        one with a partner that has left: it had sent all of its chunks by then.
+        one with a partner that has left, as long as its chunks come in.
         """
         cdef State* e = &self.state
         cdef double until = now() + seconds

@@ -9,6 +9,7 @@ cdef bint reap_outgoing(State* e) noexcept nogil
 cdef bint read_inbox(State* e) noexcept nogil
 cdef void cut(State* e, int partner) noexcept nogil
 cdef bint advance(State* e, int partner) noexcept nogil
+cdef bint under_way(State* e, int partner) noexcept nogil
 cdef bint due(State* e) noexcept nogil
 cdef bint ask_if_due(State* e) noexcept nogil
 cdef bint retire(State* e, int partner) noexcept nogil

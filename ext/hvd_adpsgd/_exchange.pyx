@@ -110,6 +110,7 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
         return                      # written before its end was noticed
     if e.partners[partner] == SUSPECT:
         set_partner(e, partner, ALIVE)
+        e.exchanges[partner].moved = now()
     if m.kind == ASK:
         hear_ask(e, partner, m)
     elif m.kind == YES:
@@ -117,10 +118,10 @@ cdef void hear(State* e, int partner, Message* m) noexcept nogil:
     elif m.kind == NO:
         hear_no(e, partner, m)
     elif m.kind == BYE:
-        e.broken_partners[partner] = m.nchunks
+        e.last_words[partner] = m.lost
+        e.broken_partners[partner] = m.nchunks      # who sees that, reads the last words
         if m.nchunks:
             e.lost |= bit(partner)
-        e.last_words[partner] = m.lost
         set_partner(e, partner, LEFT)
         e.farewells[partner] = 0
         say(e, partner, BYE_SEEN, 0, 0)
@@ -141,6 +142,7 @@ cdef void dismiss(State* e, int partner) noexcept nogil:
         x.phase = IDLE
     elif x.phase == RUNNING:
         x.parked = True
+        x.moved = now()
 
 
 cdef void cut(State* e, int partner) noexcept nogil:
@@ -467,9 +469,19 @@ cdef bint advance(State* e, int partner) noexcept nogil:
         x.moved = now()
         if e.partners[partner] == SUSPECT:
             set_partner(e, partner, ALIVE)
-    elif not x.parked and now() - x.moved > e.deadline_s:
-        park(e, partner)
+    elif e.partners[partner] == ALIVE and now() - x.moved > e.deadline_s:
+        park(e, partner)        # maybe once more
     return moved
+
+
+cdef bint under_way(State* e, int partner) noexcept nogil:
+    """Is there a question or an exchange to wait for?
+
+    Who left had sent all of its chunks, unless this one was silent then: those are waited for while they come."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED and x.phase != RUNNING:
+        return False
+    return e.partners[partner] < LEFT or e.partners[partner] == LEFT and now() - x.moved <= e.deadline_s
 
 
 cdef bint closed(State* e, int partner) noexcept nogil:

@@ -24,6 +24,7 @@ def learners(n: int, program: str, *args: object, timeout: float = 90) -> list[d
 # ---- promise 1: nothing lost --------------------------------------------------------------------
 
 SHARED, SENT = (), ("--no-share",)
+LEFT = 2  # as in Loop.partners
 
 
 def run_mean(n: int, *args: object) -> dict[str, Any]:
@@ -124,6 +125,31 @@ def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
     merged = [one["merged"] for one in told]
     assert merged[0] == merged[1] and 0 < merged[0] < 100, told
     assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told
+
+
+@pytest.mark.parametrize("way", [SHARED, SENT, ("--twice",)])
+def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
+    way: tuple[str, ...],
+) -> None:
+    """The rest of their exchange never comes: it comes to rest all the same, and leaves in good order.
+
+    So has who left, though the other had come back in between.
+    """
+    told = learners(3, "left_behind.py", "--leave-s", 10, *way)
+    assert told[0]["left_behind"] == 1 and told[0]["leave_s"] < 8, told
+    assert told[1]["rests"] and told[1]["leave_s"] < 8, told
+    assert told[2]["partners"] == [LEFT, LEFT], told
+
+
+def test_one_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other() -> None:
+    """The second one has warned of the first, and its goodbye says so."""
+    told = learners(4, "broken_leaders.py")
+    lines = [line for one in told for line in one["warned"]]
+    assert len(lines) == 2, told
+    assert (
+        "super learner 3 (3) is lost" in lines[0] and "super learner 0 (0) is lost" in lines[1]
+    ), told
+    assert [len(one["warned"]) for one in told] == [1, 1, 0, 0], told
 
 
 def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:

@@ -1,0 +1,114 @@
+"""Who leaves while its partner is stopped in mid exchange: the partner comes back, and waits for nothing.
+
+Three engines. Super learners 0 and 1 are in a long exchange (1 merges nothing, so it cannot end) when 1 is
+stopped; 0 passes over it and leaves. Then 1 goes on: it comes to rest, and leaves in good order, as 2 sees.
+With `--twice` 1 comes back, a few chunks move, and it is stopped again before 0 leaves.
+"""
+
+import argparse
+import json
+import os
+import signal
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_adpsgd.engine import Engine, EngineOptions
+from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.strategies import RandomPairs
+
+CHUNK_NBYTES, CHUNKS = 64 * 1024, 1000
+ALIVE, SUSPECT, LEFT = 0, 1, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--leave-s", type=float, required=True)
+    parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
+    parser.add_argument("--twice", action="store_true")
+    args = parser.parse_args()
+    comm = MPI.COMM_WORLD
+    outer = comm.Dup()
+    outer.Set_errhandler(MPI.ERRORS_RETURN)
+    options = EngineOptions(
+        chunk_nbytes=CHUNK_NBYTES, deadline_s=0.5, leave_deadline_s=args.leave_s, autonomous=False,
+        share_host=not args.no_share,
+    )  # fmt: skip
+    plan = RandomPairs().plan(comm.rank, comm.size)
+    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
+    addresses = np.array([model.ctypes.data], dtype=np.uintp)
+    engine.extend([TensorSpec("model", model.shape, "float64")])
+    engine.start()
+    engine.absorb(addresses, -1, 0)
+    engine.offer(0)
+    engine._arena.publish(hold=comm.rank == 1)
+    pids = comm.allgather(os.getpid())
+    said = {"rank": comm.rank, **(first, second, third)[comm.rank](comm, engine, pids, args.twice)}
+    comm.Barrier()
+    engine.stop()
+    os.write(1, ("\n@learner " + json.dumps(said) + "\n").encode())
+
+
+def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
+    engine.ask(1)
+    until(lambda: any(one["partner"] == 1 for one in engine._loop.under_way()))
+    comm.Barrier()
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        until(lambda: engine._loop.partners()[1] == SUSPECT)
+        if twice:
+            os.kill(pids[1], signal.SIGCONT)
+            until(lambda: engine._loop.partners()[1] == ALIVE)
+            os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        engine.stop()
+        leave_s = time.monotonic() - began
+        begun = engine._loop.under_way()
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    return {"left_behind": len(begun), "leave_s": leave_s}
+
+
+def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
+    until(lambda: bool(engine._loop.under_way()))
+    comm.Barrier()
+    ends = time.monotonic() + 15
+    while engine._loop.partners()[0] != LEFT and time.monotonic() < ends:
+        if twice:
+            show_life(engine)
+        time.sleep(0.05)
+    engine._arena.reopen()
+    rests = engine.pause(2.0)
+    began = time.monotonic()
+    engine.stop()
+    return {"rests": rests, "leave_s": time.monotonic() - began}
+
+
+def show_life(engine: Engine) -> None:
+    """Merge a few chunks, if there is an exchange."""
+    before = engine._loop.under_way()
+    ends = time.monotonic() + 1.0
+    while engine._loop.under_way() == before and time.monotonic() < ends:
+        engine._arena.reopen()
+        engine._arena.publish(hold=True)
+
+
+def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
+    comm.Barrier()
+    ends = time.monotonic() + 20
+    while engine._loop.partners()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
+        time.sleep(1e-3)
+    return {"partners": engine._loop.partners()[:2]}
+
+
+def until(fact, seconds: float = 60.0) -> None:
+    ends = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(1e-3)
+
+
+if __name__ == "__main__":
+    main()
