@@ -247,9 +247,14 @@ class Losses:
 
     def _teller(self, partner: int, alive: Sequence[int]) -> int:
         """Who warns, or has warned, of a loss; this leader if there is nobody else."""
-        left = [leader for leader, knew in self._knew.items() if partner in knew]
+        left = [leader for leader in self._knew if self._told(leader, partner)]
         lost = [leader for leader in self._when if self._spoke(leader, partner)]
         return min([*alive, *left, *lost], default=self._rank)
+
+    def _told(self, leader: int, partner: int) -> bool:
+        """Whether a leader that is gone knew of a loss, and of no lower leader that would warn of it."""
+        knew = self._knew[leader]
+        return partner in knew and all(lower in knew for lower in self._when if lower < leader)
 
     def _spoke(self, leader: int, partner: int) -> bool:
         """Whether a leader was lost so long after a partner that it has warned of it."""

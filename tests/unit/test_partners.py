@@ -149,6 +149,16 @@ def test_the_next_one_warns_in_place_of_one_that_left_before_it_knew(knew, told)
         assert losses.to_tell([1, 4]) == []
 
 
+def test_who_left_thinking_that_another_would_warn_has_not_warned():
+    """0 is to warn of 2 and is killed; 1 leaves meanwhile, and knows of 2 only."""
+    losses = Losses(3)
+    losses.noticed(2, "2", 0.0)
+    assert losses.to_tell([0, 1, 3]) == [(False, "2")]
+    losses.noticed(0, "0", 1.0)
+    losses.left(1, [2])
+    assert losses.to_tell([3]) == [(True, "2"), (True, "0")]
+
+
 def test_who_leaves_tells_what_its_goodbye_knew_and_leaves_the_rest_to_others():
     losses = Losses(0)
     losses.noticed(2, "2", 0.0)
