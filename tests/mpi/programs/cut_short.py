@@ -6,17 +6,13 @@ far the sum of both models has moved. `--who`: first (the second one trains on),
 """
 
 import argparse
-import json
-import os
 import threading
-import time
 
 import numpy as np
+from engines import address, say, started, until
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.layout import TensorSpec
-from hvd_adpsgd.strategies import RandomPairs
+from hvd_adpsgd.engine import Engine
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 100
 
@@ -28,21 +24,12 @@ def main() -> None:
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
-    outer = comm.Dup()
-    outer.Set_errhandler(MPI.ERRORS_RETURN)
-    options = EngineOptions(
-        chunk_nbytes=CHUNK_NBYTES, deadline_s=60.0, leave_deadline_s=args.leave_s, autonomous=False,
+    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
+    before = total(comm, model)
+    engine = started(
+        comm, model, chunk_nbytes=CHUNK_NBYTES, deadline_s=60.0, leave_deadline_s=args.leave_s,
         share_host=not args.no_share,
     )  # fmt: skip
-    plan = RandomPairs().plan(comm.rank, comm.size)
-    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
-    addresses = np.array([model.ctypes.data], dtype=np.uintp)
-    before = total(comm, model)
-    engine.extend([TensorSpec("model", model.shape, "float64")])
-    engine.start()
-    engine.absorb(addresses, -1, 0)
-    engine.offer(0)
     engine._arena.publish(hold=True)
     comm.Barrier()
     if comm.rank == 0:
@@ -60,11 +47,10 @@ def main() -> None:
     engine.stop()
     for _ in range(2):
         engine._arena.publish(hold=False)
-        engine.absorb(addresses, engine.published(), 0)
+        engine.absorb(address(model), engine.published(), 0)
     merged = engine._loop.counters()["chunks"]
     moved = np.abs(total(comm, model) - before).max() / np.abs(before).max()
-    said = {"rank": comm.rank, "merged": merged, "moved": float(moved), "lost": lost}
-    os.write(1, ("\n@learner " + json.dumps(said) + "\n").encode())
+    say(comm, merged=merged, moved=float(moved), lost=lost)
 
 
 def let_go(engine: Engine) -> None:
@@ -77,13 +63,6 @@ def total(comm: MPI.Comm, model: np.ndarray) -> np.ndarray:
     result = np.empty_like(model)
     comm.Allreduce(model, result)
     return result
-
-
-def until(fact, seconds: float = 60.0) -> None:
-    ends = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(1e-3)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ With `--twice` 1 comes back, a few chunks move, and it is stopped again before 0
 """
 
 import argparse
-import json
 import os
 import signal
 import time
 
 import numpy as np
+from engines import say, started, until
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.layout import TensorSpec
-from hvd_adpsgd.strategies import RandomPairs
+from hvd_adpsgd.engine import Engine
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 1000
 ALIVE, SUSPECT, LEFT = 0, 1, 2
@@ -29,26 +27,17 @@ def main() -> None:
     parser.add_argument("--twice", action="store_true")
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
-    outer = comm.Dup()
-    outer.Set_errhandler(MPI.ERRORS_RETURN)
-    options = EngineOptions(
-        chunk_nbytes=CHUNK_NBYTES, deadline_s=0.5, leave_deadline_s=args.leave_s, autonomous=False,
+    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
+    engine = started(
+        comm, model, chunk_nbytes=CHUNK_NBYTES, deadline_s=0.5, leave_deadline_s=args.leave_s,
         share_host=not args.no_share,
     )  # fmt: skip
-    plan = RandomPairs().plan(comm.rank, comm.size)
-    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-    model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
-    addresses = np.array([model.ctypes.data], dtype=np.uintp)
-    engine.extend([TensorSpec("model", model.shape, "float64")])
-    engine.start()
-    engine.absorb(addresses, -1, 0)
-    engine.offer(0)
     engine._arena.publish(hold=comm.rank == 1)
     pids = comm.allgather(os.getpid())
-    said = {"rank": comm.rank, **(first, second, third)[comm.rank](comm, engine, pids, args.twice)}
+    said = (first, second, third)[comm.rank](comm, engine, pids, args.twice)
     comm.Barrier()
     engine.stop()
-    os.write(1, ("\n@learner " + json.dumps(said) + "\n").encode())
+    say(comm, **said)
 
 
 def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
@@ -101,13 +90,6 @@ def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     while engine._loop.partners()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
         time.sleep(1e-3)
     return {"partners": engine._loop.partners()[:2]}
-
-
-def until(fact, seconds: float = 60.0) -> None:
-    ends = time.monotonic() + seconds
-    while not fact():
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(1e-3)
 
 
 if __name__ == "__main__":
