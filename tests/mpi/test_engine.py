@@ -116,7 +116,14 @@ def test_max_staleness_bounds_the_age_of_corrections() -> None:
         assert oldest(facts["staleness"]) <= 2, bounded
 
 
-@pytest.mark.parametrize(("who", "way"), [("first", SENT), ("first", SHARED), ("both", SENT)])
+@pytest.mark.parametrize(
+    ("who", "way"),
+    [
+        ("first", SHARED),
+        ("both", SENT),
+        pytest.param("first", SENT, marks=pytest.mark.extended),
+    ],
+)
 def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
     who: str, way: tuple[str, ...]
 ) -> None:
@@ -127,7 +134,9 @@ def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
     assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told
 
 
-@pytest.mark.parametrize("way", [SHARED, SENT, ("--twice",)])
+@pytest.mark.parametrize(
+    "way", [SENT, ("--twice",), pytest.param(SHARED, marks=pytest.mark.extended)]
+)
 def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
     way: tuple[str, ...],
 ) -> None:

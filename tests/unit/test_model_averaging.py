@@ -23,7 +23,7 @@ pytest.importorskip("matplotlib")
 import averaging_learner as learner
 import model_averaging as script
 import train
-from speech import launch
+from speech import launch, sweep
 from speech.model import Shape, make
 from speech.problem import Problem
 
@@ -154,7 +154,7 @@ def test_what_is_finished_is_not_launched_again(trained, monkeypatch):
         for one in plan["runs"]:
             assert (one["stack"] is not None) == (one["init"] == "rbm")
             if one["period"] != 10:  # as if interrupted
-                learner.keep(Path(one["folder"]), one | {"heldout_loss": 1.0})
+                sweep.keep(Path(one["folder"]), one | {"heldout_loss": 1.0, "seconds": 1.0})
 
     monkeypatch.setattr(launch, "script", as_launched)
     trained.out.mkdir()
