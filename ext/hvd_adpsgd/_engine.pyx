@@ -7,7 +7,7 @@ and sleeps a little longer each time there was nothing to do. All that it knows 
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 from mpi4py cimport libmpi as mpi
 
@@ -132,7 +132,7 @@ cdef double longest_poll(State* e, double lull) noexcept nogil:
 cdef void* live(void* argument) noexcept nogil:
     """The thread: look, act, and sleep a little longer each time there was nothing to do."""
     cdef State* e = <State*>argument
-    cdef double poll_s = 0, last_s, idle_s, moved = now()
+    cdef double poll_s = 0, idle_s, moved = now()
     cdef bint busy
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
@@ -361,11 +361,12 @@ cdef class Loop:
         """
         cdef State* e = &self.state
         cdef double until = now() + seconds
-        cdef int64_t chunks = -1
+        cdef int64_t chunks, before = -1
         with nogil:
             while not load(&e.at_rest) and not load(&e.ended) and now() < until:
-                if chunks != load(&e.counters.chunks) + load(&e.counters.void_chunks):
-                    chunks = load(&e.counters.chunks) + load(&e.counters.void_chunks)
+                chunks = load(&e.counters.chunks) + load(&e.counters.void_chunks)
+                if chunks != before:
+                    before = chunks
                     until = now() + seconds
                 rest(100e-6)
         return load(&e.at_rest) != 0 or load(&e.ended) != 0

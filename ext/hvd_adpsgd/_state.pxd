@@ -138,8 +138,8 @@ cdef struct Exchange:
     int next                # first chunk not yet begun
     int done
     int tag
-    bint cut                # this side has asked for an early end, and begins no chunk until told where
-    bint held
+    bint cut                # this side has asked for an early end
+    bint held               # ... and begins no chunk until it is told where that is
     double began
     double moved            # when the partner last showed life
     double square           # sum of squared differences
