@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "acoustic_model"
 pytest.importorskip("scipy")
 pytest.importorskip("torch")
 
-from speech import features, lexicon, scoring, viterbi, voices
+from speech import features, lexicon, recording, scoring, viterbi, voices
 from speech.model import AcousticModel, preset
 from speech.problem import Problem, within
 from speech.tasks import SPLITS, TASKS
@@ -199,3 +201,24 @@ def test_paired_bootstrap_sees_what_single_intervals_hide():
 def test_options_out_of_range_are_named():
     with pytest.raises(Problem, match="--jobs is 0, allowed are 1 to 4"):
         within("--jobs", 0, 1, 4)
+
+
+def answer(number: int) -> tuple[int, int]:
+    if number == 13:
+        raise Problem("on purpose")
+    if number == 17:
+        os._exit(0)
+    time.sleep(number % 3 / 100)  # or they end in order
+    return number, os.getpid()
+
+
+def test_every_speaker_is_recorded_in_a_process_of_its_own():
+    numbers, processes = zip(*recording.in_fresh_processes(answer, range(8), 3), strict=True)
+    assert numbers == tuple(range(8))
+    assert len({os.getpid(), *processes}) == 9
+
+
+@pytest.mark.parametrize(("number", "words"), [(13, "on purpose"), (17, "ended before")])
+def test_a_recording_that_fails_is_told_of(number: int, words: str):
+    with pytest.raises(Problem, match=words):
+        list(recording.in_fresh_processes(answer, [1, 2, number, 4, 5], 2))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 
 from . import features, room
 from .lexicon import SpokenWord, words_of
-from .problem import require
+from .problem import Problem, require
 from .synth import Espeak
 from .tasks import RATE, Task
 from .voices import Speaker
@@ -47,8 +49,46 @@ def in_fresh_processes(
     require("espeakng_loader", "espeakng-loader")
     require("kaldi_native_fbank", "kaldi-native-fbank")
     context = multiprocessing.get_context("fork")
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap(work, jobs, chunksize=1)
+    waiting = list(enumerate(jobs))[::-1]
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    done: dict[int, object] = {}
+    try:
+        for turn in range(len(jobs)):
+            while turn not in done:
+                while waiting and len(running) < processes:
+                    number, job = waiting.pop()
+                    result, told = context.Pipe(duplex=False)
+                    process = context.Process(target=_tell, args=(told, work, job), daemon=True)
+                    process.start()
+                    told.close()  # or the end of a process that died is not seen
+                    running[result] = number, process
+                for result in wait(list(running)):
+                    number, process = running.pop(result)
+                    done[number] = _told(result)
+                    process.join()
+            yield done.pop(turn)
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+
+
+def _tell(told: Connection, work: Callable[[Job], object], job: Job) -> None:
+    try:
+        told.send((work(job), None))
+    except Exception as error:
+        told.send((None, error))
+
+
+def _told(result: Connection) -> object:
+    with result:
+        try:
+            value, error = result.recv()
+        except EOFError:
+            raise Problem("a recording process ended before it was done") from None
+    if error is not None:
+        raise error
+    return value
 
 
 def bank_voice(job: Job) -> np.ndarray:
