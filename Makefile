@@ -54,26 +54,26 @@ format: venv  ## let ruff lay out and repair the sources
 	@$(PY) -m ruff check --fix .
 
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
-	@$(PY) examples/acoustic_model/demo.py $(ARGS)
+	@$(PY) -m examples.acoustic_model.demo $(ARGS)
 
 compare: venv $(STAMPS)/examples  ## every averaging scheme on the demo's task: word errors, figure (an hour)
-	@$(PY) benchmarks/compare.py $(ARGS)
+	@$(PY) -m examples.studies.compare $(ARGS)
 
 large-batch: venv $(STAMPS)/examples  ## the largest batch that each scheme bears (an hour or more)
-	@$(PY) benchmarks/large_batch.py $(ARGS)
+	@$(PY) -m examples.studies.large_batch $(ARGS)
 
 model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
-	@$(PY) benchmarks/model_averaging.py $(ARGS)
+	@$(PY) -m examples.studies.model_averaging $(ARGS)
 
 soak: venv $(STAMPS)/examples  ## an hour in which learners die and are replaced: does anything grow?
-	@$(PY) benchmarks/soak.py $(ARGS)
+	@$(PY) -m examples.studies.soak $(ARGS)
 
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)
 	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
 
 bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin link (half an hour; the hosts need root)
-	@$(PY) benchmarks/cluster.py $(ARGS)
+	@$(PY) -m examples.studies.cluster $(ARGS)
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
 	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*.so

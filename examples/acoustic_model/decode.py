@@ -1,7 +1,7 @@
 """Recognise the test split with a trained model; word error rate with a bootstrap interval.
 
-    python decode.py out/runs/random-pairs/model.pt
-    python decode.py out/runs/random-pairs/model.pt --against out/runs/ssgd/model.pt
+    python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt
+    python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt --against out/runs/ssgd/model.pt
 
 Word penalty and prior scale are chosen on the dev split; the test split is decoded once.
 """
@@ -20,9 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from speech import corpus, journal, scoring, viterbi
-from speech.model import Shape, make
-from speech.problem import Problem, run
+
+from examples.acoustic_model.speech import corpus, journal, scoring, viterbi
+from examples.acoustic_model.speech.model import Shape, make
+from examples.acoustic_model.speech.problem import Problem, run
 
 PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FIRST_PENALTY, LAST_PENALTY = 0.0, 640.0

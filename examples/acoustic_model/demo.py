@@ -1,8 +1,8 @@
 """Asynchronous against synchronous against one learner: speech made, models trained, words counted.
 
-    python demo.py                     the easy task, one seed, minutes on two cores
-    python demo.py --seeds 0 1 2       three trainings per scheme
-    python demo.py --hard              58 words in heavy noise
+    python -m examples.acoustic_model.demo                 the easy task, one seed, minutes on two cores
+    python -m examples.acoustic_model.demo --seeds 0 1 2   three trainings per scheme
+    python -m examples.acoustic_model.demo --hard          58 words in heavy noise
 
 Three schemes see the same samples: H-ADPSGD (4 learners in 2 super learners) and SSGD under
 `horovodrun -np 4`, and one learner alone. Left in --out: result.json, heldout.png and all runs.
@@ -16,9 +16,9 @@ import json
 import time
 from pathlib import Path
 
-import prepare_data
-from speech import comparison, figure, journal, launch
-from speech.problem import run, within
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model.speech import comparison, figure, journal, launch
+from examples.acoustic_model.speech.problem import run, within
 
 LEARNERS, SUPER_LEARNER = 4, 2
 STRATEGY = {"single": "single", "ssgd": "ssgd", "hadpsgd": "random-pairs"}

@@ -1,7 +1,7 @@
 """Synthesise the speech corpus: espeak-ng voices in a noisy room, as log-mel features with labels.
 
-    python prepare_data.py                  the easy task: 20 words, SNR 10 to 30 dB, 0.85 h
-    python prepare_data.py --task hard      58 words, SNR 0 to 20 dB, 1.4 h
+    python -m examples.acoustic_model.prepare_data               easy: 20 words, SNR 10 to 30 dB, 0.85 h
+    python -m examples.acoustic_model.prepare_data --task hard   58 words, SNR 0 to 20 dB, 1.4 h
 
 The same options and seed give the same bytes. Finished splits are kept and not made again.
 """
@@ -17,10 +17,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from speech import corpus, lexicon
-from speech import voices as who
-from speech.problem import Problem, require, run, within
-from speech.tasks import SPLITS, TASKS, Task
+
+from examples.acoustic_model.speech import corpus, lexicon
+from examples.acoustic_model.speech import voices as who
+from examples.acoustic_model.speech.problem import Problem, require, run, within
+from examples.acoustic_model.speech.tasks import SPLITS, TASKS, Task
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -140,7 +141,9 @@ def _make_split(
     task: Task, folder: Path, split: str, voices: list[who.Voice], jobs: int, quiet: bool
 ) -> None:
     require("scipy", "scipy")
-    from speech import recording  # half a second for scipy, only where something must be made
+    from examples.acoustic_model.speech import (
+        recording,  # half a second for scipy, only where something must be made
+    )
 
     tqdm = require("tqdm", "tqdm").tqdm
     part = folder / f"{split}.part"
@@ -160,7 +163,7 @@ def _make_split(
 
 def _babble_bank(task: Task, cast: list[who.Speaker], jobs: int) -> np.ndarray:
     """Voices of the split's own speakers, so that no voice is heard in two splits."""
-    from speech import recording, room
+    from examples.acoustic_model.speech import recording, room
 
     few = cast[:: max(1, len(cast) // recording.BANK_SPEAKERS)][: recording.BANK_SPEAKERS]
     work = [recording.Job(task, speaker, recording.BANK_S) for speaker in few]

@@ -1,7 +1,7 @@
 """Pre-train the hidden layers of a sigmoid DNN as a stack of restricted Boltzmann machines.
 
-    horovodrun -np 4 python pretrain_rbm.py                     then
-    horovodrun -np 4 python train.py --preset dnn --init out/rbm/stack.pt
+    horovodrun -np 4 python -m examples.acoustic_model.pretrain_rbm   then
+    horovodrun -np 4 python -m examples.acoustic_model.train --preset dnn --init out/rbm/stack.pt
 
 Layer after layer: Gaussian visible units for the speech, then 0 or 1 for what the layers below give.
 Each machine is trained by contrastive divergence (CD-1), data parallel with any --strategy of train.py.
@@ -30,13 +30,14 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
 
 import torch
-from speech import corpus, journal, strategy
-from speech.model import PRESETS, Shape, windows
-from speech.problem import Problem, run, within
-from speech.rbm import RBM, spread
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from train import averaging, horovod_for, is_asynchronous
+
+from examples.acoustic_model.speech import corpus, journal, strategy
+from examples.acoustic_model.speech.model import PRESETS, Shape, windows
+from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.rbm import RBM, spread
+from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 
 WATCHED = 64  # segments of either split that are looked at after each epoch
 TOO_WIDE, SHRINK_RATE = 2.0, 0.9

@@ -1,9 +1,9 @@
 """Train the acoustic model with Horovod: asynchronously, synchronously or alone.
 
-    horovodrun -np 4 python train.py                       H-ADPSGD, random pairs
-    horovodrun -np 4 python train.py --strategy ssgd       plain Horovod
-    python train.py --strategy single                      one learner, no launcher
-    horovodrun -np 4 python train.py --strategy random_ring:seed=3      any averaging spec
+    horovodrun -np 4 python -m examples.acoustic_model.train   H-ADPSGD, random pairs
+    horovodrun -np 4 python -m examples.acoustic_model.train --strategy ssgd   plain Horovod
+    python -m examples.acoustic_model.train --strategy single   one learner, no launcher
+    horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
 HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one machine.
 All strategies see the same number of samples. Batch and rate are a learner's own; the rate is
@@ -29,11 +29,12 @@ from types import ModuleType
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
 
 import torch
-from speech import corpus, journal, strategy
-from speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
-from speech.problem import Problem, require, run, within
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
+
+from examples.acoustic_model.speech import corpus, journal, strategy
+from examples.acoustic_model.speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
+from examples.acoustic_model.speech.problem import Problem, require, run, within
 
 COMBINATIONS = ("plain", "weighted")  # of all models, in the end
 SCHEDULES = ("short", "papers", "exponential")
@@ -114,7 +115,8 @@ def _require_no_plateau(options: argparse.Namespace) -> None:
 
 def horovod_for(name: str) -> ModuleType:
     """The module that the rest of this script calls `hvd`: the only line that differs."""
-    module = {"ssgd": "horovod.torch", "single": "speech.alone"}.get(name, "hvd_adpsgd.torch")
+    others = {"ssgd": "horovod.torch", "single": "examples.acoustic_model.speech.alone"}
+    module = others.get(name, "hvd_adpsgd.torch")
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -172,7 +174,9 @@ def start_from(path: Path, model: torch.nn.Module) -> None:
         Problem: if there are none, or they do not fit.
     """
     if not path.exists():
-        raise Problem(f"--init: there is no {path}; make it first: python pretrain_rbm.py")
+        raise Problem(
+            f"--init: there is no {path}; make it first: python -m examples.acoustic_model.pretrain_rbm"
+        )
     stack = journal.load(path)
     layers = stack.get("layers", [])
     shapes = [tuple(layer.weight.shape) for layer in getattr(model, "hidden", [])]

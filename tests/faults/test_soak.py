@@ -1,4 +1,4 @@
-"""benchmarks/soak.py, shortened: learners are lost in every way, replaced, and nothing is left behind."""
+"""The soak study, shortened: learners are lost in every way, replaced, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-
 
 def test_half_a_minute_of_faults(tmp_path: Path) -> None:
     """Judged is all but memory, for which lives are too short here.
@@ -22,7 +20,7 @@ def test_half_a_minute_of_faults(tmp_path: Path) -> None:
     one only if there is a third learner by then.
     """
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(SOAK), "--minutes", "0.45", "--seed", "235"]
+    command = [sys.executable, "-m", "examples.studies.soak", "--minutes", "0.45", "--seed", "235"]
     command += ["--out", str(tmp_path / "soak")]
     env = environment({}, [QUICK])
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)

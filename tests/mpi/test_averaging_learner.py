@@ -14,7 +14,7 @@ from launcher import ROOT, environment, run_learners
 
 torch = pytest.importorskip("torch")
 
-BENCHMARKS = ROOT / "benchmarks"
+STUDIES = ROOT / "examples" / "studies"
 KNOBS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "stay_out"}
 STATES, UTTERANCES, FRAMES = 7, 12, 64
 SIZES = {"layers": 2, "hidden": 12, "batch": 32, "minibatches": 24}
@@ -57,7 +57,7 @@ def performed(np: int, speech: Path, root: Path, runs: list[dict]) -> list[dict]
     """Each run's record with its final weights, in one vector."""
     plan = SIZES | {"learners": np, "data": str(speech), "runs": runs}
     (root / "plan.json").write_text(json.dumps(plan))
-    program, args = BENCHMARKS / "averaging_learner.py", [str(root / "plan.json")]
+    program, args = STUDIES / "averaging_learner.py", [str(root / "plan.json")]
     launcher = "mpirun" if np > 1 else None
     run_learners(np, program, args=args, env=KNOBS, timeout=240, launcher=launcher).checked()
     found = []
@@ -104,7 +104,7 @@ def test_one_learner_needs_no_launcher(speech, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("espeakng_loader") is None, reason="needs espeak-ng")
 def test_the_whole_script_in_small(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "model_averaging.py"), "--quick"]
+    command = [sys.executable, "-m", "examples.studies.model_averaging", "--quick"]
     for more in ([], ["--recall"]):
         subprocess.run(
             [*command, *more], cwd=tmp_path, env=environment({}), timeout=800, check=True
@@ -119,9 +119,8 @@ def test_the_whole_script_in_small(tmp_path):
 
 def large_batches(speech: Path, learners: int) -> torch.Tensor:
     """The same by hand: with a mean after every step, N minibatches are one, at N times the rate."""
-    sys.path.insert(0, str(BENCHMARKS))
-    import averaging_learner as ours
-    from speech.model import Shape, make
+    from examples.acoustic_model.speech.model import Shape, make
+    from examples.studies import averaging_learner as ours
 
     layers = SIZES["layers"], SIZES["hidden"], 0, STATES
     model = make(Shape(*layers, inputs=40, kind="dnn", context=5))

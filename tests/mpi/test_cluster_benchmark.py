@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "acoustic_model")]
-
 pytest.importorskip("torch")
 
-from disturbed import jobs, network, stragglers  # noqa: E402
+from examples.studies.disturbed import jobs, network, stragglers
 
 pytestmark = pytest.mark.mpi
 
@@ -48,7 +44,7 @@ def test_a_straggler_is_measured(scheme: str, tmp_path: Path) -> None:
 def _far_learners(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     out = folder / "told.json"
     small = {"sizes": [4, 32, 3], "rate": 0.05, "momentum": 0.9, "seed": 5, **options}
-    command = ["horovodrun", "-np", "2", *jobs.learner("far_learner.py", small, out)]
+    command = ["horovodrun", "-np", "2", *jobs.learner("far_learner", small, out)]
     jobs.run(command, stragglers.KNOBS, 120, folder / "log")
     return jobs.told(out)
 

@@ -1,30 +1,24 @@
 """The benchmarks without their trainings: what is kept, how long it takes, tables, the largest batch."""
 
 # The imports come after the check that the example's packages are there.
-# ruff: noqa: E402
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "acoustic_model")]
 
 pytest.importorskip("torch")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-import compare
-import large_batch
-import train
-from speech import figure, launch, strategy, sweep
-from speech.problem import Problem
+from examples.acoustic_model import train
+from examples.acoustic_model.speech import figure, launch, strategy, sweep
+from examples.acoustic_model.speech.problem import Problem
+from examples.studies import compare, large_batch
 
 NAN, INF = math.nan, math.inf
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "acoustic_model")]
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from disturbed import jobs, network, picture, stragglers
-from speech.problem import Problem
+from examples.acoustic_model.speech.problem import Problem
+from examples.studies.disturbed import jobs, network, picture, stragglers
 
 # ---- jobs
 
@@ -59,8 +58,9 @@ def test_a_command_that_fails_or_takes_too_long_is_a_problem(script, deadline_s,
 
 
 def test_options_become_words(tmp_path):
-    words = jobs.learner("x.py", {"block_s": 2, "sizes": (1, 2)}, tmp_path / "told")
-    assert words[2:] == ["--block-s", "2", "--sizes", "1", "2", "--out", str(tmp_path / "told")]
+    words = jobs.learner("x", {"block_s": 2, "sizes": (1, 2)}, tmp_path / "told")
+    assert words[1:3] == ["-m", "examples.studies.disturbed.x"]
+    assert words[3:] == ["--block-s", "2", "--sizes", "1", "2", "--out", str(tmp_path / "told")]
 
 
 # ---- stragglers
@@ -138,7 +138,7 @@ def test_undisturbed_blocks_come_first_and_last():
 
 @pytest.mark.parametrize("model", network.MODELS)
 def test_models_have_their_size(model):
-    from disturbed import far_learner
+    from examples.studies.disturbed import far_learner
 
     sizes = network.sizes(model)
     assert network.count(sizes) == pytest.approx(network.MODELS[model], rel=2e-3)
@@ -207,7 +207,7 @@ def test_curves_are_compared_where_all_have_a_copy():
 
 
 def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
-    from disturbed import far_learner
+    from examples.studies.disturbed import far_learner
 
     task, again = (far_learner.Task(16, 10, 3) for _ in range(2))
     first = task.samples(4, 1, 0)
@@ -217,7 +217,7 @@ def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
 
 
 def test_bytes_on_the_wire_are_those_sent_by_all_but_the_loopback():
-    from disturbed import far_learner
+    from examples.studies.disturbed import far_learner
 
     text = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs
@@ -240,12 +240,14 @@ def test_pictures_are_drawn(tmp_path):
 
 
 def test_the_script_tells_what_it_does():
-    command = [sys.executable, str(ROOT / "benchmarks" / "cluster.py")]
-    told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "examples.studies.cluster"]
+    told = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert told.returncode == 0, told.stderr
     assert "--parts" in told.stdout
     wrong = subprocess.run(
-        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=60
+        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert wrong.returncode == 2
     assert "known are 10 Gb/s" in wrong.stderr

@@ -13,19 +13,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples" / "acoustic_model")]
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-import averaging_learner as learner
-import model_averaging as script
-import train
-from speech import launch, sweep
-from speech.model import Shape, make
-from speech.problem import Problem
+from examples.acoustic_model import train
+from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech.model import Shape, make
+from examples.acoustic_model.speech.problem import Problem
+from examples.studies import averaging_learner as learner
+from examples.studies import model_averaging as script
 
 # ---- train.py
 
@@ -145,9 +142,9 @@ def trained(tmp_path) -> script.Sweep:
 def test_what_is_finished_is_not_launched_again(trained, monkeypatch):
     launched = []
 
-    def as_launched(path, words, what, learners=1, **knobs):
-        launched.append((Path(path).name, learners))
-        if Path(path).name == "pretrain_rbm.py":
+    def as_launched(name, words, what, learners=1, **knobs):
+        launched.append((name.split(".")[-1], learners))
+        if name.endswith(".pretrain_rbm"):
             return
         plan = json.loads(Path(*words).read_text())
         assert plan["learners"] == learners and plan["hidden"] == script.QUICK["hidden"]
@@ -156,30 +153,30 @@ def test_what_is_finished_is_not_launched_again(trained, monkeypatch):
             if one["period"] != 10:  # as if interrupted
                 sweep.keep(Path(one["folder"]), one | {"heldout_loss": 1.0, "seconds": 1.0})
 
-    monkeypatch.setattr(launch, "script", as_launched)
+    monkeypatch.setattr(launch, "module", as_launched)
     trained.out.mkdir()
     runs = script.sweep([1, 2], [1, 10], [1])
     trained.perform(runs)
-    names = ["pretrain_rbm.py", "averaging_learner.py"]
+    names = ["pretrain_rbm", "averaging_learner"]
     assert launched == [(names[0], 1), (names[1], 1), (names[0], 1), (names[1], 2)]
     left = [one for one in runs if trained.recall(one) is None]
     assert {one.period for one in left} == {10}
     launched.clear()
     trained.perform(runs)
-    assert launched[-1] == ("averaging_learner.py", 2) and len(launched) == 2
+    assert launched[-1] == ("averaging_learner", 2) and len(launched) == 2
 
 
-def test_a_script_is_run_and_its_failure_told(tmp_path, capsys):
-    path = tmp_path / "script.py"
-    path.write_text(
+def test_a_module_is_run_and_its_failure_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("module.py").write_text(
         "import os, sys\n"
         "print(os.environ['HVD_ADPSGD_NONFINITE'], os.environ['OMP_NUM_THREADS'])\n"
         "if len(sys.argv) > 1: sys.exit('error: ' + sys.argv[1])\n"
     )
-    launch.script(path, [], "a script", HVD_ADPSGD_NONFINITE="stay_out")
+    launch.module("module", [], "a module", HVD_ADPSGD_NONFINITE="stay_out")
     assert "stay_out 1" in capsys.readouterr().out
-    with pytest.raises(Problem, match="^a script ended with status 1; too much$"):
-        launch.script(path, ["too much"], "a script", HVD_ADPSGD_NONFINITE="stay_out")
+    with pytest.raises(Problem, match="^a module ended with status 1; too much$"):
+        launch.module("module", ["too much"], "a module", HVD_ADPSGD_NONFINITE="stay_out")
 
 
 def test_other_settings_are_other_runs(trained):

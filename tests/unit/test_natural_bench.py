@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("horovod.torch")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import natural
+from examples.studies import natural
 
 
 def test_learners_take_the_mean():

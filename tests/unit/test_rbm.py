@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "acoustic_model"
-sys.path.insert(0, str(EXAMPLE))
-
 torch = pytest.importorskip("torch")
 
-from speech.model import FeedForward, Shape, make, preset, windows  # noqa: E402
-from speech.rbm import RBM, spread  # noqa: E402
+from examples.acoustic_model.speech.model import FeedForward, Shape, make, preset, windows  # noqa: E402
+from examples.acoustic_model.speech.rbm import RBM, spread  # noqa: E402
 
 
 def machine(gaussian: bool, visible: int = 5, hidden: int = 4, seed: int = 3) -> RBM:
@@ -100,13 +96,11 @@ for needed in ("espeakng_loader", "kaldi_native_fbank", "scipy", "tqdm", "tensor
 
 import dataclasses  # noqa: E402
 
-import decode  # noqa: E402
-import prepare_data  # noqa: E402
-import pretrain_rbm  # noqa: E402
-import train as script  # noqa: E402
-from speech import alone, corpus, journal  # noqa: E402
-from speech.problem import Problem  # noqa: E402
-from speech.tasks import TASKS  # noqa: E402
+from examples.acoustic_model import decode, prepare_data, pretrain_rbm  # noqa: E402
+from examples.acoustic_model import train as script  # noqa: E402
+from examples.acoustic_model.speech import alone, corpus, journal  # noqa: E402
+from examples.acoustic_model.speech.problem import Problem  # noqa: E402
+from examples.acoustic_model.speech.tasks import TASKS  # noqa: E402
 
 TINY = dataclasses.replace(
     TASKS["easy"], train_hours=0.02, dev_hours=0.004, test_hours=0.002, state_frames=30

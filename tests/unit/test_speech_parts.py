@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "acoustic_model"))
-
 pytest.importorskip("scipy")
 pytest.importorskip("torch")
 
-from speech import features, lexicon, recording, scoring, viterbi, voices
-from speech.model import AcousticModel, preset
-from speech.problem import Problem, within
-from speech.tasks import SPLITS, TASKS
+from examples.acoustic_model.speech import features, lexicon, recording, scoring, viterbi, voices
+from examples.acoustic_model.speech.model import AcousticModel, preset
+from examples.acoustic_model.speech.problem import Problem, within
+from examples.acoustic_model.speech.tasks import SPLITS, TASKS
 
 
 def test_paper_preset_has_the_parameters_of_the_papers():

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "acoustic_model"
-sys.path.insert(0, str(EXAMPLE))
+ROOT = Path(__file__).parents[2]
 
 for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "scipy", "tqdm", "tensorboard"):
     pytest.importorskip(needed)
 
-import prepare_data
 import torch
-import train as script
-from speech import alone, corpus, journal, voices
-from speech.problem import Problem
-from speech.tasks import SPLITS, TASKS
+
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model import train as script
+from examples.acoustic_model.speech import alone, corpus, journal, voices
+from examples.acoustic_model.speech.launch import paths
+from examples.acoustic_model.speech.problem import Problem
+from examples.acoustic_model.speech.tasks import SPLITS, TASKS
 
 TINY = dataclasses.replace(
     TASKS["easy"], train_hours=0.01, dev_hours=0.002, test_hours=0.002, state_frames=30
@@ -187,7 +189,10 @@ def test_one_model_is_not_combined(name):
     [
         (("--activation", "relu"), "^--activation relu: --preset small has none"),
         (("--preset", "dnn", "--projection", "8"), "^--projection 8: --preset dnn has none"),
-        (("--preset", "dnn", "--init", "nowhere.pt"), "no nowhere.pt; .*python pretrain_rbm.py"),
+        (
+            ("--preset", "dnn", "--init", "nowhere.pt"),
+            r"no nowhere.pt; .*python -m .*\.pretrain_rbm",
+        ),
     ],
 )
 def test_options_of_another_kind_of_model(speech, tmp_path, words, told):
@@ -224,19 +229,21 @@ def test_the_rate_warms_up_and_is_annealed():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["prepare_data.py", "--jobs", "0"], "error: --jobs is 0, allowed are 1 to 1024"),
-        (["prepare_data.py", "--out", "taken"], "error: --out taken is a file"),
+        (["prepare_data", "--jobs", "0"], "error: --jobs is 0, allowed are 1 to 1024"),
+        (["prepare_data", "--out", "taken"], "error: --out taken is a file"),
         (
-            ["train.py", "--strategy", "single", "--data", "nowhere"],
+            ["train", "--strategy", "single", "--data", "nowhere"],
             "error: no nowhere/states.json",
         ),
-        (["decode.py", "nowhere.pt"], "error: no nowhere.pt"),
+        (["decode", "nowhere.pt"], "error: no nowhere.pt"),
     ],
 )
 def test_mistakes_are_told_in_one_line(command, message, tmp_path):
     (tmp_path / "taken").touch()
-    line = [sys.executable, str(EXAMPLE / command[0]), *command[1:]]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    line = [sys.executable, "-m", f"examples.acoustic_model.{command[0]}", *command[1:]]
+    done = subprocess.run(
+        line, cwd=tmp_path, env=os.environ | paths(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1

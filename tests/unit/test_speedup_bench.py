@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("horovod.torch")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import speedup
+from examples.studies import speedup
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ def read_json(path: Path) -> object:
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise Problem(f"no {path}; make it first: python prepare_data.py") from None
+        raise Problem(
+            f"no {path}; make it first: python -m examples.acoustic_model.prepare_data"
+        ) from None
     except ValueError as error:
         raise Problem(
             f"{path} is damaged ({error}); delete {path.parent} and prepare it again"
@@ -64,7 +66,9 @@ class Split:
             self._means = np.load(folder / name / "means.npy")
             self._scale = 1.0 / np.load(folder / "std.npy")
         except FileNotFoundError as error:
-            raise Problem(f"no {error.filename}; make it first: python prepare_data.py") from None
+            raise Problem(
+                f"no {error.filename}; make it first: python -m examples.acoustic_model.prepare_data"
+            ) from None
         self._folder, self._name = folder, name
         self._reach = features.REACH + context
         self._starts, self._owners = _segments(self.offsets)

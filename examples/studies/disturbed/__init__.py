@@ -1,5 +1,5 @@
 """The parts of `make bench-cluster`: what its learners do, what it measures, tables and figures.
 
-A package, so that its modules have names of their own: `benchmarks/cluster.py` is only run, never
+A package, so that its modules have names of their own: `cluster.py` is only run, never
 imported.
 """

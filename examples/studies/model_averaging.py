@@ -1,9 +1,9 @@
 """Model averaging on speech: N learners take the mean of their models every K minibatches.
 
-    python benchmarks/model_averaging.py                     the sweep, seeds 1 2 3
-    python benchmarks/model_averaging.py --explore           the grid from which the rates were chosen
-    python benchmarks/model_averaging.py --recall            tables of what is finished
-    python benchmarks/model_averaging.py --quick             a tiny corpus and net: does it run?
+    python -m examples.studies.model_averaging             the sweep, seeds 1 2 3
+    python -m examples.studies.model_averaging --explore   the grid from which the rates were chosen
+    python -m examples.studies.model_averaging --recall    tables of what is finished
+    python -m examples.studies.model_averaging --quick     a tiny corpus and net: does it run?
 
 N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100, 500 x SGD and natural-gradient SGD x weights from
 Glorot's rule or from a stack of RBMs; and, one learner alone, rectified linear units in place of
@@ -21,18 +21,15 @@ import argparse
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
-import prepare_data
-from speech import corpus, figure, launch
-from speech import sweep as kept
-from speech.problem import Problem, run, within
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model.speech import corpus, figure, launch
+from examples.acoustic_model.speech import sweep as kept
+from examples.acoustic_model.speech.problem import Problem, run, within
 
 SETTINGS = {
     "task": "easy",
@@ -78,7 +75,6 @@ KNOBS = {
     "HVD_ADPSGD_NONFINITE": "stay_out",
     "HVD_ADPSGD_DEADLINE_S": "3600",
 }
-SCRIPTS = Path(prepare_data.__file__).parent
 DIVERGED = "diverged"
 
 
@@ -248,7 +244,8 @@ class Sweep:
         print(f"-- RBMs, seed {seed}", flush=True)
         shape = (f"--{name}={self.settings[name]}" for name in ("layers", "hidden"))
         words = ["--strategy=single", f"--data={self.data}", f"--out={folder}", f"--seed={seed}"]
-        launch.script(SCRIPTS / "pretrain_rbm.py", [*words, *shape], f"RBMs, seed {seed}")
+        name = "examples.acoustic_model.pretrain_rbm"
+        launch.module(name, [*words, *shape], f"RBMs, seed {seed}")
 
     def _launch(self, learners: int, runs: list[Run]) -> None:
         print(f"-- N = {learners}, seed {runs[0].seed}: {len(runs)} runs", flush=True)
@@ -258,8 +255,8 @@ class Sweep:
         plan["runs"] = [self._told(one) for one in runs]
         path = self.out / f"plan-{learners}-{runs[0].seed}.json"
         path.write_text(json.dumps(plan, indent=1) + "\n")
-        program = Path(__file__).with_name("averaging_learner.py")
-        launch.script(program, [str(path)], f"{learners} learners", learners, **KNOBS)
+        name = "examples.studies.averaging_learner"
+        launch.module(name, [str(path)], f"{learners} learners", learners, **KNOBS)
 
     def _told(self, one: Run) -> dict[str, Any]:
         """What a learner must know of a run."""

@@ -1,8 +1,8 @@
 """How much faster N learners that average every K minibatches would go: a model fed with two measurements.
 
-    python benchmarks/speedup.py                  minutes, on an idle machine
-    python benchmarks/speedup.py --preset dnn     a small net
-    python benchmarks/speedup.py --recall         draw again what was measured
+    python -m examples.studies.speedup                minutes, on an idle machine
+    python -m examples.studies.speedup --preset dnn   a small net
+    python -m examples.studies.speedup --recall       draw again what was measured
 
     S(N) = N K t / (K t + t_allreduce(N)),   t_allreduce(N) = a + b log2 N
 
@@ -29,12 +29,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
 import torch
-from speech import model as models
-from speech.problem import Problem, run, within
 
+from examples.acoustic_model.speech import model as models
+from examples.acoustic_model.speech.problem import Problem, run, within
 from hvd_adpsgd import theory
 
 PAPER = {16: 9.3, 32: 17.0}  # learners: times faster than one

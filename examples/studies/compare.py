@@ -1,8 +1,8 @@
 """All averaging schemes on the easy speech task, with the data and settings of `make demo`.
 
-    python benchmarks/compare.py                              every scheme, seeds 0 1 2
-    python benchmarks/compare.py --schemes random_pairs synchronous --seeds 0
-    python benchmarks/compare.py --quick                      a tiny corpus, one epoch: does it run?
+    python -m examples.studies.compare           every scheme, seeds 0 1 2
+    python -m examples.studies.compare --schemes random_pairs synchronous --seeds 0
+    python -m examples.studies.compare --quick   a tiny corpus, one epoch: does it run?
 
 4 learners as 4 super learners of 1, unlike the demo's 2 of 2, so that averaging has more to do. Rate,
 batch and epochs are the demo's for every scheme; no scheme has been tuned. One training at a time; runs
@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
-import prepare_data
-from speech import comparison, figure, journal, launch, sweep
-from speech.problem import Problem, run, within
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model.speech import comparison, figure, journal, launch, sweep
+from examples.acoustic_model.speech.problem import Problem, run, within
 
 LEARNERS = 4
 KNOBS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}

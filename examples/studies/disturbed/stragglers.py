@@ -55,7 +55,7 @@ def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jo
 
     def act(folder: Path) -> dict[str, Any]:
         command = ["horovodrun", "-np", str(settings["learners"])]
-        command += jobs.learner("slow_learner.py", options, folder / "told.json")
+        command += jobs.learner("slow_learner", options, folder / "told.json")
         deadline_s = 120 + 3 * (len(told["slowdowns"]) * settings["block_s"] + longest)
         jobs.run(command, KNOBS, deadline_s, folder / "log.txt")
         return jobs.told(folder / "told.json")

@@ -1,7 +1,7 @@
 """Train for an hour while learners die and are replaced, and see what grows.
 
-    python benchmarks/soak.py                    an hour
-    python benchmarks/soak.py --minutes 5
+    python -m examples.studies.soak   an hour
+    python -m examples.studies.soak --minutes 5
 
 Four super learners of one learner train, with `hvd.replace_lost` every 50 steps. At random moments a
 random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. What is
@@ -32,7 +32,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from examples.acoustic_model.speech.launch import paths
+
 N = 4  # super learners
 STEPS_BETWEEN = 50  # calls of replace_lost
 FAULTS = ("kill", "stop", "segfault", "raise", "exit")
@@ -191,17 +192,13 @@ def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
 
 def launch(folder: Path) -> subprocess.Popen[bytes]:
     """The job; its output goes to files."""
-    here = Path(sys.executable).parent
-    env = {**os.environ, "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    env["PATH"] = os.pathsep.join([str(here), env.get("PATH", "")])
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    knobs = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     how = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
-    command = ["mpirun", *root, *how, "-np", str(N), sys.executable, __file__]
+    program = [sys.executable, "-m", "examples.studies.soak", "--learner", str(folder)]
+    command = ["mpirun", *root, *how, "-np", str(N), *program]
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        return subprocess.Popen(
-            [*command, "--learner", str(folder)], env=env, stdout=out, stderr=err
-        )
+        return subprocess.Popen(command, env=os.environ | paths() | knobs, stdout=out, stderr=err)
 
 
 def wait_until(condition: Any, seconds: float) -> bool:

@@ -1,8 +1,8 @@
 """The largest batch that each scheme bears, with the rate in proportion, at equal epochs.
 
-    python benchmarks/large_batch.py                          the confirming seeds 1 2 3
-    python benchmarks/large_batch.py --seeds 0                the exploring seed
-    python benchmarks/large_batch.py --schemes synchronous random_ring --warmups none
+    python -m examples.studies.large_batch             the confirming seeds 1 2 3
+    python -m examples.studies.large_batch --seeds 0   the exploring seed
+    python -m examples.studies.large_batch --schemes synchronous random_ring --warmups none
 
 Batches are B0 times 1, 2, 4, 8, 16, rates R0 times the same, without and with the papers' warm-up (linear
 from R0 over 5/8 of the epochs; then, in both, 1/sqrt(2) per epoch). The answer for a scheme is the largest
@@ -22,18 +22,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
-import prepare_data
-from speech import figure, journal, launch, sweep
-from speech.problem import Problem, run, within
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model.speech import figure, journal, launch, sweep
+from examples.acoustic_model.speech.problem import Problem, run, within
 
 # Settled before any confirming seed was run. R0 comes from seed 0 of one learner alone with batch 64:
 #
-#     python examples/acoustic_model/train.py --strategy single --layers 1 --batch 64 --lr RATE \
+#     python -m examples.acoustic_model.train --strategy single --layers 1 --batch 64 --lr RATE \
 #         --warmup 0 --momentum 0 --epochs 6 --seed 0
 #
 #     RATE             0.25    0.5     1       2       4       8

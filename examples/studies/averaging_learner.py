@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +19,14 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
 import torch
-import train
-from speech import corpus, journal, sweep
-from speech.model import Shape, make
-from speech.problem import run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from examples.acoustic_model import train
+from examples.acoustic_model.speech import corpus, journal, sweep
+from examples.acoustic_model.speech.model import Shape, make
+from examples.acoustic_model.speech.problem import run
 
 GAIN = {"sigmoid": 4.0, "relu": math.sqrt(2)}  # of random weights: Glorot and Bengio; He
 

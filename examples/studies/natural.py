@@ -1,9 +1,9 @@
 """Natural-gradient SGD against SGD: what it gains on a toy, and what a step costs.
 
-    python benchmarks/natural.py toy                 one learner, and eight averaged every 10 and 40
-    python benchmarks/natural.py toy --quick         few samples, one seed: does it run?
-    python benchmarks/natural.py overhead            a step on a DNN with 6 x 1024 sigmoids
-    python benchmarks/natural.py overhead --layers 5 --hidden 256        that of the speech example
+    python -m examples.studies.natural toy   one learner, and eight averaged every 10 and 40
+    python -m examples.studies.natural toy --quick   few samples, one seed: does it run?
+    python -m examples.studies.natural overhead   a step on a DNN with 6 x 1024 sigmoids
+    python -m examples.studies.natural overhead --layers 5 --hidden 256   that of the speech example
 
 toy: 40 Gaussian classes in 40 dimensions, seen through a matrix of condition 100 (covariances of
 condition 10^4); ReLU layers 40-128-128-40, minibatch 128, no momentum, the rate falls tenfold over

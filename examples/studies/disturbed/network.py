@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speech.problem import Problem
+from examples.acoustic_model.speech.problem import Problem
 
 from . import jobs
 from .hosts import Hosts
@@ -132,7 +132,7 @@ def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> jobs.Job:
 
     def act(folder: Path) -> dict[str, Any]:
         hosts.shape(LINKS[link])
-        command = jobs.learner("far_learner.py", told, folder / "told.json")
+        command = jobs.learner("far_learner", told, folder / "told.json")
         hosts.run(command, deadline(link, told), folder / "log.txt")
         return jobs.told(folder / "told.json")
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speech import launch, sweep
-from speech.problem import Problem
+from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech.problem import Problem
 
-HERE = Path(__file__).resolve().parent
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_")
 _TAIL = 1500  # characters of a failed job's output that are shown
 
@@ -89,19 +88,18 @@ def _perform(job: Job, place: Path) -> dict[str, Any]:
 
 
 def environment(knobs: Mapping[str, str]) -> dict[str, str]:
-    """Variables of this process but for Horovod's and MPI's; commands beside this Python first."""
+    """Variables of this process but for Horovod's and MPI's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
-    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **knobs}
+    return kept | launch.paths() | {"OMP_NUM_THREADS": "1"} | knobs
 
 
 def learner(program: str, options: Mapping[str, object], out: Path) -> list[str]:
-    """The command of one learner: a program of this folder with its options."""
+    """The command of one learner: a program of this package with its options."""
     words: list[str] = []
     for name, value in {**options, "out": out.resolve()}.items():
         values = value if isinstance(value, list | tuple) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return [sys.executable, str(HERE / program), *words]
+    return [sys.executable, "-m", f"{__package__}.{program}", *words]
 
 
 def run(command: Sequence[str], knobs: Mapping[str, str], deadline_s: float, log: Path) -> None:

@@ -1,8 +1,8 @@
 """Stragglers and thin networks: how fast, against what theory and a plain loop say.
 
-    python benchmarks/cluster.py                      both parts, half an hour on two idle cores
-    python benchmarks/cluster.py --parts stragglers   one slow learner among four; no root needed
-    python benchmarks/cluster.py --parts network      two hosts and a shaped link; needs root
+    python -m examples.studies.cluster                      both parts, half an hour on two idle cores
+    python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
+    python -m examples.studies.cluster --parts network      two hosts and a shaped link; needs root
 
 Stragglers: every averaging scheme and SSGD with one of 4 super learners 2 to 100 times slower. Network:
 two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s and 100 Mb/s between them,
@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "acoustic_model"))
-
-from disturbed import hosts, jobs, network, picture, stragglers
-from speech import launch
-from speech.problem import Problem, run, within
+from examples.acoustic_model.speech import launch
+from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.studies.disturbed import hosts, jobs, network, picture, stragglers
 
 PARTS = ("stragglers", "network")
 

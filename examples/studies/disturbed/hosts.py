@@ -7,16 +7,12 @@ a /dev/shm of its own: engines that find each other there would not use the netw
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
-from speech.problem import Problem
+from examples.acoustic_model.speech.problem import Problem
+from tests.cluster.machines import Cluster, ClusterError, unavailable
 
 from . import jobs
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "cluster"))
-
-from machines import Cluster, ClusterError, unavailable
 
 __all__ = ["Hosts", "missing"]
 
