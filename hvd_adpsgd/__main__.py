@@ -11,18 +11,18 @@ from hvd_adpsgd import __version__
 def main() -> int:
     # What these two are for may be missing where they run, so bench, which needs it, comes after.
     if sys.argv[1:2] == ["build-horovod"]:
-        from hvd_adpsgd import horovod_build
+        from hvd_adpsgd.tools import build_horovod
 
-        return horovod_build.main(sys.argv[2:])
+        return build_horovod.main(sys.argv[2:])
     if sys.argv[1:2] == ["doctor"]:
-        from hvd_adpsgd import doctor
+        from hvd_adpsgd.tools import doctor
 
         return doctor.main(sys.argv[2:])
     return _measure()
 
 
 def _measure() -> int:
-    from hvd_adpsgd import bench
+    from hvd_adpsgd.tools import bench
 
     parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.horovod_build import KEEPER
+from hvd_adpsgd.tools.build_horovod import KEEPER
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "

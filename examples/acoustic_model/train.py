@@ -203,7 +203,7 @@ def optimizer_for(
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     try:
-        natural = importlib.import_module("hvd_adpsgd.torch.natural")
+        natural = importlib.import_module("hvd_adpsgd.optim.natural_gradient")
     except ImportError as error:
         raise Problem(
             f"--optimizer {name} needs hvd_adpsgd, which did not import: {error}"

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_adpsgd.torch.natural import NaturalGradientSGD
+from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 
 CLASSES, DIM, HIDDEN, BATCH = 40, 40, 128, 128
 CONDITION = 100.0

@@ -33,7 +33,7 @@ import torch
 
 from examples.acoustic_model.speech import model as models
 from examples.acoustic_model.speech.problem import Problem, run, within
-from hvd_adpsgd import theory
+from hvd_adpsgd.theory import limits
 
 PAPER = {16: 9.3, 32: 17.0}  # learners: times faster than one
 PERIODS = (1, 10, 20, 100)
@@ -114,7 +114,7 @@ def speedup(n: int, period: int, result: dict[str, Any], way: str) -> float:
     """S(n) with the fitted all-reduce."""
     a, b = result["fit"][way]
     seconds = a + b * math.log2(n) if n > 1 else 0.0
-    return theory.averaging_speedup(n, period, result["minibatch_s"], seconds)
+    return limits.averaging_speedup(n, period, result["minibatch_s"], seconds)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"{speedup(n, k, result, way):.1f}" for n in PAPER for k in PERIODS]
         lines.append(f"| {' | '.join(cells)} |")
     shares = ", ".join(
-        f"{theory.allreduce_share(n, s):.3f} at {n} ({theory.allreduce_share(n, s) / math.log2(n):.3f} "
+        f"{limits.allreduce_share(n, s):.3f} at {n} ({limits.allreduce_share(n, s) / math.log2(n):.3f} "
         "per stage)"
         for n, s in PAPER.items()
     )
@@ -154,7 +154,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for period in PERIODS:
         curve = [speedup(n, period, result, "butterfly") for n in sizes]
         axes.plot(sizes, curve, lw=1.5, label=f"model, K = {period}")
-    share = statistics.mean(theory.allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
+    share = statistics.mean(limits.allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
     implied = [n / (1 + share * math.log2(n)) for n in sizes]
     axes.plot(sizes, implied, "k--", lw=1, label=f"t_allreduce = {share:.2f} K t log2 N")
     axes.plot(list(PAPER), list(PAPER.values()), "ko", label="reported by Su and Chen, 2015")

@@ -14,12 +14,12 @@ from typing import Any, cast
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.a2cid2 import A2CiD2
 from hvd_adpsgd.strategies.everybody import DelayByOne, GlobalAverageEvery, PeriodicAveraging
-from hvd_adpsgd.strategies.lock_step import LockStep
 from hvd_adpsgd.strategies.noloco import NoLoCo
 from hvd_adpsgd.strategies.plan import Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.ring import FixedRing, RandomRing
 from hvd_adpsgd.strategies.synchronous import Synchronous
+from hvd_adpsgd.strategies.synchronous_gossip import LockStep
 
 __all__ = [
     "STRATEGIES",

@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd import continuous, topology
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
-from hvd_adpsgd.strategies.rules import Accelerate
+from hvd_adpsgd.strategies.update_rules import Accelerate
+from hvd_adpsgd.theory import gossip as continuous
+from hvd_adpsgd.theory import topology
 
 __all__ = ["A2CiD2"]
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd import mixing, topology
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.checks import require_flag, require_number, require_whole
 from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy, require_strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
-from hvd_adpsgd.strategies.rules import BlockMomentum, DelayGradients
+from hvd_adpsgd.strategies.update_rules import BlockMomentum, DelayGradients
+from hvd_adpsgd.strategies.validation import require_flag, require_number, require_whole
+from hvd_adpsgd.theory import mixing, topology
 
 __all__ = ["DelayByOne", "GlobalAverageEvery", "PeriodicAveraging"]
 

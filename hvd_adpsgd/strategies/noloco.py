@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd import mixing, topology
-from hvd_adpsgd.strategies.checks import require_number, require_whole
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, checked_seed
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
-from hvd_adpsgd.strategies.rules import SlowModel
+from hvd_adpsgd.strategies.update_rules import SlowModel
+from hvd_adpsgd.strategies.validation import require_number, require_whole
+from hvd_adpsgd.theory import mixing, topology
 
 __all__ = ["NoLoCo"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.rules import Rule
+from hvd_adpsgd.strategies.update_rules import Rule
 
 __all__ = [
     "AFTER",

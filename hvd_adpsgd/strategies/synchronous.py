@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd import mixing, topology
 from hvd_adpsgd.strategies.plan import Plan, Strategy
+from hvd_adpsgd.theory import mixing, topology
 
 __all__ = ["Synchronous"]
 

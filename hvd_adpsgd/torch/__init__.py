@@ -13,6 +13,14 @@ from horovod.torch import (
     sync_batch_norm,
 )
 
+from hvd_adpsgd.optim import natural_gradient as natural
+from hvd_adpsgd.optim.lr_schedulers import (
+    Newbob,
+    WarmupAnneal,
+)
+from hvd_adpsgd.optim.natural_gradient import (
+    NaturalGradientSGD,
+)
 from hvd_adpsgd.strategies import (
     A2CiD2,
     DelayByOne,
@@ -29,10 +37,25 @@ from hvd_adpsgd.torch import (
     elastic,
     functions,
     mpi_ops,
-    natural,
 )
 from hvd_adpsgd.torch.averaging import (
     metrics,
+)
+from hvd_adpsgd.torch.basics import (
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_initialized,
+    is_leader,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    super_learner,
+    super_rank,
+    super_size,
 )
 from hvd_adpsgd.torch.collectives import (
     CollectiveMismatchError,
@@ -48,7 +71,7 @@ from hvd_adpsgd.torch.collectives import (
     broadcast_parameters,
     join,
 )
-from hvd_adpsgd.torch.inner import (
+from hvd_adpsgd.torch.horovod_ops import (
     Adasum,
     Average,
     Compression,
@@ -95,44 +118,21 @@ from hvd_adpsgd.torch.inner import (
     stop_timeline,
     synchronize,
 )
-from hvd_adpsgd.torch.living import (
+from hvd_adpsgd.torch.membership import (
     is_first,
     lost_learners,
     on_loss,
 )
-from hvd_adpsgd.torch.means import (
+from hvd_adpsgd.torch.model_average import (
     average_model,
     consensus_distance,
     settled,
 )
-from hvd_adpsgd.torch.natural import (
-    NaturalGradientSGD,
-)
 from hvd_adpsgd.torch.optimizer import (
     DistributedOptimizer,
 )
-from hvd_adpsgd.torch.ranks import (
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_initialized,
-    is_leader,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    super_learner,
-    super_rank,
-    super_size,
-)
-from hvd_adpsgd.torch.replacing import (
+from hvd_adpsgd.torch.replacement import (
     replace_lost,
-)
-from hvd_adpsgd.torch.schedules import (
-    Newbob,
-    WarmupAnneal,
 )
 
 __all__ = [

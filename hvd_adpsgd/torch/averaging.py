@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from horovod.torch import HorovodInternalError
 
-from hvd_adpsgd import statefile
-from hvd_adpsgd.engine import Engine, EngineOptions, exchange_metrics
+from hvd_adpsgd.engine.engine import Engine, EngineOptions, exchange_metrics
+from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.errors import (
     LearnerLostError,
     ModelMismatchError,
@@ -21,15 +21,15 @@ from hvd_adpsgd.errors import (
     NotInitializedError,
     UnsupportedOptimizerError,
 )
-from hvd_adpsgd.metrics import Counters
+from hvd_adpsgd.runtime import state_dump
+from hvd_adpsgd.runtime.collectives import allgather_object, mpi_failures, wait
 from hvd_adpsgd.strategies import same
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds
-from hvd_adpsgd.together import allgather_object, mpi_failures, wait
-from hvd_adpsgd.torch.agreement import described, difference, unanimous
+from hvd_adpsgd.torch.consistency import described, difference, unanimous
 from hvd_adpsgd.torch.parameters import Parameters, Wish
-from hvd_adpsgd.torch.rules import DelayGradients, NoRule, make_rule
-from hvd_adpsgd.torch.steps import Steps
-from hvd_adpsgd.torch.trace import open_timeline
+from hvd_adpsgd.torch.round_accounting import Steps
+from hvd_adpsgd.torch.timeline import open_timeline
+from hvd_adpsgd.torch.update_rules import DelayGradients, NoRule, make_rule
 
 __all__ = ["Averaging", "live", "metrics"]
 
@@ -82,7 +82,7 @@ class Averaging:
         if self._in_step is not None:
             world.before_together.append(self.catch_up)
         _live.append(self)
-        statefile.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
+        state_dump.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
     def another_engine(self, outer: Any, members: Sequence[int]) -> Engine:
         """An engine for these tensors, started. All learners of all super learners make it together.

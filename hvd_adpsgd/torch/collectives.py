@@ -19,12 +19,12 @@ import torch
 from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
 from horovod.torch.mpi_ops import handle_average_backwards_compatibility
 
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.errors import ConfigError, InnerOnlyError, ModelMismatchError, PeerLostError
-from hvd_adpsgd.together import allgather_object as _allgather_object
-from hvd_adpsgd.together import wait
-from hvd_adpsgd.torch.ranks import global_process_set, inner_process_set, one_super_learner
-from hvd_adpsgd.world import World
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import allgather_object as _allgather_object
+from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
 
 __all__ = [
     "CollectiveMismatchError",

@@ -13,8 +13,8 @@ from typing import Any
 from horovod.common.elastic import run_fn
 from horovod.torch import elastic as horovod_elastic
 
-from hvd_adpsgd.torch import ranks
-from hvd_adpsgd.torch.inner import require_one_super_learner
+from hvd_adpsgd.torch import basics
+from hvd_adpsgd.torch.horovod_ops import require_one_super_learner
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -48,5 +48,5 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    ranks.shutdown()
-    ranks.init()
+    basics.shutdown()
+    basics.init()

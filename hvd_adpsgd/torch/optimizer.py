@@ -20,7 +20,6 @@ import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd import strategies
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
     ConfigError,
@@ -29,11 +28,12 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     UnsupportedOptimizerError,
 )
+from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.strategies.rules import DelayGradients
-from hvd_adpsgd.torch.agreement import agree
+from hvd_adpsgd.strategies.update_rules import DelayGradients
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
+from hvd_adpsgd.torch.consistency import agree
 from hvd_adpsgd.torch.parameters import Wish
 
 __all__ = ["DistributedOptimizer"]

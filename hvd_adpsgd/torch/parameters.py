@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
-from hvd_adpsgd.layout import TensorSpec
 from hvd_adpsgd.strategies import Strategy
 
 __all__ = ["Parameters", "Wish", "averaged_dtype"]

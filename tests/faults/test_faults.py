@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from launcher import Result, run_learners
 
-from hvd_adpsgd.leaving import LOST_STATUS
+from hvd_adpsgd.runtime.shutdown import LOST_STATUS
 
 pytestmark = pytest.mark.mpi
 

@@ -20,7 +20,7 @@ import pytest
 from launcher import Result, run_learners
 from numpy.typing import NDArray
 
-from hvd_adpsgd.layout import Layout, TensorSpec
+from hvd_adpsgd.engine.layout import Layout, TensorSpec
 
 pytestmark = pytest.mark.mpi
 

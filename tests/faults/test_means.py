@@ -14,7 +14,7 @@ N, STEPS = 4, 16
 PROGRAM = """
     import signal, threading, torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd import engine
+    from hvd_adpsgd.engine import engine
     hvd.init()
     torch.set_num_threads(1)
     rank, spec, how, victims = hvd.rank(), sys.argv[1], sys.argv[2], sys.argv[3]
@@ -188,9 +188,9 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
     program = f"""
         import signal
         from mpi4py import MPI
-        from hvd_adpsgd.engine import Engine, EngineOptions
+        from hvd_adpsgd.engine.engine import Engine, EngineOptions
         from hvd_adpsgd.errors import PeerLostError
-        from hvd_adpsgd.layout import TensorSpec
+        from hvd_adpsgd.engine.layout import TensorSpec
         from hvd_adpsgd.strategies import parse
         outer = MPI.COMM_WORLD.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)

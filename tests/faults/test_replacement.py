@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each newcomer loads torch once more, on a machine that may be busy
-MEETING_S = 10.0  # hvd_adpsgd.replacement.MEETING_S
+MEETING_S = 10.0  # hvd_adpsgd.runtime.replacement.MEETING_S
 ENDS_S = 10.0  # promise 6
 
 

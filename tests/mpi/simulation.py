@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd import topology
 from hvd_adpsgd.strategies import parse
+from hvd_adpsgd.theory import topology
 
 Array = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launcher import environment
 
-from hvd_adpsgd.bench import picture
+from hvd_adpsgd.tools.bench import picture
 
 pytestmark = pytest.mark.mpi
 

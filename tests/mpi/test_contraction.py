@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from launcher import run_learners
 
-from hvd_adpsgd import mixing, topology
 from hvd_adpsgd.strategies import Strategy, parse
+from hvd_adpsgd.theory import mixing, topology
 
 pytestmark = pytest.mark.mpi
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from hvd_adpsgd import __version__
-from hvd_adpsgd.doctor import findings, hosts, launch
-from hvd_adpsgd.doctor.findings import FAIL, OK, WARN
+from hvd_adpsgd.tools.doctor import findings, hosts, launch
+from hvd_adpsgd.tools.doctor.findings import FAIL, OK, WARN
 
 pytestmark = pytest.mark.mpi
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from launcher import ROOT, run_learners
 
-from hvd_adpsgd import continuous, topology
-from hvd_adpsgd.bench import MARK
+from hvd_adpsgd.theory import gossip as continuous
+from hvd_adpsgd.theory import topology
+from hvd_adpsgd.tools.bench import MARK
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from launcher import run_learners
 
-from hvd_adpsgd import mixing, theory
+from hvd_adpsgd.theory import limits, mixing
 
 pytestmark = pytest.mark.mpi
 
@@ -62,7 +62,7 @@ def test_noise_leaves_the_spread_of_the_closed_forms(n: int) -> None:
         "lock_step+fixed_ring": mixing.kappa_fixed(n),
         "lock_step+random_ring:seed=3": mixing.kappa_random(n),
         "lock_step+random_pairs:seed=3": pairs,
-        "delay_by_one": theory.kappa_delay_by_one(n),
+        "delay_by_one": limits.kappa_delay_by_one(n),
     }
     result = run_in_step(n, "--strategy", *expected, "--kappa", 60)
     for spec, kappa in expected.items():

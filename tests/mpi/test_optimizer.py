@@ -446,7 +446,7 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
     program = """
         import gc, torch
         import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.engine import Engine
+        from hvd_adpsgd.engine.engine import Engine
         hvd.init()
         torch.set_num_threads(1)
         model = torch.nn.Linear(10, 10)

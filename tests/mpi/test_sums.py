@@ -14,8 +14,8 @@ PRELUDE = """
     import hashlib
     import numpy as np
     from mpi4py import MPI
-    from hvd_adpsgd.engine import Engine, EngineOptions
-    from hvd_adpsgd.layout import TensorSpec
+    from hvd_adpsgd.engine.engine import Engine, EngineOptions
+    from hvd_adpsgd.engine.layout import TensorSpec
     from hvd_adpsgd.strategies import parse
 
     world = MPI.COMM_WORLD

@@ -6,7 +6,7 @@ import pytest
 from launcher import Result, run_learners
 
 from hvd_adpsgd.errors import TopologyError
-from hvd_adpsgd.world import Seat, form_super_learners
+from hvd_adpsgd.runtime.world import Seat, form_super_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -15,7 +15,7 @@ SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 PLACES = """
     import torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd import world as worlds
+    from hvd_adpsgd.runtime import world as worlds
     try:
         hvd.init()
     except Exception as error:
@@ -82,7 +82,7 @@ def refused(result: Result, kind: str, n: int, *words: str) -> None:
 
 
 REFUSED = """
-    from hvd_adpsgd import world
+    from hvd_adpsgd.runtime import world
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
     if "DIFFERENT" in os.environ:
         os.environ["HVD_ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
@@ -125,7 +125,7 @@ def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> N
 
 UNEQUAL = (
     """
-    from hvd_adpsgd import world as worlds
+    from hvd_adpsgd.runtime import world as worlds
     # two hosts, one with learners 0, 2, 4 and one with 1, 3: as MPI's shared-memory split would say
     worlds._host_communicator = lambda comm: comm.Split(comm.Get_rank() % 2, comm.Get_rank())
 """
@@ -185,7 +185,7 @@ def test_shutdown_init_and_merge() -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd import world as worlds
+        from hvd_adpsgd.runtime import world as worlds
         from hvd_adpsgd.config import Config
 
         def kind(call):

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adpsgd._arena import Arena
-from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
-from hvd_adpsgd.mailbox import Mailbox, private_memory
+from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
+from hvd_adpsgd.engine.store import Arena
 
 
 class Learner:

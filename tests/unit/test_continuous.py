@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adpsgd import continuous, mixing, theory, topology
 from hvd_adpsgd.errors import ConfigError, TopologyError
+from hvd_adpsgd.theory import gossip as continuous
+from hvd_adpsgd.theory import limits, mixing, topology
 
 
 def star(n):
@@ -289,5 +290,5 @@ def test_wrong_sizes(call):
 
 
 def test_no_name_is_in_two_rooms():
-    rooms = [set(room.__all__) for room in (continuous, mixing, theory)]
+    rooms = [set(room.__all__) for room in (continuous, mixing, limits)]
     assert len(set.union(*rooms)) == sum(map(len, rooms))

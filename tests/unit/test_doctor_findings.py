@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adpsgd import doctor
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.doctor import findings as f
-from hvd_adpsgd.doctor import hosts, launch, probes
-from hvd_adpsgd.doctor.findings import FAIL, OK, WARN, Finding, Interface, Memory, Survival, Visit
-from hvd_adpsgd.doctor.probes import Answer
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.tools import doctor
+from hvd_adpsgd.tools.doctor import findings as f
+from hvd_adpsgd.tools.doctor import hosts, launch, probes
+from hvd_adpsgd.tools.doctor.findings import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    Interface,
+    Memory,
+    Survival,
+    Visit,
+)
+from hvd_adpsgd.tools.doctor.probes import Answer
 
 MIB, GIB = 2**20, 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -578,7 +587,7 @@ def test_cores_follow_the_affinity():
     mine = sorted(os.sched_getaffinity(0))
     assert 0 < probes.usable_cores() <= len(mine)
     code = f"import os; os.sched_setaffinity(0, [{mine[0]}]); "
-    code += "from hvd_adpsgd.doctor import probes; print(probes.usable_cores() <= 1)"
+    code += "from hvd_adpsgd.tools.doctor import probes; print(probes.usable_cores() <= 1)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert answer.stdout == "True\n", answer.stderr
 
@@ -617,7 +626,7 @@ def test_modules_older_than_their_sources(tmp_path):
 def test_it_loads_nothing_but_the_standard_library():
     """-S: no site-packages, so torch, numpy, mpi4py and Horovod are missing."""
     code = (
-        "import json, sys\nimport hvd_adpsgd.__main__\nimport hvd_adpsgd.doctor\n"
+        "import json, sys\nimport hvd_adpsgd.__main__\nimport hvd_adpsgd.tools.doctor\n"
         "tops = {name.partition('.')[0] for name in sys.modules}\n"
         "print(json.dumps(sorted(tops - set(sys.stdlib_module_names) - {'hvd_adpsgd'})))\n"
     )

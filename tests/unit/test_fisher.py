@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hvd_adpsgd.errors import ConfigError
 
 pytest.importorskip("horovod.torch")
-from hvd_adpsgd.torch.natural import OnlineFisher
-from hvd_adpsgd.torch.natural.fisher import DELTA, EPSILON
-from hvd_adpsgd.torch.natural.rows import Patches, Rows
+from hvd_adpsgd.optim.natural_gradient import OnlineFisher
+from hvd_adpsgd.optim.natural_gradient.fisher import DELTA, EPSILON
+from hvd_adpsgd.optim.natural_gradient.rows import Patches, Rows
 
 F64 = torch.float64
 

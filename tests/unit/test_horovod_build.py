@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_adpsgd import horovod_build as hb
+from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
     torch="2.13.0",

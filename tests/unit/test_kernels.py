@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd import _kernels as kernels
+from hvd_adpsgd.engine import kernels
 
 SIZES = [0, 1, 7, 1024, 1025, 100_003]
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.errors import ModelMismatchError
-from hvd_adpsgd.layout import DTYPE_CODES, Layout, TensorSpec
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 

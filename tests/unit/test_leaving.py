@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.leaving import _is_last
+from hvd_adpsgd.runtime.shutdown import _is_last
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ SCRIPT = """
 import sys
 import mpi4py
 mpi4py.rc.initialize = False
-from hvd_adpsgd import leaving
+from hvd_adpsgd.runtime import shutdown
 
 def shut_down():
-    print(leaving.script_fails())
+    print(shutdown.script_fails())
 
-leaving.at_exit(shut_down, lambda: 1.0)
-assert not leaving.script_fails()
+shutdown.at_exit(shut_down, lambda: 1.0)
+assert not shutdown.script_fails()
 {end}
 """
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hvd_adpsgd import mailbox
+from hvd_adpsgd.engine import shared_memory
 
 
 class TwoLearners:
@@ -24,13 +24,13 @@ class TwoLearners:
 
 
 def test_a_model_with_nothing_to_average_has_a_mailbox_too():
-    empty = mailbox.Mailbox(0, 0, TwoLearners())
+    empty = shared_memory.Mailbox(0, 0, TwoLearners())
     assert [slot.size for slot in empty.slots] == [0, 0]
     assert [flags.size for flags in empty.flags] == [0, 0]
 
 
 def test_slots_and_flags_lie_apart_and_start_at_zero():
-    box = mailbox.Mailbox(5000, 3, TwoLearners())
+    box = shared_memory.Mailbox(5000, 3, TwoLearners())
     for i, part in enumerate([*box.slots, *box.flags]):
         assert not part.any()
         part[:] = i + 1
@@ -40,11 +40,11 @@ def test_slots_and_flags_lie_apart_and_start_at_zero():
 
 def test_memory_never_has_a_name():
     """A process killed while the others map its memory leaves nothing behind."""
-    before = set(os.listdir(mailbox.SHARED_FOLDER))
-    file = mailbox._reserve(2**20)
-    area = mailbox._map(file, 2**20)
-    assert set(os.listdir(mailbox.SHARED_FOLDER)) == before
-    again = mailbox._map(file, 2**20)
+    before = set(os.listdir(shared_memory.SHARED_FOLDER))
+    file = shared_memory._reserve(2**20)
+    area = shared_memory._map(file, 2**20)
+    assert set(os.listdir(shared_memory.SHARED_FOLDER)) == before
+    again = shared_memory._map(file, 2**20)
     os.close(file.handle)
     area[5] = 7
     assert again[5] == 7
@@ -52,13 +52,13 @@ def test_memory_never_has_a_name():
 
 @pytest.mark.parametrize("what", ["inode", "device", "folder", "closed"])
 def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
-    file = mailbox._reserve(4096)
+    file = shared_memory._reserve(4096)
     if what == "closed":
         os.close(file.handle)
     elif what == "folder":  # theirs is another one
-        monkeypatch.setattr(mailbox, "SHARED_FOLDER", str(tmp_path))
+        monkeypatch.setattr(shared_memory, "SHARED_FOLDER", str(tmp_path))
     else:
         file = file._replace(**{what: getattr(file, what) + 1})
     with pytest.raises(OSError, match="another|No such file"):
-        mailbox._map(file, 4096)
-    assert mailbox._try_map(file, 4096) is None
+        shared_memory._map(file, 4096)
+    assert shared_memory._try_map(file, 4096) is None

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.engine.metrics import PARTS, TRACKS, Counters, StalenessHistogram, Timeline
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.metrics import PARTS, TRACKS, Counters, StalenessHistogram, Timeline
 
 
 class Clock:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adpsgd import mixing, topology
 from hvd_adpsgd.errors import TopologyError
+from hvd_adpsgd.theory import mixing, topology
 
 SIZES = st.integers(1, 17)
 WEIGHTS = st.floats(0, 1)

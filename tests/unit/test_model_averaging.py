@@ -54,7 +54,7 @@ def test_optimizers_of_the_script():
 
 
 def test_natural_gradients_without_the_library_are_told_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hvd_adpsgd.torch.natural", None)
+    monkeypatch.setitem(sys.modules, "hvd_adpsgd.optim.natural_gradient", None)
     with pytest.raises(Problem, match="^--optimizer natural needs hvd_adpsgd"):
         train.optimizer_for("natural", torch.nn.Linear(3, 2), 0.1, 0.9)
 

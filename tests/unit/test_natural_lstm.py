@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 from hvd_adpsgd.errors import ConfigError
 
 pytest.importorskip("horovod.torch")
+from hvd_adpsgd.optim.natural_gradient import LSTM, OnlineFisher
 from hvd_adpsgd.torch import NaturalGradientSGD
-from hvd_adpsgd.torch.natural import LSTM, OnlineFisher
 
 F64 = torch.float64
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from hvd_adpsgd.errors import ConfigError
 
 pytest.importorskip("horovod.torch")
+from hvd_adpsgd.optim.natural_gradient import LSTM, OnlineFisher
 from hvd_adpsgd.torch import NaturalGradientSGD
-from hvd_adpsgd.torch.natural import LSTM, OnlineFisher
 
 F64 = torch.float64
 
@@ -544,7 +544,7 @@ class Tied(nn.Module):
 
 
 FALLS_BACK = [
-    (lambda: nn.LSTM(6, 5), (4, 3, 6), "1 LSTM. hvd_adpsgd.torch.natural.LSTM in place of"),
+    (lambda: nn.LSTM(6, 5), (4, 3, 6), "1 LSTM. hvd_adpsgd.optim.natural_gradient.LSTM in place of"),
     (lambda: nn.GRU(6, 5), (4, 3, 6), "1 GRU"),
     (lambda: nn.Conv1d(6, 4, 3, groups=2), (3, 6, 5), "1 Conv1d"),
     (lambda: nn.Conv1d(6, 4, 2, padding="same"), (3, 6, 5), "1 Conv1d"),

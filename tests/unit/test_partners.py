@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.engine.peers import (
+    LAST_WORDS_S,
+    Event,
+    Losses,
+    PartnerState,
+    PartnerTable,
+    next_state,
+)
 from hvd_adpsgd.errors import TopologyError, WorldError
-from hvd_adpsgd.faults import LAST_WORDS_S, Event, Losses, PartnerState, PartnerTable, next_state
 
 ALIVE, SUSPECT, LEFT, LOST = PartnerState
 MISSED, ANSWERED, GOODBYE, FAILED = Event

@@ -19,7 +19,7 @@ DEADLINE_S = 30.0
 
 START = """
     import os, signal, subprocess, sys, threading, time
-    from hvd_adpsgd import statefile
+    from hvd_adpsgd.runtime import state_dump
     def wait_here():
         print(os.getpid(), flush=True)
         lock = threading.Lock(); lock.acquire()
@@ -63,9 +63,9 @@ def states(folder: Path, count: int) -> list[dict]:
 
 def test_twice_while_the_main_thread_is_blocked_in_c(start, tmp_path):
     process, pid = start("""
-        statefile.add_source("fine", lambda: {"step": 7})
-        statefile.add_source("broken", lambda: 1 / 0)
-        assert statefile.watch(3, sys.argv[1])
+        state_dump.add_source("fine", lambda: {"step": 7})
+        state_dump.add_source("broken", lambda: 1 / 0)
+        assert state_dump.watch(3, sys.argv[1])
         wait_here()
     """)
     for count in (1, 2):
@@ -85,7 +85,7 @@ def test_a_handler_of_the_script_is_left_alone(start, tmp_path):
         """
         heard = []
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
-        assert not statefile.watch(0, sys.argv[1])
+        assert not state_dump.watch(0, sys.argv[1])
         os.kill(os.getpid(), signal.SIGUSR1)
         print(0, heard, os.listdir(sys.argv[1]), flush=True)
     """.replace("print(0,", "print(0, flush=True); print(")
@@ -96,7 +96,7 @@ def test_a_handler_of_the_script_is_left_alone(start, tmp_path):
 def test_a_handler_that_the_script_sets_later_counts(start, tmp_path):
     process, _ = start("""
         heard = []
-        assert statefile.watch(0, sys.argv[1])
+        assert state_dump.watch(0, sys.argv[1])
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
         os.kill(os.getpid(), signal.SIGUSR1)
         print(0, flush=True); print(heard, os.listdir(sys.argv[1]), flush=True)
@@ -107,7 +107,7 @@ def test_a_handler_that_the_script_sets_later_counts(start, tmp_path):
 def test_a_forked_child_neither_writes_nor_dies(start, tmp_path):
     """The parent writes after the child was signalled: what the child asked for would be there."""
     _, pid = start("""
-        assert statefile.watch(0, sys.argv[1])
+        assert state_dump.watch(0, sys.argv[1])
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -121,7 +121,7 @@ def test_a_forked_child_neither_writes_nor_dies(start, tmp_path):
 
 def test_a_program_that_is_started_has_the_default_action(start, tmp_path):
     process, _ = start("""
-        assert statefile.watch(0, sys.argv[1])
+        assert state_dump.watch(0, sys.argv[1])
         code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
         print(0, flush=True); print(subprocess.run([sys.executable, "-c", code]).returncode)
     """)

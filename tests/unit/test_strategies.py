@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adpsgd import mixing
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.strategies import (
     STRATEGIES,
@@ -30,7 +29,8 @@ from hvd_adpsgd.strategies import (
     same,
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
-from hvd_adpsgd.strategies.rules import BlockMomentum, DelayGradients, SlowModel
+from hvd_adpsgd.strategies.update_rules import BlockMomentum, DelayGradients, SlowModel
+from hvd_adpsgd.theory import mixing
 
 SEEDS = st.integers(0, 2**32 - 1)
 PERIODS = st.integers(1, 1000)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd import topology
 from hvd_adpsgd.errors import TopologyError
+from hvd_adpsgd.theory import topology
 
 SIZES = st.integers(1, 17)
 SEEDS = st.integers(0, 2**32 - 1)

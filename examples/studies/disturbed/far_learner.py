@@ -26,7 +26,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
-from hvd_adpsgd import world as worlds
+from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.torch.averaging import live
 
 HELD_OUT = 512

@@ -20,7 +20,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
-from hvd_adpsgd import world as worlds
+from hvd_adpsgd.runtime import world as worlds
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd import strategies, theory
+from hvd_adpsgd import strategies
+from hvd_adpsgd.theory import limits
 
 from . import jobs
 
@@ -100,7 +101,7 @@ def _scheme(scheme: str, by_slowdown: dict[float, list[dict[str, float]]]) -> di
     kept = {}
     for slowdown, runs in by_slowdown.items():
         pairs = list(zip(runs, alone, strict=True))
-        throughput = theory.straggler_throughput(learners, slowdown, waits=waits(scheme))
+        throughput = limits.straggler_throughput(learners, slowdown, waits=waits(scheme))
         kept[f"{slowdown:g}"] = {
             **{who: _spread([a[who] / b[who] for a, b in pairs]) for who in ("all", "healthy")},
             "exchanges": statistics.median(run["exchanges"] for run in runs),

@@ -21,10 +21,10 @@ mpi4py.rc.finalize = False
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from hvd_adpsgd import engine as engines  # noqa: E402
-from hvd_adpsgd import mailbox  # noqa: E402
-from hvd_adpsgd.engine import Engine, EngineOptions  # noqa: E402
-from hvd_adpsgd.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.engine import engine as engines  # noqa: E402
+from hvd_adpsgd.engine import shared_memory  # noqa: E402
+from hvd_adpsgd.engine.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
 LANES = 8
@@ -128,7 +128,7 @@ def draw(seed: int, rank: int, elements: int) -> np.ndarray:
 
 
 def keep_memory(folder: Path) -> None:
-    """Of the engine made next: files memory.0 (mailbox) and memory.1 (mirror)."""
+    """Of the engine made next: files memory.0 (shared_memory) and memory.1 (mirror)."""
     made = []
 
     def kept(nbytes: int) -> np.ndarray:
@@ -136,7 +136,7 @@ def keep_memory(folder: Path) -> None:
         return np.memmap(folder / f"memory.{len(made) - 1}", np.uint8, "w+", shape=(nbytes,))
 
     engines.private_memory = kept
-    mailbox.private_memory = kept
+    shared_memory.private_memory = kept
 
 
 if __name__ == "__main__":

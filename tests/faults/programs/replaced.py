@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import hvd_adpsgd.replacement as replacement
+import hvd_adpsgd.runtime.replacement as replacement
 import hvd_adpsgd.torch as hvd
 
 NEW = "HVD_ADPSGD_JOINS" in os.environ

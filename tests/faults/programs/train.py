@@ -23,8 +23,8 @@ mpi4py.rc.finalize = False  # MPI_Finalize may wait without bound for who was ki
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from hvd_adpsgd.engine import Engine, EngineOptions  # noqa: E402
-from hvd_adpsgd.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.engine.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
 DEADLINE_S = 20.0

@@ -9,7 +9,7 @@ import torch
 from learner import SEED, digest, generator, pauses, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd import world as worlds
+from hvd_adpsgd.runtime import world as worlds
 
 STEPS, SIZE, CHECK = 30, 1000, 10
 

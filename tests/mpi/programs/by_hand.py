@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd import world as worlds
-from hvd_adpsgd.engine import Engine
-from hvd_adpsgd.together import wait
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import wait
 
 DEADLINE_S = 60.0
 

@@ -16,8 +16,8 @@ import torch
 from learner import generator, pauses, say, wait_exchanged
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime import world as worlds
 
 SIZE = 100_000  # float32: 7 chunks of 64 KiB
 STEPS = 50

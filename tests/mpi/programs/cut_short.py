@@ -12,7 +12,7 @@ import numpy as np
 from engines import address, say, started, until
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine
+from hvd_adpsgd.engine.engine import Engine
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 100
 

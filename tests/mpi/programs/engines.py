@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import RandomPairs
 
 

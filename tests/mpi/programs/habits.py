@@ -15,9 +15,9 @@ import torch
 from learner import SEED, digest, outcome, retired, same_in_node, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd import engine as engines
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine import engine as engines
+from hvd_adpsgd.runtime import world as worlds
 
 SIZE = 70_001  # more than one chunk of 64 KiB
 LR = 0.25

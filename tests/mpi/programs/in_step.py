@@ -19,10 +19,10 @@ import os
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.strategies import Strategy, parse
-from hvd_adpsgd.together import wait
 
 
 def main() -> None:

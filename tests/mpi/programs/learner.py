@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd import world as worlds
+from hvd_adpsgd.runtime import world as worlds
 
 MARK = "@learner "
 SEED = int(os.environ.get("SEED", "7"))

@@ -14,7 +14,7 @@ import numpy as np
 from engines import say, started, until
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine
+from hvd_adpsgd.engine.engine import Engine
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 1000
 ALIVE, SUSPECT, LEFT = 0, 1, 2

@@ -15,8 +15,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine import Engine, EngineOptions
-from hvd_adpsgd.layout import TensorSpec
+from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import parse
 
 SHAPES = {"a": (1,), "b": (3, 7), "c": (100_003,), "d": (0,), "e": (50, 1000)}

@@ -28,8 +28,8 @@ from learner import (
 )
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd import world as worlds
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.strategies import STRATEGIES
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -1,4 +1,0 @@
-# The mean of all models, on the engine's thread.
-from hvd_adpsgd._state cimport State
-
-cdef bint advance_mean(State* e) noexcept nogil

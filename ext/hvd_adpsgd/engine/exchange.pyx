@@ -1,0 +1,673 @@
+# cython: language_level=3
+# Why compiled: it runs on the engine's thread, without the GIL.
+"""Exchanges of pairs: who asks whom, chunks to and fro, and what becomes of them when a partner goes.
+
+    asker                         asked
+    ASK   ------------------->    (free, fit and not leaving?)
+          <-------------------    YES, or NO: ask somebody else
+    chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference
+    ...                           (weight w: w times the difference)
+
+Every engine answers while it waits, so no cycle of askers can block. A super learner is on the
+asking side of at most one exchange and on the asked side of at most one; two partners have at
+most one exchange between them. If both ask each other, the lower rank's question stands.
+
+On one host a chunk is not copied by MPI: the snapshot is written into memory that the partner has
+mapped, and the message only says where. A lane has two such buffers in turn, for a message about
+chunk c + LANES tells that the partner has merged chunk c; a last empty message tells that it has
+merged all.
+
+A partner that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
+finished when the partner answers, but the side it occupied is free again.
+
+In rounds the trainer says who asks whom; an engine says NO to the question of another round.
+"""
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc, free, malloc
+from mpi4py cimport libmpi as mpi
+
+from hvd_adpsgd.engine.store cimport memory_merge, memory_nbytes, memory_snapshot
+from hvd_adpsgd.engine.state cimport *
+from hvd_adpsgd.engine.transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_PARTNER, FAILURE_PENDING, TAG_CONTROL,
+                                    Arrival, Failure, acknowledge_failures, classify, data_tag, let_go,
+                                    post_receive, post_send, test)
+
+cdef double CENSUS_S = 1.0          # between looks at who is lost, also if no message says so
+RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last
+cdef double RETRY_LAST_S = 2e-3
+
+
+# ---- control messages ----------------------------------------------------------------------
+
+cdef void listen(State* e) noexcept nogil:
+    cdef int code = post_receive(&e.transport, &e.inbox, sizeof(Message), NOBODY, TAG_CONTROL,
+                                 &e.inbox_request)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, NOBODY)
+
+
+cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexcept nogil:
+    cdef Outgoing* out = <Outgoing*>calloc(1, sizeof(Outgoing))
+    cdef Generation* generation = &e.generations[e.ngenerations - 1]
+    cdef int code
+    if out == NULL:
+        latch(e, FAULT_MEMORY, 0, partner)
+        return
+    out.message.kind = kind
+    out.message.exchange = exchange
+    out.message.nchunks = nchunks
+    out.message.generation = e.ngenerations - 1
+    out.message.fingerprint = generation.fingerprint
+    out.message.weight = e.weight
+    out.message.round = e.round
+    out.message.lost = e.lost
+    code = post_send(&e.transport, &out.message, sizeof(Message), partner, TAG_CONTROL, &out.request)
+    if code != mpi.MPI_SUCCESS:
+        free(out)
+        handle_failure(e, code, partner)
+        return
+    out.next = e.outgoing
+    e.outgoing = out
+
+
+cdef bint reap_outgoing(State* e) noexcept nogil:
+    cdef Outgoing** link = &e.outgoing
+    cdef Outgoing* out
+    cdef bint done = False, moved = False
+    while link[0] != NULL:
+        out = link[0]
+        test(&out.request, &done, NULL)
+        if done:
+            link[0] = out.next
+            free(out)
+            moved = True
+        else:
+            link = &out.next
+    return moved
+
+
+cdef bint read_inbox(State* e) noexcept nogil:
+    cdef Arrival arrival
+    cdef Message message
+    cdef bint done = False
+    cdef int code = test(&e.inbox_request, &done, &arrival)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, NOBODY)
+        if e.inbox_request == mpi.MPI_REQUEST_NULL and e.fault != FAULT_MPI:
+            listen(e)
+        return True
+    if not done:
+        return False
+    message = e.inbox
+    listen(e)
+    hear(e, arrival.source, &message)
+    return True
+
+
+cdef void hear(State* e, int partner, Message* m) noexcept nogil:
+    if e.partners[partner] == LOST:
+        return                      # written before its end was noticed
+    if e.partners[partner] == SUSPECT:
+        set_partner(e, partner, ALIVE)
+        e.exchanges[partner].moved = now()
+    if m.kind == ASK:
+        hear_ask(e, partner, m)
+    elif m.kind == YES:
+        hear_yes(e, partner, m)
+    elif m.kind == NO:
+        hear_no(e, partner, m)
+    elif m.kind == BYE:
+        e.last_words[partner] = m.lost
+        e.broken_partners[partner] = m.nchunks      # who sees that, reads the last words
+        if m.nchunks:
+            e.lost |= bit(partner)
+        set_partner(e, partner, LEFT)
+        e.farewells[partner] = 0
+        say(e, partner, BYE_SEEN, 0, 0)
+        dismiss(e, partner)
+    elif m.kind == BYE_SEEN:
+        e.farewells[partner] = 0
+    elif m.kind == CUT:
+        say(e, partner, CUT_SEEN, m.exchange, shorten(e, partner, m))
+    elif m.kind == CUT_SEEN:
+        shorten(e, partner, m)
+
+
+cdef void dismiss(State* e, int partner) noexcept nogil:
+    """Who left answers nothing more; what it sent before may still come."""
+    cdef Exchange* x = &e.exchanges[partner]
+    vacate(e, partner)
+    if x.phase == ASKED:
+        x.phase = IDLE
+    elif x.phase == RUNNING:
+        x.parked = True
+        x.moved = now()
+
+
+cdef void cut(State* e, int partner) noexcept nogil:
+    """Ask for an early end of an exchange: there is no time for all of it."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase == RUNNING and not x.cut:
+        x.cut = x.held = True
+        say(e, partner, CUT, x.number, x.next)
+
+
+cdef int shorten(State* e, int partner, Message* m) noexcept nogil:
+    """End after the chunks that either side has begun: each is averaged on both, or on neither.
+
+    Where both ask, both come to the same number; who has finished already keeps all."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase == RUNNING and x.number == m.exchange:
+        x.nchunks = min(x.nchunks, max(m.nchunks, x.next))
+        x.held = False
+    return x.nchunks
+
+
+cdef bint same_model(State* e, int partner, Message* m) noexcept nogil:
+    """Do both sides average the same tensors, with the same weight?"""
+    if m.weight != e.weight:
+        latch(e, FAULT_WEIGHT, 0, partner)
+        return False
+    if m.generation < e.ngenerations and e.generations[m.generation].fingerprint != m.fingerprint:
+        latch(e, FAULT_LAYOUT, 0, partner)
+        return False
+    return True
+
+
+cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int mine = e.generations[e.ngenerations - 1].nchunks
+    cdef bint crossed = x.phase == ASKED and e.transport.rank > partner
+    if (not able(e) or m.round != e.round or e.serving != NOBODY
+            or not (x.phase == IDLE or crossed)
+            or not has_room(e, partner)
+            or not same_model(e, partner, m)):
+        e.counters.declined += 1
+        say(e, partner, NO, m.exchange, 0)
+        return
+    if crossed and e.asking == partner:
+        e.asking = NOBODY           # our own question will be answered with NO
+    e.serving = partner
+    say(e, partner, YES, m.exchange, min(m.nchunks, mine))
+    if e.partners[partner] != LOST:
+        begin(e, partner, m.exchange, min(m.nchunks, mine), False)
+
+
+cdef void hear_yes(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED or x.number != m.exchange:
+        return
+    same_model(e, partner, m)
+    e.retry_s = RETRY_FIRST_S
+    begin(e, partner, m.exchange, m.nchunks, True)
+
+
+cdef void hear_no(State* e, int partner, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED or x.number != m.exchange:
+        return
+    x.phase = IDLE
+    e.counters.refused += 1
+    same_model(e, partner, m)       # a partner with another model says NO for ever
+    if e.asking == partner:
+        e.asking = NOBODY
+        e.ask_after = now() + e.retry_s
+        e.retry_s = min(2 * e.retry_s, RETRY_LAST_S)
+
+
+# ---- exchanges -----------------------------------------------------------------------------
+
+cdef bint able(State* e) noexcept nogil:
+    """May this super learner take part in a new exchange?"""
+    return e.step >= 0 and e.fit and not e.paused and not e.leaving and e.fault == FAULT_NONE
+
+
+cdef char* take_buffers(State* e) noexcept nogil:
+    cdef int i
+    cdef char* buffers
+    for i in range(SPARES):
+        if e.spares[i] != NULL:
+            buffers = e.spares[i]
+            e.spares[i] = NULL
+            return buffers
+    return <char*>malloc(3 * LANES * e.lane_nbytes)
+
+
+cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
+    cdef int i
+    cdef char* buffers = x.buffers
+    x.buffers = NULL
+    if x.set != NOBODY:
+        e.taken[x.set] = False
+        x.set = NOBODY
+    for i in range(SPARES):
+        if e.spares[i] == NULL:
+            e.spares[i] = buffers
+            return
+    free(buffers)
+
+
+cdef bint has_room(State* e, int partner) noexcept nogil:
+    """Are there buffers for an exchange with `partner`, and for one more on our other side?
+
+    Questions that are not yet answered count, for a silent partner may still say yes."""
+    cdef int i, room = 0
+    if e.mapped[partner] == NULL:
+        return True
+    for i in range(SETS):
+        room += not e.taken[i]
+    for i in range(e.transport.size):
+        room -= i != partner and e.exchanges[i].phase == ASKED and e.mapped[i] != NULL
+    return room >= 2
+
+
+cdef bint equip(State* e, int partner) noexcept nogil:
+    """Give an exchange its buffers."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    x.set = NOBODY
+    x.buffers = take_buffers(e)
+    if x.buffers == NULL:
+        return False
+    for i in range(LANES):
+        x.lanes[i].out = x.buffers + 3 * i * e.lane_nbytes
+        x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
+        x.lanes[i].keep = x.lanes[i].inp + e.lane_nbytes
+        x.lanes[i].send_request = mpi.MPI_REQUEST_NULL
+        x.lanes[i].receive_request = mpi.MPI_REQUEST_NULL
+    x.last_send = mpi.MPI_REQUEST_NULL
+    x.last_receive = mpi.MPI_REQUEST_NULL
+    if e.mapped[partner] == NULL:
+        return True
+    for i in range(SETS):
+        if not e.taken[i]:
+            e.taken[i] = True
+            x.set = i
+            return True
+    return False
+
+
+cdef void begin(State* e, int partner, int number, int nchunks, bint active) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    if not equip(e, partner):
+        latch(e, FAULT_MEMORY, 0, partner)
+        return
+    for i in range(LANES):
+        x.lanes[i].busy = False
+    x.closing = x.cut = x.held = False
+    x.phase = RUNNING
+    x.active = active
+    x.parked = active and e.asking != partner
+    x.number = number
+    x.nchunks = nchunks
+    x.next = 0
+    x.done = 0
+    x.tag = data_tag(number, active == (e.transport.rank > partner))
+    x.began = now()
+    x.moved = x.began
+    x.square = 0
+    x.elements = 0
+    x.nbytes = 0
+    pthread_mutex_lock(&e.gate)
+    e.credit = max(e.credit - 1.0, -2.0 * max(e.rate, 1.0))
+    if active and e.wanted == partner:
+        e.wanted = NOBODY
+    pthread_mutex_unlock(&e.gate)
+
+
+cdef bint start_lane(State* e, int partner) noexcept nogil:
+    """Send the snapshot of the next chunk and expect the partner's."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef Lane* lane = &x.lanes[x.next % LANES]
+    cdef int64_t nbytes
+    cdef int code
+    if x.next >= x.nchunks or lane.busy or x.held:
+        return False
+    nbytes = memory_nbytes(e.memory, x.next, e.wire)
+    lane.chunk = x.next
+    lane.busy = True
+    lane.sent = False
+    lane.received = False
+    lane.merged = False
+    lane.began = now()
+    if not x.parked:                        # before the snapshot: the trainer must not miss it
+        store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
+    if x.set != NOBODY:
+        code = start_shared(e, x, lane, partner, nbytes)
+    else:
+        code = start_sent(e, x, lane, partner, nbytes)
+    x.nbytes += 0 if lane.void else nbytes
+    x.next += 1
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, partner)
+        return False
+    return True
+
+
+cdef int start_sent(State* e, Exchange* x, Lane* lane, int partner, int64_t nbytes) noexcept nogil:
+    """The chunk itself travels."""
+    cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, partner, x.tag,
+                                 &lane.receive_request)
+    if code != mpi.MPI_SUCCESS:
+        return code
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
+                                lane.keep, &lane.step)
+    return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
+                     &lane.send_request)
+
+
+cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
+                      int64_t nbytes) noexcept nogil:
+    """Only the place of the chunk travels."""
+    cdef int turn = (lane.chunk // LANES) % 2
+    cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), partner, x.tag,
+                                 &lane.receive_request)
+    if code != mpi.MPI_SUCCESS:
+        return code
+    lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * e.lane_nbytes
+    lane.out = e.shared + lane.here.offset
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
+                                lane.keep, &lane.step)
+    lane.here.nbytes = 0 if lane.void else nbytes
+    return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
+
+
+cdef int open_place(State* e, int partner, Lane* lane) noexcept nogil:
+    """Find the partner's chunk in its shared memory. Returns its size, 0 for a place outside."""
+    cdef int64_t last = e.shared_nbytes - e.lane_nbytes
+    if lane.there.offset < 0 or lane.there.offset > last or not (
+            0 <= lane.there.nbytes <= e.lane_nbytes):
+        latch(e, FAULT_LAYOUT, 0, partner)
+        return 0
+    lane.inp = e.mapped[partner] + lane.there.offset
+    return <int>lane.there.nbytes
+
+
+cdef bint advance_lane(State* e, int partner, Lane* lane, Waits* waits) noexcept nogil:
+    """One look at a chunk. Chunks arrive and leave in order: behind one that waits nobody looks."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef Arrival arrival
+    cdef bint done = False, moved = False
+    cdef int code
+    if not lane.received and not waits.receive:
+        code = test(&lane.receive_request, &done, &arrival)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return True
+        if done:
+            lane.received = True
+            moved = True
+            if x.set != NOBODY:
+                arrival.nbytes = open_place(e, partner, lane)
+            e.counters.bytes_received += arrival.nbytes
+            lane.nbytes = arrival.nbytes
+        waits.receive = not done
+    if lane.received and not lane.merged:
+        lane.merged = merge_lane(e, partner, lane, lane.nbytes)
+        x.moved = now()             # waiting for the node's own all-reduce is not silence
+        moved |= lane.merged
+    if not lane.sent and not waits.send:
+        code = test(&lane.send_request, &lane.sent, NULL)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return True
+        waits.send = not lane.sent
+        moved |= lane.sent
+    if lane.merged and lane.sent:
+        lane.busy = False
+        x.done += 1
+    return moved
+
+
+cdef bint merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
+    """correction += w (received - sent), unless one of the two snapshots was void.
+
+    False if the open slot is held: try again later."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
+    cdef double began, square
+    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
+        latch(e, FAULT_LAYOUT, 0, partner)  # the two models are cut into different chunks
+        nbytes = 0
+    if lane.void or nbytes == 0:
+        e.counters.void_chunks += 1
+        return True
+    began = now()
+    square = memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.keep)
+    if square < 0:
+        return False
+    x.square += square
+    pthread_mutex_lock(&e.memory.lock)      # the trainer may be adding chunks
+    x.elements += e.memory.chunks[lane.chunk].count
+    pthread_mutex_unlock(&e.memory.lock)
+    e.counters.chunks += 1
+    e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
+    record(e, 2, partner, began, now(), nbytes, lane.step)
+    return True
+
+
+cdef bint advance(State* e, int partner) noexcept nogil:
+    """Whatever can be done now for the exchange with `partner`. True if something was."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef Waits waits = [False, False]
+    cdef Lane* lane
+    cdef bint moved = False
+    cdef int i
+    if x.phase == RUNNING:
+        for i in range(LANES):              # x.next takes the lane of the oldest chunk
+            lane = &x.lanes[(x.next + i) % LANES]
+            if lane.busy and x.phase == RUNNING:
+                moved |= advance_lane(e, partner, lane, &waits)
+        while x.phase == RUNNING and start_lane(e, partner):
+            moved = True
+        if x.phase == RUNNING and x.done == x.nchunks and closed(e, partner):
+            finish(e, partner)
+            return True
+    if moved:
+        x.moved = now()
+        if e.partners[partner] == SUSPECT:
+            set_partner(e, partner, ALIVE)
+    elif e.partners[partner] == ALIVE and now() - x.moved > e.deadline_s:
+        park(e, partner)        # maybe once more
+    return moved
+
+
+cdef bint under_way(State* e, int partner) noexcept nogil:
+    """Is there a question or an exchange to wait for?
+
+    Who left had sent all of its chunks, unless this one was silent then: those are waited for while they come."""
+    cdef Exchange* x = &e.exchanges[partner]
+    if x.phase != ASKED and x.phase != RUNNING:
+        return False
+    return e.partners[partner] < LEFT or e.partners[partner] == LEFT and now() - x.moved <= e.deadline_s
+
+
+cdef bint closed(State* e, int partner) noexcept nogil:
+    """On a shared host: has the partner read all of our snapshots?"""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef bint sent = False, received = False
+    cdef int code
+    if x.set == NOBODY:
+        return True
+    if not x.closing:
+        x.closing = True
+        code = post_receive(&e.transport, NULL, 0, partner, x.tag, &x.last_receive)
+        if code == mpi.MPI_SUCCESS:
+            code = post_send(&e.transport, NULL, 0, partner, x.tag, &x.last_send)
+        if code != mpi.MPI_SUCCESS:
+            handle_failure(e, code, partner)
+            return False
+    code = test(&x.last_receive, &received, NULL)
+    if code == mpi.MPI_SUCCESS:
+        code = test(&x.last_send, &sent, NULL)
+    if code != mpi.MPI_SUCCESS:
+        handle_failure(e, code, partner)
+        return False
+    return received and sent
+
+
+cdef void park(State* e, int partner) noexcept nogil:
+    """A silent partner keeps its buffers and loses its side of ours."""
+    cdef Exchange* x = &e.exchanges[partner]
+    x.parked = True
+    vacate(e, partner)
+    e.counters.parked += 1
+    set_partner(e, partner, SUSPECT)
+    record(e, 3, partner, x.began, now(), x.nbytes, e.step)
+
+
+cdef void vacate(State* e, int partner) noexcept nogil:
+    if e.asking == partner:
+        e.asking = NOBODY
+    if e.serving == partner:
+        e.serving = NOBODY
+
+
+cdef void finish(State* e, int partner) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef double ended = now()
+    vacate(e, partner)
+    if x.active:
+        e.counters.exchanges_active += 1
+    else:
+        e.counters.exchanges_passive += 1
+    e.counters.bytes_sent += x.nbytes
+    e.counters.exchange_s += ended - x.began
+    if x.elements:
+        e.counters.compared += 1
+        e.counters.square += x.square
+        e.counters.square_elements += x.elements
+        e.counters.last_square = x.square
+    store(&e.met[partner], e.met[partner] + 1)
+    record(e, 0 if x.active else 1, partner, x.began, ended, x.nbytes, e.step)
+    return_buffers(e, x)
+    x.phase = IDLE
+    x.parked = False
+    store(&e.finished, e.finished + 1)
+
+
+cdef bint eligible(State* e, int partner) noexcept nogil:
+    return (partner >= 0 and partner != e.transport.rank and e.partners[partner] == ALIVE
+            and e.exchanges[partner].phase == IDLE and has_room(e, partner))
+
+
+cdef int choose(State* e) noexcept nogil:
+    """The next partner of the plan that can be asked, or NOBODY."""
+    cdef int64_t tries = min(e.schedule_length, 64)
+    cdef int partner
+    while tries > 0:
+        partner = e.schedule[e.cursor % e.schedule_length]
+        e.cursor += 1
+        tries -= 1
+        if eligible(e, partner):
+            return partner
+    return NOBODY
+
+
+cdef bint due(State* e) noexcept nogil:
+    """Is it time to ask? An explicit wish needs no credit."""
+    if e.asking != NOBODY or not able(e) or now() < e.ask_after:
+        return False
+    if e.wanted != NOBODY:
+        return eligible(e, e.wanted)
+    return e.credit >= 1.0 - 1e-9 and e.schedule_length > 0
+
+
+cdef bint ask_if_due(State* e) noexcept nogil:
+    cdef Exchange* x
+    cdef int partner
+    if not due(e):
+        return False
+    partner = e.wanted if e.wanted != NOBODY else choose(e)
+    if partner == NOBODY:
+        e.ask_after = now() + RETRY_LAST_S
+        return False
+    x = &e.exchanges[partner]
+    e.number = (e.number + 1) & 0x3FFFFFFF
+    x.phase = ASKED
+    x.parked = False
+    x.active = True
+    x.number = e.number
+    x.began = now()
+    x.moved = x.began
+    e.asking = partner
+    say(e, partner, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
+    return True
+
+
+# ---- failures ------------------------------------------------------------------------------
+
+cdef void handle_failure(State* e, int code, int partner) noexcept nogil:
+    """Sort an MPI error: a partner that is gone costs its exchange, anything else is latched."""
+    cdef Failure failure = classify(code)
+    if failure == FAILURE_PARTNER or failure == FAILURE_PENDING:
+        if partner != NOBODY and failure == FAILURE_PARTNER:
+            lose(e, partner)
+        lose_acknowledged(e)
+    elif failure == FAILURE_LAYOUT:
+        latch(e, FAULT_LAYOUT, code, partner)
+    elif failure == FAILURE_FATAL:
+        latch(e, FAULT_MPI, code, partner)
+
+
+cdef void lose_acknowledged(State* e) noexcept nogil:
+    cdef int partner
+    cdef char* lost = <char*>calloc(e.transport.size, 1)
+    if lost == NULL:
+        latch(e, FAULT_MEMORY, 0, NOBODY)
+        return
+    acknowledge_failures(&e.transport, lost)
+    for partner in range(e.transport.size):
+        if lost[partner]:
+            lose(e, partner)
+    free(lost)
+
+
+cdef void take_census(State* e) noexcept nogil:
+    """Look at who is lost now and then: who waits for a question only may get no error for it."""
+    cdef double t = now()
+    if t > e.counted + CENSUS_S:
+        e.counted = t
+        lose_acknowledged(e)
+
+
+cdef void lose(State* e, int partner) noexcept nogil:
+    """The partner's process is gone. Its buffers stay while MPI may hold their addresses."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef int i
+    if e.partners[partner] == LOST:
+        return
+    set_partner(e, partner, LOST)
+    e.farewells[partner] = 0
+    vacate(e, partner)
+    if x.phase == RUNNING:
+        for i in range(LANES):
+            if x.lanes[i].receive_request != mpi.MPI_REQUEST_NULL:
+                mpi.MPI_Cancel(&x.lanes[i].receive_request)
+        if x.last_receive != mpi.MPI_REQUEST_NULL:
+            mpi.MPI_Cancel(&x.last_receive)
+        e.counters.broken += 1
+        x.phase = BROKEN
+    elif x.phase == ASKED:
+        x.phase = IDLE
+    if x.phase == BROKEN and x.set != NOBODY:
+        e.taken[x.set] = False      # MPI never knew this memory, and who read it is gone
+        x.set = NOBODY
+
+
+cdef bint retire(State* e, int partner) noexcept nogil:
+    """A broken exchange gives its buffers back when MPI has let go of them. True if it has."""
+    cdef Exchange* x = &e.exchanges[partner]
+    cdef bint free = let_go(&x.last_send) and let_go(&x.last_receive)
+    cdef int i
+    for i in range(LANES):
+        free &= let_go(&x.lanes[i].send_request) and let_go(&x.lanes[i].receive_request)
+        x.lanes[i].busy = False
+    if not free:
+        return False
+    return_buffers(e, x)
+    x.phase = IDLE
+    x.parked = False
+    return True

@@ -1,0 +1,343 @@
+# What an engine's thread knows, and the small tools with which all of its rooms change it.
+from libc.stdint cimport int64_t, uint64_t
+from mpi4py cimport libmpi as mpi
+
+from hvd_adpsgd.engine.store cimport Memory, pthread_mutex_t
+from hvd_adpsgd.engine.butterfly cimport Network, Sum
+from hvd_adpsgd.engine.transport cimport Transport
+
+cdef extern from "<time.h>" nogil:
+    ctypedef int clockid_t
+    cdef struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(clockid_t, timespec*)
+    int nanosleep(const timespec*, timespec*)
+    clockid_t CLOCK_MONOTONIC
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    ctypedef struct pthread_condattr_t:
+        pass
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_join(pthread_t, void**)
+    int pthread_getcpuclockid(pthread_t, clockid_t*)
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_condattr_init(pthread_condattr_t*)
+    int pthread_condattr_setclock(pthread_condattr_t*, clockid_t)
+    int pthread_cond_init(pthread_cond_t*, pthread_condattr_t*)
+    int pthread_cond_signal(pthread_cond_t*)
+    int pthread_cond_timedwait(pthread_cond_t*, pthread_mutex_t*, const timespec*)
+    int pthread_cond_destroy(pthread_cond_t*)
+
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define adpsgd_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    #define adpsgd_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+    #endif
+    """
+    int64_t load "adpsgd_load"(int64_t*) nogil
+    void store "adpsgd_store"(int64_t*, int64_t) nogil
+
+cdef enum:
+    LANES = 8               # chunks of one exchange on their way at once
+    HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
+    EVENTS = 16384          # timeline records kept until the trainer takes them
+    SPARES = 2              # sets of buffers kept for the next exchange
+    SETS = 8                # sets of buffers in the memory shared on a host
+    NOBODY = -1
+
+cdef enum Kind:
+    ASK = 1
+    YES = 2
+    NO = 3
+    BYE = 4
+    BYE_SEEN = 5
+    CUT = 6                 # end this exchange after so many chunks, or a few more
+    CUT_SEEN = 7            # after so many
+
+cdef enum Phase:
+    IDLE = 0
+    ASKED = 1
+    RUNNING = 2
+    BROKEN = 3
+
+cdef enum Stage:            # of a mean of all
+    SUMMING = 0
+    DRAINING = 1            # broken: requests under way end, with an error or not
+    AGREEING = 2
+
+cdef enum Partner:
+    ALIVE = 0
+    SUSPECT = 1
+    LEFT = 2
+    LOST = 3
+
+cdef enum Fault:
+    FAULT_NONE = 0
+    FAULT_MPI = 1
+    FAULT_LAYOUT = 2
+    FAULT_WEIGHT = 3
+    FAULT_MEMORY = 4
+    FAULT_GONE = 5
+
+cdef struct Message:
+    int kind
+    int exchange
+    int nchunks
+    int generation
+    uint64_t fingerprint
+    double weight
+    int64_t round
+    uint64_t lost           # who the sender knows to be lost: bit (rank % 64)
+
+cdef struct Outgoing:
+    Message message
+    mpi.MPI_Request request
+    Outgoing* next
+
+cdef struct Place:          # where a chunk lies in the sender's shared memory
+    int64_t offset
+    int64_t nbytes          # 0: the snapshot was not finite
+
+cdef struct Lane:
+    bint busy
+    bint sent
+    bint received
+    bint merged
+    int nbytes              # received
+    bint void               # one of the two snapshots was not finite: nobody merges
+    int chunk
+    int64_t step
+    double began
+    char* out
+    char* keep              # our snapshot once more, in the caches: `out` is written past them
+    char* inp
+    Place here              # on a shared host: of our snapshot, and of the partner's
+    Place there
+    mpi.MPI_Request send_request
+    mpi.MPI_Request receive_request
+
+cdef struct Waits:          # whether an older chunk of an exchange has not arrived, or left
+    bint receive
+    bint send
+
+cdef struct Exchange:
+    Phase phase
+    bint active             # this side asked
+    bint parked
+    int number
+    int nchunks
+    int next                # first chunk not yet begun
+    int done
+    int tag
+    bint cut                # this side has asked for an early end
+    bint held               # ... and begins no chunk until it is told where that is
+    double began
+    double moved            # when the partner last showed life
+    double square           # sum of squared differences
+    int64_t elements
+    int64_t nbytes
+    char* buffers           # private memory, or NULL
+    int set                 # set of buffers in shared memory, or NOBODY
+    bint closing
+    mpi.MPI_Request last_send
+    mpi.MPI_Request last_receive
+    Lane lanes[LANES]
+
+cdef struct Share:          # one chunk on its way to the mean of all
+    bint busy
+    bint void               # ours was not finite
+    int64_t count
+    int itemsize
+    int64_t step
+    double began
+    char* own               # our chunk; then in the type of sums, with two numbers behind it
+    char* mine
+    bint summing
+    Sum sum
+
+cdef struct Mean:
+    mpi.MPI_Comm* comm      # of its own, for it may be revoked; without the lost. The caller's handle
+    Network network         # over it
+    bint survives           # ULFM is on
+    Stage stage
+    int* agreed             # behind the buffers: MPI may know it longer than this lives
+    mpi.MPI_Request agreement
+    int64_t wanted          # means that the trainer asked for, and those that are over
+    int64_t finished
+    bint running
+    bint replace            # the model becomes the mean; else the difference is a correction
+    int nchunks
+    int next
+    int done
+    double began
+    double moved
+    double square
+    int64_t nbytes
+    int64_t lane_nbytes
+    char* buffers
+    Share shares[LANES]
+
+cdef struct Generation:
+    int nchunks
+    uint64_t fingerprint
+
+cdef struct Event:
+    int kind                # 0 exchange asked by us, 1 exchange asked by the partner, 2 merge, 3 parked,
+                            # 4 mean of all (partner is NOBODY)
+    int partner
+    double began
+    double ended
+    int64_t nbytes
+    int64_t step
+
+cdef struct Counters:
+    int64_t exchanges_active
+    int64_t exchanges_passive
+    int64_t refused         # our questions answered with NO
+    int64_t declined        # questions we answered with NO
+    int64_t parked
+    int64_t broken          # exchanges that a partner's loss has cut
+    int64_t void_chunks
+    int64_t compared        # exchanges of which at least one chunk was merged
+    int64_t chunks
+    int64_t bytes_sent
+    int64_t bytes_received
+    int64_t square_elements
+    int64_t turns
+    double square
+    double last_square
+    double exchange_s
+    int64_t means
+    double mean_s
+    double mean_square      # of the last mean: squared distance of our model to it
+    int64_t staleness[HISTOGRAM]
+
+cdef struct State:
+    Transport transport
+    Memory* memory
+    pthread_t thread
+    bint running
+    int64_t ended           # the thread has ended
+    # the plan
+    int* schedule
+    int64_t schedule_length
+    int64_t cursor
+    double weight
+    double rate
+    int wire
+    bint offered_only
+    double deadline_s
+    double leave_deadline_s
+    int64_t lane_nbytes
+    int64_t shared_nbytes   # size of each engine's shared memory
+    Generation* generations
+    int ngenerations
+    # from the trainer, under `gate`
+    pthread_mutex_t gate
+    pthread_cond_t wake
+    bint fit
+    bint paused
+    bint leaving
+    bint halted             # end the thread at once, without goodbye
+    bint broken             # the goodbye is that of a super learner that cannot go on
+    int wanted              # partner of an explicit question
+    int64_t round           # of those driven by hand
+    double credit
+    int64_t step
+    # the thread's own
+    Message inbox
+    mpi.MPI_Request inbox_request
+    Outgoing* outgoing
+    Exchange* exchanges     # one per partner
+    Mean mean
+    char* spares[SPARES]
+    char* shared            # our memory that partners on this host have mapped, or NULL
+    char** mapped           # theirs, by partner; NULL: reached through MPI
+    bint taken[SETS]
+    int asking              # partner of our question or active exchange
+    int serving             # partner of our passive exchange
+    int number
+    double ask_after
+    double retry_s
+    char* partners          # Partner
+    char* broken_partners   # who said goodbye because it cannot go on
+    char* farewells         # goodbyes not yet seen
+    bint said_goodbye
+    uint64_t lost           # as in Message
+    uint64_t* last_words    # by partner: what its goodbye knew; of this one, what its own did
+    double leave_by
+    double counted              # when it was last looked at who is lost
+    # for the trainer to read
+    Counters counters
+    int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
+    int64_t at_rest         # told to pause, and no exchange under way
+    double pace             # seconds of a chunk, lately; and what it was counted from
+    double paced_at
+    int64_t paced
+    int64_t partner_events
+    int64_t finished
+    int64_t* met            # exchanges with each partner
+    int fault
+    int fault_code
+    int fault_partner
+    Event* events
+    int64_t events_written
+    int64_t events_read
+
+cdef inline double now() noexcept nogil:
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
+
+
+cdef inline void rest(double seconds) noexcept nogil:
+    cdef timespec t
+    t.tv_sec = 0
+    t.tv_nsec = <long>(seconds * 1e9)
+    nanosleep(&t, NULL)
+
+
+cdef inline void latch(State* e, Fault fault, int code, int partner) noexcept nogil:
+    """The first cause stays; the trainer raises it at its next offer."""
+    if e.fault == FAULT_NONE:
+        e.fault_code = code
+        e.fault_partner = partner
+        e.fault = fault
+
+
+cdef inline void record(State* e, int kind, int partner, double began, double ended, int64_t nbytes,
+                        int64_t step) noexcept nogil:
+    cdef Event* event
+    if e.events == NULL or e.events_written - load(&e.events_read) >= EVENTS:
+        return
+    event = &e.events[e.events_written % EVENTS]
+    event.kind = kind
+    event.partner = partner
+    event.began = began
+    event.ended = ended
+    event.nbytes = nbytes
+    event.step = step
+    store(&e.events_written, e.events_written + 1)
+
+
+cdef inline uint64_t bit(int partner) noexcept nogil:
+    return <uint64_t>1 << (partner % 64)
+
+
+cdef inline void set_partner(State* e, int partner, Partner state) noexcept nogil:
+    """Who left or is lost stays so: that somebody who left ends its process is no news."""
+    cdef Partner before = <Partner>e.partners[partner]
+    if before != state and before < LEFT:
+        e.partners[partner] = state
+        if state == LOST:
+            e.lost |= bit(partner)
+        store(&e.partner_events, e.partner_events + 1)

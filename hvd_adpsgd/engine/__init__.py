@@ -1,0 +1,1 @@
+"""Background averaging of models between super learners."""

@@ -1,0 +1,354 @@
+"""An online estimate of a Fisher matrix, low rank plus a multiple of the identity, and its inverse.
+
+Rows x are preconditioned with the inverse of F = E[x x^T], smoothed. F is kept as
+    F_t = R_t^T diag(d_t) R_t + rho_t I
+with R orthonormal rows, so that memory is O(R D) and work O(n R D). All of it follows Povey, Zhang
+and Khudanpur, arXiv:1410.7455, and Kaldi's nnet3/natural-gradient-online.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.optim.natural_gradient.rows import Rows, RowsLike, square_sum
+
+__all__ = ["Gathered", "OnlineFisher", "require_options"]
+
+EPSILON = 1e-10  # least eigenvalue, over the mean one
+DELTA = 5e-4  # least eigenvalue, over the largest one
+FIRST_UPDATES = 10  # so many before any is left out
+FIRST_PASSES = 3  # over the first minibatch
+CONDITION = 1e6  # of C, from which on rounding may have bent the rows
+STRAIGHT = 1e-9  # largest error of R R^T that is left alone
+STEEP = 1e-3  # least over largest entry of Cholesky's diagonal that is trusted
+
+
+@dataclass
+class Gathered:
+    """Sums over the rows of a minibatch, or of several; `+` joins two.
+
+    Attributes:
+        count: rows, n.
+        trace: tr X X^T, float64.
+        remaining: tr Xhat Xhat^T with Xhat = X - X W^T W, float64.
+        moment: (X W^T)^T X, shape (R, D), of those rows that the estimate could take in; None if there
+            were none, or no update is due.
+    """
+
+    count: int = 0
+    trace: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    remaining: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    moment: Tensor | None = None
+
+    def __add__(self, other: Gathered) -> Gathered:
+        if self.count == 0:
+            return other
+        moments = [m for m in (self.moment, other.moment) if m is not None]
+        return Gathered(
+            self.count + other.count,
+            self.trace + other.trace,
+            self.remaining + other.remaining,
+            sum(moments[1:], moments[0]) if moments else None,
+        )
+
+    def scale(self) -> Tensor:
+        """gamma = sqrt(tr X X^T / tr Xhat Xhat^T), which keeps the norm of the rows; 1 for 0 / 0."""
+        ratio = (self.trace / self.remaining).sqrt()
+        return torch.where(self.remaining == 0, torch.ones_like(ratio), ratio)
+
+
+class OnlineFisher:
+    """The estimate F_t of one side of an affine map, and what multiplying by its inverse means.
+
+    With G = F + (alpha / D) tr(F) I, rows are multiplied by beta G^-1, which is (Woodbury)
+        Xhat = X - (X R^T) diag(e) R,   e_i = 1 / (beta / d_i + 1),
+        beta = rho (1 + alpha) + (alpha / D) sum d,
+    and then by gamma = sqrt(tr X X^T / tr Xhat Xhat^T), so that their norm stays. The estimate
+    moves towards the scatter S = X^T X / n of the minibatch by eta = min(0.9, 1 - exp(-n / history)):
+        Y = eta R S + (1 - eta) diag(d + rho) R,   Y Y^T = U C U^T   (in float64),
+        R' = C^-1/2 U^T Y,   d' = C^1/2 - rho',
+        rho' = (eta tr S + (1 - eta)(D rho + sum d) - sum C^1/2) / (D - R),
+    so that tr F' = eta tr S + (1 - eta) tr F unless a floor holds: C >= (rho (1 - eta))^2, and d' and
+    rho' >= 5e-4 max C^1/2. The first ten minibatches each make an update, later every
+    `update_period`-th. The first minibatch starts the estimate, by three updates from rows that share
+    all coordinates.
+
+    Kaldi's other floor, 1e-10, and its start value are absolute, and made for derivatives of a sum
+    over the minibatch. Here both are relative to the mean square of a coordinate, because
+    derivatives of a mean are smaller by n: the estimate follows any scale of the rows. A minibatch
+    of zeros, or with an Inf or a NaN, leaves it as it is. Rows are made orthonormal again at errors
+    of 1e-9, not 1e-3, for they are float64; where Cholesky's factor is in doubt, by QR, which is the same
+    but for signs.
+
+    Args:
+        dim: D >= 1; with D = 1 nothing is done.
+        rank: R >= 1; D - 1 if larger.
+        alpha: weight of the smoothing identity, >= 0.
+        history: rows over which the estimate forgets, > 0.
+        update_period: minibatches per update after the first ten, >= 1; math.inf: never again.
+
+    Attributes:
+        directions: R, shape (rank, dim), float64, orthonormal rows; None before the first minibatch.
+        strengths: d, shape (rank,), float64, on the CPU, falling.
+        floor: rho, float.
+        updates: how often the estimate has moved.
+
+    Raises:
+        ConfigError: for an argument out of its range.
+
+    Source: arXiv:1410.7455, sections 3 to 5; the first minibatch, the floors and the period as in Kaldi.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rank: int,
+        *,
+        alpha: float = 4.0,
+        history: float = 2000.0,
+        update_period: float = 4,
+    ) -> None:
+        require_options(alpha=alpha, history=history, update_period=update_period)
+        _require(dim >= 1, "dim", dim, ">= 1")
+        _require(rank >= 1, "rank", rank, ">= 1")
+        self.dim, self.rank = dim, min(rank, dim - 1)
+        self.alpha, self.history, self.update_period = alpha, history, update_period
+        self.directions: Tensor | None = None
+        self.strengths = torch.zeros(self.rank, dtype=torch.float64)
+        self.floor = 0.0
+        self.updates = 0
+        self._skipped = 0
+        self._basis: Tensor | None = None  # diag(e)^1/2 R, as the rows need it
+
+    # ---- what an optimizer uses
+
+    @property
+    def due(self) -> bool:
+        """Whether the minibatch under way makes an update."""
+        return self.updates < FIRST_UPDATES or self._skipped + 1 >= self.update_period
+
+    def start(self, rows: RowsLike, unit: Callable[[], float] = lambda: 1.0) -> bool:
+        """Begin with these rows, times unit(), unless begun.
+
+        Returns:
+            False while there was nothing to begin with: zeros, or rows that are not finite.
+        """
+        if self.rank == 0 or self.directions is not None:
+            return self.rank > 0
+        trace = float(rows.trace())
+        if not 0 < trace < math.inf:
+            return False
+        self._begin(rows.like.device, EPSILON * trace / (rows.count * self.dim))
+        for _ in range(FIRST_PASSES):
+            basis = self.basis(rows.like)
+            self._move(rows.count, trace, rows.moment(rows.project(basis)))
+        factor = unit() ** 2  # the basis does not depend on it
+        self.strengths, self.floor = self.strengths * factor, self.floor * factor
+        return True
+
+    def basis(self, like: Tensor) -> Tensor:
+        """W = diag(e)^1/2 R, in the dtype and on the device of `like`: Xhat = X - X W^T W."""
+        assert self.directions is not None
+        if self._basis is None or self._basis.dtype != like.dtype:
+            root = self._suppression().sqrt().unsqueeze(1)
+            basis = root.to(self.directions.device) * self.directions
+            self._basis = basis.to(like.device, like.dtype)
+        elif self._basis.device != like.device:
+            self._basis = self._basis.to(like.device)
+        return self._basis
+
+    def gather(
+        self, rows: RowsLike, projected: Tensor, remaining: Tensor | None = None
+    ) -> Gathered:
+        """What these rows add to the minibatch.
+
+        Args:
+            rows: X.
+            projected: X W^T, shape (n, R).
+            remaining: tr Xhat Xhat^T if it is known. Else it follows from `projected`, and loses as many
+                digits as almost all of X is suppressed.
+        """
+        trace = rows.trace()
+        if remaining is None:
+            e = self._suppression()
+            factor = (2 - e).to(projected.device, projected.dtype)
+            remaining = trace - (projected.square().sum(0) @ factor).double()
+            remaining = remaining.clamp(min=float((1 - e).min()) ** 2 * trace)  # against rounding
+        return Gathered(rows.count, trace, remaining, rows.moment(projected) if self.due else None)
+
+    def finish(self, gathered: Gathered, unit: Callable[[], float] = lambda: 1.0) -> None:
+        """The minibatch is over: make the update if one is due.
+
+        Args:
+            gathered: of all its rows.
+            unit: gives what the rows must be multiplied by, 1 / loss scale.
+        """
+        if gathered.count == 0 or self.directions is None:
+            return
+        if not self.due:
+            self._skipped += 1
+            return
+        trace = float(gathered.trace)
+        if gathered.moment is None or not (
+            0 < trace < math.inf and bool(gathered.moment.isfinite().all())
+        ):
+            return
+        factor = unit() ** 2
+        self._move(gathered.count, trace * factor, gathered.moment.double() * factor)
+        self.updates += 1
+        self._skipped = 0
+
+    # ---- all at once
+
+    def precondition(self, x: Tensor) -> tuple[Tensor, float]:
+        """gamma Xhat with the estimate of before these rows, and gamma; then take the rows in.
+
+        Args:
+            x: shape (n, dim), floating point.
+
+        Returns:
+            The rows, of the same shape and norm, and gamma. For rows with an Inf or a NaN both hold
+            NaN, and the estimate stays.
+
+        Raises:
+            ConfigError: for another shape.
+        """
+        _require(x.ndim == 2 and x.shape[1] == self.dim, "x.shape", tuple(x.shape),
+                 f"(rows, {self.dim})")  # fmt: skip
+        rows = Rows(x)
+        if not self.start(rows):
+            return x.clone(), 1.0
+        basis = self.basis(x)
+        projected = rows.project(basis)
+        hat, _ = rows.without(projected, basis)
+        gathered = self.gather(rows, projected, square_sum(hat))
+        scale = gathered.scale()
+        self.finish(gathered)
+        return hat * scale.to(hat.dtype), float(scale)
+
+    def dense(self) -> Tensor:
+        """F_t itself, shape (D, D), float64: for a look at small ones."""
+        assert self.directions is not None
+        strengths = self.strengths.to(self.directions.device).unsqueeze(1)
+        eye = torch.eye(self.dim, dtype=torch.float64, device=self.directions.device)
+        return self.directions.T @ (strengths * self.directions) + self.floor * eye
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on with the same bits."""
+        return {
+            "directions": self.directions,
+            "strengths": self.strengths,
+            "floor": self.floor,
+            "updates": self.updates,
+            "skipped": self._skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, from any device.
+
+        Raises:
+            ConfigError: if it is one of other dimensions.
+        """
+        directions = state["directions"]
+        if directions is not None:
+            found, needed = tuple(directions.shape), (self.rank, self.dim)
+            _require(found == needed, "shape of the saved directions", found, f"{needed}")
+            directions = directions.to(dtype=torch.float64, copy=True)
+        self.directions = directions
+        self.strengths = state["strengths"].to("cpu", torch.float64, copy=True)
+        self.floor = float(state["floor"])
+        self.updates, self._skipped = int(state["updates"]), int(state["skipped"])
+        self._basis = None
+
+    # ---- the law
+
+    def _begin(self, device: torch.device, level: float) -> None:
+        """Row r has equal entries in columns r, r + R, r + 2R, ...: no row, no column is zero."""
+        columns = torch.arange(self.dim)
+        rows = torch.zeros(self.rank, self.dim, dtype=torch.float64)
+        rows[columns % self.rank, columns] = 1.0
+        self.directions = (rows / rows.norm(dim=1, keepdim=True)).to(device)
+        self.strengths = torch.full((self.rank,), level, dtype=torch.float64)
+        self.floor = level
+        self._basis = None
+
+    def _suppression(self) -> Tensor:
+        """e, shape (R,), in (0, 1)."""
+        beta = self.floor * (1 + self.alpha) + self.alpha / self.dim * float(self.strengths.sum())
+        return self.strengths / (beta + self.strengths)
+
+    def _move(self, count: int, trace: float, moment: Tensor) -> None:
+        """One update; `moment` is (X W^T)^T X = diag(e)^1/2 R X^T X."""
+        assert self.directions is not None
+        moment = moment.to(self.directions.device)
+        eta = min(0.9, -math.expm1(-count / self.history))
+        old = self.dim * self.floor + float(self.strengths.sum())
+        total = eta * trace / count + (1 - eta) * old
+        new = (eta / count) * self._suppression().rsqrt()
+        kept = (1 - eta) * (self.strengths + self.floor)
+        y = _column(new, moment) * moment.double() + _column(kept, moment) * self.directions
+        values, vectors, floored = self._eigen(y @ y.T, (self.floor * (1 - eta)) ** 2)
+        roots = values.sqrt()
+        directions = (vectors / roots).to(y.device).T @ y
+        if floored or values[0] > CONDITION * values[-1]:
+            directions = _straightened(directions)
+        floor = (total - float(roots.sum())) / (self.dim - self.rank)
+        least = max(EPSILON * total / self.dim, DELTA * float(roots[0]))
+        self.directions = directions
+        self.strengths = (roots - floor).clamp_(min=least)
+        self.floor = max(floor, least)
+        self._basis = None
+
+    @staticmethod
+    def _eigen(z: Tensor, least: float) -> tuple[Tensor, Tensor, bool]:
+        """Eigenvalues of Z, falling, floored at `least`; vectors as columns; whether one was floored."""
+        values, vectors = torch.linalg.eigh(z.cpu())
+        values, vectors = values.flip(0), vectors.flip(1)
+        floored = bool(values[-1] < least)
+        return values.clamp_(min=least), vectors, floored
+
+
+def _column(factors: Tensor, like: Tensor) -> Tensor:
+    return factors.to(like.device).unsqueeze(1)
+
+
+def _straightened(rows: Tensor) -> Tensor:
+    """Orthonormal rows, the leading ones kept; as they are if they are straight enough.
+
+    By Cholesky's factor of R R^T, or, where that would lose too many digits, by QR.
+    """
+    products = rows @ rows.T
+    error = products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    if float(error.abs().max()) <= STRAIGHT:
+        return rows
+    lower, failed = torch.linalg.cholesky_ex(products)
+    diagonal = lower.diagonal()
+    if int(failed) == 0 and float(diagonal.min()) > STEEP * float(diagonal.max()):
+        return torch.linalg.solve_triangular(lower, rows, upper=False)
+    q, _ = torch.linalg.qr(rows.T)
+    return q.T.contiguous()
+
+
+def require_options(*, alpha: float, history: float, update_period: float) -> None:
+    """Check what all estimates of an optimizer share.
+
+    Raises:
+        ConfigError: for a value out of its range.
+    """
+    _require(0 <= alpha < math.inf, "alpha", alpha, ">= 0")
+    _require(0 < history < math.inf, "history", history, "> 0 rows")
+    _require(update_period >= 1, "update_period", update_period, ">= 1 minibatches")
+
+
+def _require(holds: bool, name: str, value: Any, bound: str) -> None:
+    if not holds:
+        raise ConfigError(f"natural gradient: {name}={value} must be {bound}. Correct it.")

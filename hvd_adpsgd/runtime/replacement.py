@@ -1,0 +1,569 @@
+"""A new super learner takes the place of a lost one, over MPI.
+
+    recruiter (a living learner)              newcomer (a super learner of new processes)
+    MPI_Comm_spawn, on a thread               the same command from the top
+    bridge: the two merged                    hvd.init(): bridge; is told its numbers
+    ... all living train on ...               builds its model, wraps its optimizer
+    "ready" is here                           says "ready" over the bridge, waits
+    tells the port                            knows the port
+    all living: MPI_Comm_accept, merge        MPI_Comm_connect, merge
+    all living agree that they have it        hears "come", and is one of them
+
+Only the last three lines keep anybody from training, some 10 ms; Python, torch and the script start
+while the others train. Nothing that may wait for a newcomer runs on a learner's own thread without a
+bound: Open MPI 5.0 never returns from MPI_Comm_spawn, MPI_Comm_accept or MPI_Intercomm_merge when
+the other side has died. A thread that is left behind there sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import AlreadyInitializedError, LaunchError, PeerLostError, TransportError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.shutdown import Goodbye
+from hvd_adpsgd.runtime.world import Seat, World
+
+__all__ = [
+    "Joint",
+    "Newcomer",
+    "Recruit",
+    "Welcome",
+    "agreed",
+    "connect",
+    "enter",
+    "is_newcomer",
+    "lost_groups",
+    "this_newcomer",
+    "within",
+]
+
+T = TypeVar("T")
+
+log = logging.getLogger("hvd_adpsgd")
+
+JOINS = "HVD_ADPSGD_JOINS"  # set for processes that replace lost ones
+MEETING_S = 10.0  # longest wait for all to be connected, once a newcomer is ready
+START_S = 120  # longest MPI_Init of a newcomer, whose recruiter may have ended meanwhile
+_PASSED_ON = ("HVD_ADPSGD_", "HOROVOD_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH")
+_TAG_SIZE, _TAG_DATA = 1, 2
+_LOOK_S = 2e-3
+_PORT_FREED = "the job has ended"
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a newcomer is told before it knows anybody else.
+
+    Attributes:
+        super_rank: the super learner that it replaces.
+        seats, groups, config: of all, as in World.
+    """
+
+    super_rank: int
+    seats: tuple[Seat, ...]
+    groups: tuple[tuple[int, ...], ...]
+    config: Config
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Communicators of the living and a newcomer, errors returned.
+
+    Attributes:
+        comm: all learners, ordered by rank.
+        ranks: theirs.
+        goodbye: the same, for shutdown.
+        outer: the leaders; None on learners that lead nothing.
+        members: the super learners that they lead, by their rank there.
+    """
+
+    comm: Any
+    ranks: tuple[int, ...]
+    goodbye: Goodbye
+    outer: Any
+    members: tuple[int, ...]
+
+    def adopt(self, world: World) -> None:
+        """Make this the world of all learners."""
+        world.owned += [world.comm, world.goodbye.comm, world.outer]
+        world.comm, world.ranks = self.comm, self.ranks
+        world.goodbye, world.outer, world.members = self.goodbye, self.outer, self.members
+        world.joining, world.mixed = False, True
+
+
+def is_newcomer() -> bool:
+    """Whether this process was started to replace a lost learner."""
+    return JOINS in os.environ
+
+
+def lost_groups(world: World) -> tuple[int, ...]:
+    """The super learners none of whose learners is in `world.ranks`."""
+    living = set(world.ranks)
+    return tuple(i for i, group in enumerate(world.groups) if not living & set(group))
+
+
+def within(
+    seconds: float, call: Callable[[], T], drop: Callable[[T], object] = lambda result: None
+) -> T | None:
+    """What `call`, made on a thread of its own, returns in time; None if it is late or MPI fails.
+
+    Args:
+        seconds: longest wait.
+        call: may wait without bound.
+        drop: gets a result that comes too late.
+    """
+    results: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+    late = threading.Event()
+
+    def run() -> None:
+        from mpi4py import MPI
+
+        result = None
+        try:
+            result = call()
+        except (MPI.Exception, TransportError) as error:
+            log.info("a step of joining failed: %s", error)
+        results.put(result)
+        if late.is_set():
+            _drop_all(results, drop)
+
+    threading.Thread(target=run, daemon=True, name="hvd_adpsgd.join").start()
+    with contextlib.suppress(queue.Empty):
+        return results.get(timeout=seconds)
+    late.set()
+    _drop_all(results, drop)  # it may have come just now
+    return None
+
+
+def _drop_all(results: queue.SimpleQueue[T | None], drop: Callable[[T], object]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            result = results.get_nowait()
+            if result is not None:
+                drop(result)
+
+
+# ---- messages over a bridge ---------------------------------------------------------------------
+
+
+class _Inbox:
+    """Objects from one learner of a communicator, one after the other, without waiting."""
+
+    def __init__(self, comm: Any, source: int):
+        self._comm, self._source = comm, source
+        self._next_size()
+
+    def _next_size(self) -> None:
+        self._size = np.zeros(1, dtype=np.int64)
+        self._request = self._comm.Irecv(self._size, self._source, _TAG_SIZE)
+        self._data: Any = None
+
+    def close(self) -> None:
+        """Expect nothing more, so that the communicator can be freed."""
+        self._request.Cancel()
+        wait(self._request)
+
+    def take(self) -> list[Any]:
+        """[the next object], or [] if it is not here yet.
+
+        Raises:
+            MPI.Exception: if the sender is lost.
+        """
+        if not self._request.Test():
+            return []
+        if self._data is None:
+            self._data = np.empty(int(self._size[0]), dtype=np.uint8)
+            self._request = self._comm.Irecv(self._data, self._source, _TAG_DATA)
+            return self.take()
+        value = pickle.loads(self._data.tobytes())
+        self._next_size()
+        return [value]
+
+    def wait(self, ends: float | None, lives: Callable[[], bool]) -> Any:
+        """The next object.
+
+        Args:
+            ends: of time.monotonic; None: no bound but the sender's life.
+            lives: whether the sender does; MPI is silent about one that has ended well.
+
+        Raises:
+            TimeoutError: if it is not here by then, or never will be.
+            MPI.Exception: if the sender is lost.
+        """
+        while not (got := self.take()):
+            over = ends is not None and time.monotonic() > ends
+            if (over or not lives()) and not (got := self.take()):
+                raise TimeoutError
+            if got:
+                break
+            time.sleep(_LOOK_S)
+        return got[0]
+
+
+def _send(comm: Any, target: int, value: Any) -> None:
+    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    size = np.array([data.size], dtype=np.int64)
+    first = comm.Isend(size, target, _TAG_SIZE)
+    second = comm.Isend(data, target, _TAG_DATA)
+    wait(first)
+    wait(second)
+
+
+# ---- the recruiter ------------------------------------------------------------------------------
+
+
+class Recruit:
+    """A super learner that is being started in place of a lost one; seen by its recruiter.
+
+    Args:
+        world: of the recruiter.
+        super_rank: the lost one.
+        terms: what it must say when it is ready.
+        patience_s: longest start, from here to "ready".
+    """
+
+    def __init__(self, world: World, super_rank: int, terms: Any, patience_s: float):
+        self.super_rank = super_rank
+        self.problem = ""  # why it failed
+        self._ready = False
+        self._terms = terms
+        self._welcome = Welcome(super_rank, world.seats, world.groups, world.config)
+        self._ends = time.monotonic() + patience_s
+        self._patience_s = patience_s
+        self._leave_deadline_s = world.config.leave_deadline_s
+        self._bridge: Any = None
+        self._inbox: _Inbox | None = None
+        self._hostname = _host_for(world, super_rank)
+        self._thread = threading.Thread(target=self._start, daemon=True, name="hvd_adpsgd.recruit")
+        self._thread.start()
+
+    def _start(self) -> None:
+        from mpi4py import MPI
+
+        try:
+            self._bridge = self._spawn()
+        except (MPI.Exception, OSError) as error:
+            self.problem = (
+                f"the launcher cannot start {sys.orig_argv} on {self._hostname} ({error}): see what it "
+                "says on stderr; free slots there, and run under Open MPI's mpirun or horovodrun"
+            )
+
+    def _spawn(self) -> Any:
+        """Start the processes; a communicator of this learner (rank 0) and them."""
+        from mpi4py import MPI
+
+        alone = MPI.COMM_SELF.Dup()
+        alone.Set_errhandler(MPI.ERRORS_RETURN)
+        how = {"host": self._hostname, "map_by": "slot:OVERSUBSCRIBE", "bind_to": "none"}
+        info = MPI.Info.Create({"wdir": os.getcwd(), **how})
+        command, *args = _command(self.super_rank)
+        members = len(self._welcome.groups[self.super_rank])
+        between = alone.Spawn(command, args, members, info=info)
+        between.Set_errhandler(MPI.ERRORS_RETURN)
+        bridge = _merged(between, high=False)
+        for i in range(members):
+            _send(bridge, 1 + i, self._welcome)
+        self._inbox = _Inbox(bridge, 1)
+        return bridge
+
+    def state(self) -> str:
+        """Where it is: "starting", "ready", or "failed" for the reason in `problem`; does not wait."""
+        from mpi4py import MPI
+
+        if not self._ready and not self.problem:
+            try:
+                self._look()
+            except MPI.Exception:
+                self.problem = "it ended before it was ready; its own messages tell why"
+        if self.problem:
+            return "failed"
+        return "ready" if self._ready else "starting"
+
+    def _look(self) -> None:
+        inbox = self._inbox if self._bridge is not None else None
+        for terms in inbox.take() if inbox is not None else ():
+            self._ready = terms == self._terms
+            if not self._ready:
+                self.problem = f"it averages {terms}, the others {self._terms}"
+        if not self._ready and time.monotonic() > self._ends:
+            self.problem = f"it was not ready after patience_s={self._patience_s:g} s"
+
+    def open(self, rank: int) -> str:
+        """Ask it to the meeting with the learner `rank`. Returns the port where."""
+        from mpi4py import MPI
+
+        port = str(MPI.Open_port())
+        self._tell((port, rank))
+        return port
+
+    def come(self) -> None:
+        """All others have met it: it is one of them."""
+        self._tell("come")
+        self.release()
+
+    def dismiss(self) -> None:
+        """Let it end; wait a moment for one that has just been started."""
+        self._thread.join(self._leave_deadline_s if not self.problem else 0)
+        if self._bridge is not None:
+            self._tell(_PORT_FREED)
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the bridge."""
+        from mpi4py import MPI
+
+        with contextlib.suppress(MPI.Exception):
+            if self._inbox is not None:
+                self._inbox.close()
+            self._bridge.Free()
+
+    def _tell(self, value: Any) -> None:
+        from mpi4py import MPI
+
+        with contextlib.suppress(MPI.Exception):  # it is lost; whoever waits for it notices
+            for i in range(len(self._welcome.groups[self.super_rank])):
+                _send(self._bridge, 1 + i, value)
+
+
+def _command(super_rank: int) -> list[str]:
+    """The command line of this program, with the environment that a launcher may not pass on."""
+    passed = [
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_ON) and name != JOINS
+    ]
+    env = shutil.which("env") or "/usr/bin/env"
+    mark = f"{JOINS}={super_rank} {os.getpid()} {socket.gethostname()}"
+    return [env, *passed, mark, sys.executable, *sys.orig_argv[1:]]
+
+
+def _host_for(world: World, super_rank: int) -> str:
+    """The lost one's host while somebody lives there, else this one's."""
+    hostname = world.seats[world.groups[super_rank][0]].hostname
+    return (
+        hostname
+        if any(world.seats[r].hostname == hostname for r in world.ranks)
+        else (world.hostname)
+    )
+
+
+# ---- the newcomer -------------------------------------------------------------------------------
+
+
+class Newcomer:
+    """A process that replaces a lost learner: until it has joined it is in a world of its own.
+
+    Its rank, size, super_rank and super_size are those of the whole job from the start.
+    """
+
+    def __init__(self) -> None:
+        self._name, pid, hostname = os.environ[JOINS].split(" ", 2)
+        self._recruiter = int(pid) if hostname == socket.gethostname() else None
+        met = threading.Event()
+        threading.Thread(target=self._watch, args=(met,), daemon=True).start()
+        mpi = worlds.load_mpi(_start_mpi)
+        parent = mpi.Comm.Get_parent()
+        if parent == mpi.COMM_NULL:
+            raise LaunchError(
+                f"init(): {JOINS} is set, but nobody started this process by MPI_Comm_spawn. Unset it."
+            )
+        parent.Set_errhandler(mpi.ERRORS_RETURN)
+        self._bridge = _merged(parent, high=True)
+        met.set()
+        self._inbox = _Inbox(self._bridge, 0)
+        self.welcome: Welcome = self._hear()
+
+    def _watch(self, met: threading.Event) -> None:
+        """End this process when its recruiter has ended, or after START_S, unless they have met.
+
+        MPI_Init and MPI_Intercomm_merge wait for the recruiter without bound.
+        """
+        ends = time.monotonic() + START_S
+        while not met.wait(0.2):
+            if time.monotonic() > ends or not self._recruiter_lives():
+                os._exit(0)  # nobody is left to tell
+
+    def _recruiter_lives(self) -> bool:
+        """As far as can be seen from this host."""
+        return self._recruiter is None or _lives(self._recruiter)
+
+    def _hear(self, ends: float | None = None) -> Any:
+        from mpi4py import MPI
+
+        try:
+            said = self._inbox.wait(ends, self._recruiter_lives)
+        except (MPI.Exception, TimeoutError):
+            raise PeerLostError(
+                f"joining as super learner {self._name}: the learner that started this one is "
+                "lost or does not answer. The others go on, and start another one."
+            ) from None
+        if said == _PORT_FREED:
+            log.warning("super learner %s: the job ended before it joined.", self._name)
+            raise SystemExit(0)
+        return said
+
+    def make_world(self) -> World:
+        """The world of this newcomer: numbers of the job, communicators of its own."""
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD.Dup()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        told, mine = self.welcome, comm.Get_rank()
+        group = told.groups[told.super_rank]
+        rank = group[mine]
+        seat = told.seats[rank]
+        crossing = [r for r, s in enumerate(told.seats) if s.local_rank == seat.local_rank]
+        return World(
+            config=told.config,
+            comm=comm,
+            host=comm.Dup(),
+            inner=comm.Dup(),
+            outer=None,
+            rank=rank,
+            size=len(told.seats),
+            local_rank=seat.local_rank,
+            local_size=seat.local_size,
+            cross_rank=crossing.index(rank),
+            cross_size=len(crossing),
+            super_rank=told.super_rank,
+            super_size=len(told.groups),
+            inner_rank=mine,
+            inner_size=len(group),
+            groups=told.groups,
+            hostname=socket.gethostname(),
+            seats=told.seats,
+            ranks=group,
+            goodbye=Goodbye(comm.Dup(), group),
+            on_loss=told.config.on_loss,
+            joining=True,
+        )
+
+    def ready(self, terms: Any) -> tuple[str, int]:
+        """Say so, and wait until the others are there too. Returns the port, and the recruiter's rank.
+
+        Raises:
+            PeerLostError: if the recruiter was lost.
+            SystemExit: with status 0, if the job has ended.
+        """
+        if self._bridge.Get_rank() == 1:
+            _send(self._bridge, 0, terms)
+        port, recruiter = self._hear()
+        return port, recruiter
+
+    def await_come(self) -> None:
+        """Wait until all others have agreed.
+
+        Raises:
+            PeerLostError: if they have not in time.
+        """
+        self._hear(time.monotonic() + 3 * MEETING_S)
+        self._inbox.close()
+        self._bridge.Free()
+
+
+def _start_mpi(mpi: Any) -> None:
+    """MPI_Init; mpi4py's own call holds the GIL, and the watch could not run."""
+    provided = ctypes.c_int()
+    library = ctypes.CDLL(mpi.__file__)
+    library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+_newcomer: Newcomer | None = None
+
+
+def enter() -> World:
+    """init() of a newcomer. Returns its world, which worlds.current returns from now on.
+
+    Raises:
+        AlreadyInitializedError: after an init without a shutdown.
+        LaunchError: if nobody started it.
+        PeerLostError: if whoever started it is lost.
+    """
+    global _newcomer
+    if worlds.is_initialized():
+        raise AlreadyInitializedError(
+            "init(): hvd_adpsgd is initialized already. Drop the second call."
+        )
+    _newcomer = Newcomer()
+    return worlds.enter(_newcomer.make_world())
+
+
+def this_newcomer() -> Newcomer:
+    """What `enter` has made."""
+    assert _newcomer is not None
+    return _newcomer
+
+
+# ---- the meeting --------------------------------------------------------------------------------
+
+
+def _merged(between: Any, high: bool) -> Any:
+    """One communicator of both sides of an intercommunicator, which is freed."""
+    from mpi4py import MPI
+
+    comm = between.Merge(high=high)
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    between.Free()
+    return comm
+
+
+def connect(side: Any, world: World, port: str | None, root: int, accepts: bool) -> Joint:
+    """Make the communicators of the living and one newcomer; waits for all of them.
+
+    Args:
+        side: a communicator of the living, or of the newcomer; not used for anything else.
+        world: of this learner.
+        port: needed on `root` only.
+        root: rank in `side`.
+        accepts: the living accept, the newcomer connects.
+    """
+    from mpi4py import MPI
+
+    meet = side.Accept if accepts else side.Connect
+    between = meet(port or "", root=root)
+    between.Set_errhandler(MPI.ERRORS_RETURN)
+    merged = _merged(between, high=not accepts)
+    comm = merged.Split(0, world.rank)
+    outer = comm.Split(0 if world.is_leader else MPI.UNDEFINED, world.rank)
+    goodbye = comm.Dup()
+    for made in (comm, goodbye):
+        made.Set_errhandler(MPI.ERRORS_RETURN)
+    merged.Free()
+    ranks = tuple(allgather_object(comm, world.rank))
+    members = tuple(i for i, group in enumerate(world.groups) if group[0] in ranks)
+    outer = None if outer == MPI.COMM_NULL else outer
+    return Joint(comm, ranks, Goodbye(goodbye, ranks), outer, members)
+
+
+def agreed(world: World, doing: str, mine: bool) -> bool:
+    """Whether all learners say yes."""
+    said: Sequence[bool] = world.together(doing, lambda comm: allgather_object(comm, mine))
+    return all(said)

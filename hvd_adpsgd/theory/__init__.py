@@ -1,0 +1,1 @@
+"""What averaging does, as pure mathematics: graphs, mixing matrices, gossip, limits."""

@@ -1,0 +1,378 @@
+"""Gossip in continuous time, plain and accelerated by A2CiD2: its constants, and how fast it decays.
+
+Every edge of a graph exchanges at the times of a Poisson process of its own. Closed forms and the
+equation of second moments, to set against a run. Everything is float64 and small; nothing here runs
+inside training.
+
+Legend: n super learners, models x_i, mean m, weights 1/2; time in units in which each takes part in
+`rate` exchanges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.errors import ConfigError, TopologyError
+from hvd_adpsgd.theory.mixing import edge_vector
+from hvd_adpsgd.theory.topology import require_size
+
+__all__ = [
+    "Acceleration",
+    "accelerated_decay",
+    "acceleration",
+    "acceleration_gain",
+    "drift_gain",
+    "gossip_decay",
+    "laplacian",
+    "require_acceleration",
+    "slowest_disagreement",
+]
+
+Matrix = npt.NDArray[np.float64]
+Edges = Iterable[tuple[int, int]]
+
+# ---- constants ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """Constants of A2CiD2, the continuous momentum that accelerates gossip on sparse graphs.
+
+    Each learner keeps a second model xt. Between events dx = eta (xt - x) dt and
+    dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with j moves x by -(x - x_j)/2
+    and xt by -alpha_tilde (x - x_j).
+
+    Attributes:
+        chi1: 1 / (smallest eigenvalue > 0 of the Laplacian), in units of time.
+        chi2: largest effective resistance of an edge, halved, in units of time; chi2 <= chi1.
+        eta: 1 / (2 sqrt(chi1 chi2)), per unit of time.
+        alpha_tilde: sqrt(chi1 / chi2) / 2, a pure number >= 1/2.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
+    """
+
+    chi1: float
+    chi2: float
+    eta: float
+    alpha_tilde: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether there is anything to gain: chi1 > chi2.
+
+        Both are equal where every exchange helps every mode alike, as on complete graphs (the
+        ring of three among them).
+        """
+        return self.chi1 > self.chi2 * (1 + 1e-9)
+
+
+def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
+    """Expected pull of random exchanges: dE[x]/dt = -(1/2) Lap x for weights 1/2.
+
+    Lap = sum over edges of r_ij (e_i - e_j)(e_i - e_j)^T with r_ij = (rate/2)(1/deg_i + 1/deg_j):
+    everybody asks a uniformly random neighbour, so often that an exchange per unit of time and
+    rate falls to each on average. Where all have as many neighbours, Lap = rate (I - W) with W
+    uniform over the neighbours.
+
+    Args:
+        n: number of super learners, n >= 2.
+        edges: pairs that may exchange.
+        rate: exchanges per super learner and unit of time, asked and answered together, > 0.
+
+    Returns:
+        Lap, shape (n, n), symmetric, of zero row sums.
+
+    Raises:
+        TopologyError: if n < 2, there is no edge, or a rank is out of range.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
+    """
+    vectors, rates = _rated(n, edges, rate)
+    return vectors * rates @ vectors.T
+
+
+def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
+    """Constants of A2CiD2 on a graph, from its `laplacian`, where arguments are explained.
+
+    chi1 = 1 / lambda_2(Lap), chi2 = (1/2) max over edges of (e_i - e_j)^T Lap^+ (e_i - e_j).
+
+    Raises:
+        TopologyError: if the graph is not connected, or as `laplacian`.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, and their code for the constants.
+    """
+    edges = list(edges)
+    pull = laplacian(n, edges, rate)
+    slowest = float(np.linalg.eigvalsh(pull)[1])
+    if slowest <= 1e-12 * rate:
+        raise TopologyError(
+            f"not connected: the {len(edges)} edges given leave {n} super learners in several "
+            "parts, needed is one. Pass topology.ring_edges(n)."
+        )
+    # shifting the mean's eigenvalue from 0 to 1 makes Lap invertible and changes no e_i - e_j
+    inverse = np.linalg.inv(pull + 1 / n)
+    vectors, _ = _rated(n, edges, rate)
+    chi1, chi2 = 1 / slowest, float(np.sum(vectors * (inverse @ vectors), axis=0).max()) / 2
+    return Acceleration(chi1, chi2, 0.5 / math.sqrt(chi1 * chi2), 0.5 * math.sqrt(chi1 / chi2))
+
+
+def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
+    """The constants of `acceleration`, if there is anything to gain from them.
+
+    Raises:
+        ConfigError: if chi1 = chi2, as on complete graphs: accelerated gossip is then no faster
+            than plain gossip; or as `acceleration`.
+        TopologyError: as `acceleration`.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, whose code refuses complete graphs.
+    """
+    constants = acceleration(n, edges, rate)
+    if not constants.pays:
+        raise ConfigError(
+            f"nothing to accelerate: among {n} super learners on this graph chi1 = "
+            f"{constants.chi1:.6g} and chi2 = {constants.chi2:.6g}, needed is chi1 > chi2. Every "
+            "pair meets often enough; average without acceleration, or on a ring of 4 or more."
+        )
+    return constants
+
+
+def drift_gain(constants: Acceleration) -> float:
+    """How much less squared disagreement a constant drift leaves with acceleration.
+
+    Under a drift b_i of each learner (data that differ), the expected models rest at
+    2 Lap^+ b / (1/2 + alpha_tilde) from their mean, plain ones (alpha_tilde = 1/2) at 2 Lap^+ b:
+    the ratio of squares is (1/2 + alpha_tilde)^2.
+
+    Returns:
+        The ratio, >= 1.
+
+    Source: derived here; the tests hold it against brute force.
+    """
+    return (0.5 + constants.alpha_tilde) ** 2
+
+
+# ---- decay --------------------------------------------------------------------------------------
+
+
+def gossip_decay(n: int, edges: Edges, rate: float = 1.0) -> float:
+    """Rate at which the expected squared disagreement of plain gossip decays in the long run.
+
+    E[sum_i |x_i - m|^2] ~ exp(-decay t), where every edge exchanges at the times of a Poisson
+    process, at the rates of `laplacian`, with weights 1/2. On complete graphs it is
+    rate n / (2 (n - 1)). A single run decays at least as fast, and on small rings a tenth faster:
+    the expectation is carried by the unlucky ones.
+
+    Args:
+        n: number of super learners, 2 <= n <= 24, or up to 64 if the graph is circulant (the
+            same after turning the ring of ranks, as the ring itself).
+        edges: pairs that may exchange.
+        rate: exchanges per super learner and unit of time, > 0.
+
+    Returns:
+        The decay per unit of time; 0 if the graph is not connected.
+
+    Raises:
+        TopologyError: as `laplacian`, or if n is too large.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: the equation of second moments, see `_moment_rates`; averaging by Poisson clocks is
+        Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
+    """
+    return _decay(n, edges, rate, np.zeros((1, 1)), np.array([0.5]))
+
+
+def accelerated_decay(
+    n: int, edges: Edges, rate: float = 1.0, constants: Acceleration | None = None
+) -> float:
+    """As `gossip_decay`, with A2CiD2.
+
+    Args:
+        n: as in `gossip_decay`.
+        edges: as in `gossip_decay`.
+        rate: as in `gossip_decay`.
+        constants: eta and alpha_tilde to use; default: those of `acceleration`.
+
+    Returns:
+        The decay per unit of time; negative if the constants make disagreement grow.
+
+    Raises:
+        TopologyError: as `gossip_decay`, or if the graph is not connected.
+        ConfigError: if the rate is not positive and finite.
+
+    Source: the law of A2CiD2 (Nabli et al., NeurIPS 2023); its second moments derived here; the
+        tests hold it against brute force.
+    """
+    edges = list(edges)
+    used = constants or acceleration(n, edges, rate)
+    coupling = used.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
+    return _decay(n, edges, rate, coupling, np.array([0.5, used.alpha_tilde]))
+
+
+def acceleration_gain(n: int, edges: Edges) -> float:
+    """How many times faster squared disagreement decays with A2CiD2: a ratio, free of the rate.
+
+    accelerated_decay / gossip_decay; 1 where `Acceleration.pays` is false. On rings it exceeds 1.3
+    from n = 8 on.
+
+    Raises:
+        TopologyError: as `accelerated_decay`.
+
+    Source: `accelerated_decay` over `gossip_decay`.
+    """
+    edges = list(edges)
+    return accelerated_decay(n, edges) / gossip_decay(n, edges)
+
+
+def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = None) -> Matrix:
+    """Second moments of disagreement that keep their shape: from them on, E M(t) = exp(-decay t) M.
+
+    The start for measuring `gossip_decay` or `accelerated_decay` in a short time: elsewhere faster
+    modes come first.
+
+    Args:
+        n: as in `gossip_decay`.
+        edges: as in `gossip_decay`.
+        constants: those of A2CiD2 for rate 1; None: plain gossip.
+
+    Returns:
+        M, shape (copies, copies, n, n), M[a, b] = E[z_a z_b^T] with z_0 = x, and z_1 = xt with
+        A2CiD2; scaled so that E|x|^2 = n.
+
+    Raises:
+        TopologyError: as `gossip_decay`.
+
+    Source: derived here; the tests hold it against brute force.
+    """
+    if constants is None:
+        return _slowest(n, edges, 1.0, np.zeros((1, 1)), np.array([0.5]))[1]
+    coupling = constants.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
+    return _slowest(n, edges, 1.0, coupling, np.array([0.5, constants.alpha_tilde]))[1]
+
+
+# ---- the equation of second moments -------------------------------------------------------------
+
+
+def _decay(n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix) -> float:
+    return _slowest(n, edges, rate, coupling, weights)[0]
+
+
+def _slowest(
+    n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix
+) -> tuple[float, Matrix]:
+    """Minus the largest eigenvalue of `_moment_rates` on disagreement, and its eigenvector.
+
+    The eigenvalue is real, with a positive semidefinite eigenvector. That one may be averaged over
+    the symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
+    """
+    edges = list(edges)
+    vectors, rates = _rated(n, edges, rate)
+    circulant = _is_circulant(n, edges)
+    _require_tractable(n, circulant)
+    patterns = list(_patterns(n, len(weights), circulant))
+    away = np.eye(n) - 1 / n
+    # what is not disagreement would stay, and hide the decay: let it decay faster than anything
+    sink = 10 * (rates.sum() * (1 + weights @ weights) + np.abs(coupling).sum())
+    columns = []
+    for pattern in patterns:
+        apart = away @ pattern @ away
+        changed = _moment_rates(apart, vectors, rates, coupling, weights) - sink * (pattern - apart)
+        columns.append([changed[tuple(np.argwhere(p)[0])] for p in patterns])
+    values, shapes = np.linalg.eig(np.array(columns).T)
+    slowest = int(values.real.argmax())
+    moments = np.einsum("p,pabij->abij", shapes[:, slowest].real, np.array(patterns))
+    return float(-values[slowest].real), moments * (n / np.trace(moments[0, 0]))
+
+
+def _moment_rates(
+    moments: Matrix, vectors: Matrix, rates: Matrix, coupling: Matrix, weights: Matrix
+) -> Matrix:
+    """dM/dt of the second moments M[a, b] = E[z_a z_b^T] of copies z_a of all models.
+
+    Copies drift by dz_a = sum_b coupling_ab z_b dt; at rate r_e the exchange over e = e_i - e_j
+    moves z_a by -weights_a e (e^T z_0). With U_a = M[a, 0] e and q = e^T M[0, 0] e,
+    dM[a, b] = (coupling M)[a, b] + (M coupling^T)[a, b]
+               + sum over e of r_e (w_a w_b q e e^T - w_b U_a e^T - w_a e U_b^T).
+
+    Args:
+        moments: M, shape (copies, copies, n, n).
+        vectors: e as columns, shape (n, edges).
+        rates: r_e, shape (edges,).
+        coupling: shape (copies, copies).
+        weights: shape (copies,).
+    """
+    drift = np.einsum("ac,cbij->abij", coupling, moments)
+    seen = moments[:, 0] @ vectors
+    square = np.sum(vectors * seen[0], axis=0)
+    lost = np.einsum("b,aij->abij", weights, seen * rates @ vectors.T)
+    kept = np.multiply.outer(np.outer(weights, weights), vectors * (rates * square) @ vectors.T)
+    return drift + _turned(drift) + kept - lost - _turned(lost)
+
+
+def _turned(moments: Matrix) -> Matrix:
+    """The transpose as one large matrix: [a, b, i, j] becomes [b, a, j, i]."""
+    return moments.transpose(1, 0, 3, 2)
+
+
+def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
+    """A basis of the symmetric moments, of zeros and ones without overlap."""
+    seat = np.arange(n)
+    turns = (seat[:, None] - seat) % n
+    if circulant:
+        labels = np.minimum(turns, n - turns)
+    else:
+        labels = seat[:, None] * n + seat
+    for a in range(copies):
+        for b in range(a, copies):
+            own = np.minimum(labels, labels.T) if a == b else labels
+            for label in np.unique(own):
+                pattern = np.zeros((copies, copies, n, n))
+                pattern[a, b] = own == label
+                pattern[b, a] = pattern[a, b].T
+                yield pattern
+
+
+def _is_circulant(n: int, edges: Sequence[tuple[int, int]]) -> bool:
+    """Whether every rank sees the same graph by turning the ring of ranks."""
+    here = sorted(_sorted_pair(i, j) for i, j in edges)
+    return here == sorted(_sorted_pair((i + 1) % n, (j + 1) % n) for i, j in edges)
+
+
+# ---- graphs and checks --------------------------------------------------------------------------
+
+
+def _rated(n: int, edges: Edges, rate: float) -> tuple[Matrix, Matrix]:
+    """Directions e_i - e_j as columns, shape (n, edges), and the edges' rates; see `laplacian`."""
+    require_size(n, 2)
+    if not 0 < rate < math.inf:
+        raise ConfigError(
+            f"bad argument: gossip in continuous time got rate = {rate}, allowed is > 0 and finite. Pass "
+            "exchanges per super learner and unit of time."
+        )
+    vectors = np.array([edge_vector(n, i, j) for i, j in edges]).reshape(-1, n).T
+    if vectors.size == 0:
+        raise TopologyError(
+            "no exchange possible: got 0 edges, needed is at least 1. "
+            "Pass topology.ring_edges(n) or topology.complete_edges(n)."
+        )
+    ends = np.abs(vectors)
+    return vectors, rate / 2 * ((1 / np.maximum(ends.sum(axis=1), 1)) @ ends)
+
+
+def _require_tractable(n: int, circulant: bool) -> None:
+    most = 64 if circulant else 24
+    if n > most:
+        raise TopologyError(
+            f"too many super learners: the decay of gossip was asked for n = {n}, allowed is "
+            f"<= {most} on such a graph. Take a smaller one, or a ring."
+        )
+
+
+def _sorted_pair(i: int, j: int) -> tuple[int, int]:
+    return (min(i, j), max(i, j))

@@ -1,0 +1,1 @@
+"""Programs beside training: doctor, microbenchmarks, the Horovod build."""

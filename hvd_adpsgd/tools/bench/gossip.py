@@ -1,0 +1,344 @@
+"""Pure averaging on a ring, with and without A2CiD2, through the real engine, against theory.
+
+Run by `python -m hvd_adpsgd bench gossip`, one process per super learner. Exchanges come at the
+times of a Poisson process that all draw from one seed; each is a round of the engine between two
+super learners. Between its exchanges a super learner couples its model to the second one for the
+time that has passed. Every exchange carries plain columns and accelerated ones: both schemes see
+the same events.
+
+--windows R: R short times from the slowest moments of disagreement (continuous.slowest_disagreement).
+The mean of the squared disagreement left is exp(-decay time) to the sampling error: the rate of
+the expectation. Long times give the rate of a typical run, from the mean of the logarithm: it is
+faster, because unlucky runs carry the expectation. There is no closed form for it; --simulated S
+runs of the law alone stand in.
+
+--steps K: besides, updates after every unit of time, one column group each: white noise, noise
+through momentum 0.9, a constant drift of each super learner's own. What stays is compared with plain
+gossip, also at twice the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.strategies.plan import DURING, NOBODY, Plan, Rounds
+from hvd_adpsgd.theory import gossip as continuous
+from hvd_adpsgd.theory import topology
+from hvd_adpsgd.tools.bench import MARK
+
+Matrix = npt.NDArray[np.float64]
+Event = tuple[float, int, int]  # time, and two neighbours
+
+UPDATES = ("white", "momentum", "drift")
+MOMENTUM = 0.9
+SHORT, LONG = 2.0, 40.0  # lengths of a window and of a long run, in times of accelerated decay
+LONG_RUNS = 8
+BURN_IN = 12  # in units of chi1, the time in which the slowest mode of the mean model shrinks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=200)
+    parser.add_argument("--simulated", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--columns", type=int, default=100, help="of each kind of update")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    args = parser.parse_args()
+
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    constants = continuous.acceleration(comm.size, topology.ring_edges(comm.size))
+    result: dict[str, Any] = {"super_learners": comm.size, "seeds": args.seeds}
+    result |= {"eta": constants.eta, "alpha_tilde": constants.alpha_tilde}
+    if args.windows:
+        result["decay"] = decay(comm, constants, args)
+    if args.steps:
+        result["left"] = spread(comm, args)
+        result["left"]["drift"]["theory"] = 1 / continuous.drift_gain(constants)
+    if comm.rank == 0:
+        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+
+
+def draw(rng: np.random.Generator, n: int, rate: float, seconds: float) -> list[Event]:
+    """Exchanges of a ring: each super learner takes part in `rate` of them per unit of time."""
+    edges = topology.ring_edges(n)
+    count = rng.poisson(rate * n / 2 * seconds)
+    times = np.sort(rng.uniform(0, seconds, count))
+    return [(float(t), *edges[e]) for t, e in zip(times, rng.integers(0, n, count), strict=True)]
+
+
+class Gossip:
+    """The models of one super learner, averaged by its engine at the events of a sequence.
+
+    The first `plain` columns know nothing of a second model.
+
+    Args:
+        comm: all super learners.
+        constants: of A2CiD2.
+        plain: columns, and
+        accelerated: columns, of the model.
+        events: all that will come, in order.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        constants: continuous.Acceleration,
+        plain: int,
+        accelerated: int,
+        events: list[Event],
+    ):
+        from mpi4py import MPI
+
+        self.comm, self.events = comm, events
+        self.next = 0
+        self.model = np.zeros(plain + accelerated)
+        self.distance = np.zeros(accelerated)  # xt - x of the accelerated columns
+        self._fast = self.model[plain:]
+        self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
+        self._coupled = 0.0  # up to this time
+        self._addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
+        outer = comm.Dup()
+        outer.Set_errhandler(MPI.ERRORS_RETURN)
+        options = EngineOptions(chunk_nbytes=2**16, deadline_s=60.0, offered_only=True)
+        rounds = Rounds(1, DURING, self._partners())
+        plan = Plan.nobody(rounds, weight=1 / 2)
+        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+        self.engine.extend([TensorSpec("model", self.model.shape, "float64")])
+        self.engine.start()
+
+    def _partners(self) -> npt.NDArray[np.int32]:
+        """One row per event: whom this super learner asks in it, and who asks it."""
+        table = np.full((max(1, len(self.events)), 2), NOBODY, dtype=np.int32)
+        for k, (_, i, j) in enumerate(self.events):
+            if self.comm.rank in (i, j):
+                table[k] = (j, NOBODY) if self.comm.rank == i else (NOBODY, i)
+        return table
+
+    def start(self, model: Matrix, distance: Matrix) -> None:
+        """From these values, at time 0."""
+        self.model[:], self.distance[:] = model, distance
+        self._coupled = 0.0
+
+    def until(self, time: float, last: int) -> None:
+        """All events before number `last`, and the coupling up to `time`."""
+        for k in range(self.next, last):
+            if self.comm.rank in self.events[k][1:]:
+                self.couple(self.events[k][0])
+                self._exchange(k)
+        self.next = last
+        self.couple(time)
+
+    def couple(self, time: float) -> None:
+        """x += h (1 - exp(-2 eta dt)) / 2, h *= exp(-2 eta dt)."""
+        left = math.exp(-2 * self._eta * (time - self._coupled))
+        self._fast += self.distance * ((1 - left) / 2)
+        self.distance *= left
+        self._coupled = time
+
+    def _exchange(self, k: int) -> None:
+        """Event k: the mean of the pair; h takes 2 alpha_tilde - 1 of what x is moved by."""
+        self.engine.absorb(self._addresses, -1, k)
+        self.engine.offer(k)
+        self.engine.begin_round(k)
+        before = self._fast.copy()
+        self.engine.finish_round()
+        self.engine.publish(k)
+        self.engine.absorb(self._addresses, self.engine.published(), k)
+        self.distance += self._share * (self._fast - before)
+
+    def squares(self) -> Matrix:
+        """Squared distances from the mean, by column; over all super learners."""
+        mean = self._sum(self.model) / self.comm.size
+        return self._sum((self.model - mean) ** 2)
+
+    def _sum(self, values: Matrix) -> Matrix:
+        total = np.empty_like(values)
+        wait(self.comm.Iallreduce(values, total))
+        return total
+
+
+# ---- decay --------------------------------------------------------------------------------------
+
+
+def decay(
+    comm: Any, constants: continuous.Acceleration, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of decay of the squared disagreement, measured and in theory."""
+    n = comm.size
+    edges = topology.ring_edges(n)
+    rates = {
+        "plain": continuous.gossip_decay(n, edges),
+        "a2cid2": continuous.accelerated_decay(n, edges),
+    }
+    short, long = SHORT / rates["a2cid2"], LONG / rates["a2cid2"]
+    windows = draw_all([args.seeds, 1], args.windows, n, short)
+    longer = draw_all([args.seeds, 2], LONG_RUNS, n, long)
+    start = Start(n, constants)
+    cuts = [(short, events) for events in windows]
+    cuts += [part for events in longer for part in halves(events, long)]
+    gossip = Gossip(comm, constants, n, 2 * n, [e for _, events in cuts for e in events])
+    factors = []
+    found: dict[str, Any] = {"windows": len(windows), "long_runs": len(longer)}
+    found |= {"window": short, "long": long, "from_law": 0.0}
+    for i, (until, events) in enumerate(cuts):
+        if i < len(windows) or until < long:
+            gossip.start(*start.of(comm.rank))
+        gossip.until(until, gossip.next + len(events))
+        factors.append(by_scheme(gossip.squares(), n))
+        if i < len(windows):
+            models = np.array(allgather_object(comm, gossip.model))
+            law = start.after(events, until)
+            found["from_law"] = max(found["from_law"], float(np.abs(models - law).max()))
+    gossip.engine.stop()
+    simulated = simulate(start, draw_all([args.seeds, 5], args.simulated, n, long), long)
+    few, runs = np.array(factors[: len(windows)]), np.array(factors[len(windows) :])
+    for column, (name, rate) in enumerate(rates.items()):
+        mean = few[:, column].mean()
+        found[name] = {
+            "theory": rate,
+            "measured": -math.log(mean) / short,
+            "error": few[:, column].std(ddof=1) / math.sqrt(len(few)) / mean / short,
+            "typical": float(np.log(runs[::2, column] / runs[1::2, column]).mean() / (long / 2)),
+            "typical_simulated": float(simulated[column]),
+        }
+    found["gain"] = {
+        key: found["a2cid2"][key] / found["plain"][key]
+        for key in ("theory", "measured", "typical", "typical_simulated")
+    }
+    return found
+
+
+def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
+    """`count` sequences of events for each seed; `seeds` are these and a number for the purpose."""
+    each = [np.random.default_rng([seed, seeds[1]]) for seed in seeds[0]]
+    return [draw(rng, n, 1.0, length) for rng in each for _ in range(count)]
+
+
+def halves(events: list[Event], length: float) -> list[tuple[float, list[Event]]]:
+    """The events up to half of the time, and those behind it."""
+    cut = sum(time < length / 2 for time, _, _ in events)
+    return [(length / 2, events[:cut]), (length, events[cut:])]
+
+
+def by_scheme(squares: Matrix, n: int) -> tuple[float, float]:
+    """Squared disagreement, 1 at the start, of plain and accelerated columns."""
+    return float(squares[:n].sum() / n), float(squares[n:].sum() / n)
+
+
+def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matrix:
+    """Rates of typical runs by the law alone, over the second half of each."""
+    n = len(start.model)
+    rates = []
+    for events in sequences:
+        (middle, first), _ = halves(events, length)
+        ends = [
+            by_scheme(((x - x.mean(axis=0)) ** 2).sum(axis=0), n)
+            for x in (start.after(first, middle), start.after(events, length))
+        ]
+        rates.append(np.log(np.array(ends[0]) / np.array(ends[1])) / (length - middle))
+    return np.asarray(np.mean(rates, axis=0)) if rates else np.full(2, np.nan)
+
+
+class Start:
+    """Models whose moments are exactly `continuous.slowest_disagreement`: no sampling, 3 n columns.
+
+    Attributes:
+        model: of all super learners; the first n columns are for plain gossip. Shape (n, 3 n).
+        shadow: second models of the other columns, shape (n, 2 n).
+    """
+
+    def __init__(self, n: int, constants: continuous.Acceleration):
+        edges = topology.ring_edges(n)
+        plain = square_root(continuous.slowest_disagreement(n, edges))
+        fast = square_root(continuous.slowest_disagreement(n, edges, constants))
+        self.model = np.hstack([plain, fast[:n]])
+        self.shadow = fast[n:]
+        self._constants = constants
+
+    def of(self, rank: int) -> tuple[Matrix, Matrix]:
+        """Model, and distance of the second one, of a super learner."""
+        n = len(self.model)
+        return self.model[rank], self.shadow[rank] - self.model[rank, n:]
+
+    def after(self, events: list[Event], length: float) -> Matrix:
+        """Models at the end by the law as it is written, both models of everybody in one array."""
+        n = len(self.model)
+        eta, weight = self._constants.eta, self._constants.alpha_tilde
+        x, xt = self.model.copy(), self.shadow.copy()
+        now = 0.0
+        for time, i, j in [*events, (length, 0, 0)]:
+            mean, half = (x[:, n:] + xt) / 2, (x[:, n:] - xt) / 2
+            half *= math.exp(-2 * eta * (time - now))
+            x[:, n:], xt, now = mean + half, mean - half, time
+            gap = x[i] - x[j]
+            x[i], x[j] = x[i] - gap / 2, x[j] + gap / 2
+            xt[i], xt[j] = xt[i] - weight * gap[n:], xt[j] + weight * gap[n:]
+        return x
+
+
+def square_root(moments: Matrix) -> Matrix:
+    """R with R R^T = M as one matrix, shape (copies n, copies n)."""
+    copies, _, n, _ = moments.shape
+    values, vectors = np.linalg.eigh(moments.transpose(0, 2, 1, 3).reshape(copies * n, copies * n))
+    return np.asarray(vectors * np.sqrt(np.maximum(values, 0)))
+
+
+# ---- what stays under updates -------------------------------------------------------------------
+
+
+def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What A2CiD2, and twice the exchanges, leave of plain gossip's squared disagreement."""
+    found: dict[str, Any] = {}
+    rows = [(left(comm, 1.0, s, args), left(comm, 2.0, s, args)) for s in args.seeds]
+    for kind, name in enumerate(UPDATES):
+        plain = [one[0, kind] for one, _ in rows]
+        found[name] = {"plain": float(np.mean(plain))}
+        for scheme, values in (
+            ("a2cid2", [one[1, kind] for one, _ in rows]),
+            ("double", [two[0, kind] for _, two in rows]),
+        ):
+            ratios = np.array(values) / plain
+            found[name][scheme] = float(ratios.mean())
+            found[name][f"{scheme}_min"] = float(ratios.min())
+            found[name][f"{scheme}_max"] = float(ratios.max())
+    return found
+
+
+def left(comm: Any, rate: float, seed: int, args: argparse.Namespace) -> Matrix:
+    """Mean squared distance from the mean model per number, by scheme (plain, a2cid2) and update."""
+    n, width = comm.size, args.columns
+    constants = continuous.acceleration(n, topology.ring_edges(n), rate)
+    burn_in = math.ceil(BURN_IN * constants.chi1)
+    events = draw(np.random.default_rng([seed, 3]), n, rate, burn_in + args.steps)
+    times = np.array([time for time, _, _ in events])
+    half = len(UPDATES) * width
+    gossip = Gossip(comm, constants, half, half, events)
+    rng = np.random.default_rng([seed, 4, comm.rank])
+    drift, moving = rng.standard_normal(width), np.zeros(width)
+    total, looks = np.zeros(2 * half), 0
+    for step in range(1, burn_in + args.steps + 1):
+        gossip.until(step, int(np.searchsorted(times, step)))
+        white, noise = rng.standard_normal((2, width))
+        moving = MOMENTUM * moving + noise
+        gossip.model -= np.tile(np.concatenate([white, moving, drift]), 2)
+        if step > burn_in and step % 5 == 0:
+            total += gossip.squares()
+            looks += 1
+    gossip.engine.stop()
+    return total.reshape(2, len(UPDATES), width).mean(axis=2) / (looks * n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Does averaging run beside the computation? Step times of delay-by-one against the two extremes.
+
+Run by `python -m hvd_adpsgd bench overlap`. Each learner, its own super learner, trains a model of
+--mib with known gradients; the computation of a step is a sleep, which stands for a GPU's work and
+leaves the processor to the engine, or with --busy real matrix products, which share it. Its length
+is given in times of the mean of all, as that takes when nothing else runs. In turn, so that all see
+the same machine: the plain optimizer, delay-by-one (the mean of all runs beside the computation) and
+averaging after every step (the step waits for it).
+
+With t_off the time of a plain step and t_mean that of the mean with nothing beside it, full overlap
+gives max(t_off, t_mean), none t_off + t_mean; either way the step also adds corrections and fills the
+mirror. hidden = (t_off + t_mean - step) / min(t_off, t_mean): 1 for full overlap without any cost of
+its own, 0 for none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.tools.bench import MARK
+
+KINDS = {"off": None, "delay": "delay_by_one", "periodic": "periodic_averaging:period=1"}
+WARM_UP = 2  # steps before the clock starts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=float, default=32.0)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="steps per block")
+    parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
+    parser.add_argument("--busy", action="store_true", help="compute on the processor")
+    parser.add_argument("--only", choices=("delay", "periodic"), help="one block of this, to trace")
+    parser.add_argument("--compute-ms", type=float, default=0.0, help="of that block")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    kinds = (args.only,) if args.only else tuple(KINDS)
+    trial = Trial(args.mib, args.busy, kinds)
+    if args.only:
+        trial.block(args.only, args.steps, 0.0)
+        mean_s = trial.mean_s(args.only)
+        trial.block(args.only, args.steps, 1e-3 * args.compute_ms or 1.5 * mean_s)
+        result: dict[str, Any] = {"mean_ms": 1e3 * mean_s}
+    else:
+        result = measure(trial, args)
+    if hvd.rank() == 0:
+        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+    hvd.shutdown()
+
+
+def measure(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rows, by length of the computation. A row sees the same machine, more or less."""
+    for kind in KINDS:
+        trial.block(kind, args.steps, 0.0)  # memory is touched
+    result: dict[str, Any] = {"learners": hvd.size(), "model_mib": args.mib, "busy": args.busy}
+    for times in args.compute:
+        rows = [trial.row(args.steps, times) for _ in range(args.blocks)]
+        result[f"compute {times:g}"] = summary(rows)
+    return result
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    found = {f"{kind}_ms": 1e3 * statistics.median(row[kind] for row in rows) for kind in rows[0]}
+    for kind in ("delay", "periodic"):
+        found[f"{kind}_to_max"] = statistics.median(
+            row[kind] / max(row["off"], row["mean"]) for row in rows
+        )
+        found[f"{kind}_to_sum"] = statistics.median(
+            row[kind] / (row["off"] + row["mean"]) for row in rows
+        )
+        found[f"{kind}_hidden"] = statistics.median(
+            (row["off"] + row["mean"] - row[kind]) / min(row["off"], row["mean"]) for row in rows
+        )
+    return found
+
+
+class Trial:
+    """One model per kind, each with its optimizer."""
+
+    def __init__(self, mib: float, busy: bool, kinds: tuple[str, ...]):
+        self.comm = worlds.current().comm
+        self.optimizers = {kind: self._optimizer(kind, int(mib * 2**18)) for kind in kinds}
+        self._square = torch.randn(128, 128) / 128
+        self._product_s = self._time_of_product() if busy else None
+
+    def _optimizer(self, kind: str, count: int) -> Any:
+        torch.manual_seed(hvd.rank())
+        model = torch.nn.Parameter(torch.randn(count))
+        model.grad = torch.randn(count)
+        plain = torch.optim.SGD([model], lr=1e-3)
+        if KINDS[kind] is None:
+            return plain
+        return hvd.DistributedOptimizer(
+            plain, named_parameters=[("model", model)], averaging=KINDS[kind]
+        )
+
+    def row(self, steps: int, times: float) -> dict[str, float]:
+        """Seconds of a mean of all beside nothing, and of a step of each kind."""
+        before = self.means("periodic")
+        self.block("periodic", steps, 0.0)
+        mean_s = self.mean_s("periodic", before)
+        return {"mean": mean_s} | {k: self.block(k, steps, times * mean_s) for k in KINDS}
+
+    def block(self, kind: str, steps: int, compute_s: float) -> float:
+        """Seconds per step, of the learner that took longest."""
+        optimizer = self.optimizers[kind]
+        for _ in range(WARM_UP):
+            optimizer.step()
+        self.comm.Barrier()
+        began = time.monotonic()
+        for _ in range(steps):
+            self._compute(compute_s)
+            optimizer.step()
+        return max(self.comm.allgather((time.monotonic() - began) / steps))
+
+    def _compute(self, seconds: float) -> None:
+        if self._product_s is None:
+            time.sleep(seconds)  # the work of a GPU
+            return
+        for _ in range(round(seconds / self._product_s)):
+            self._square @ self._square
+
+    def _time_of_product(self) -> float:
+        """Seconds of one matrix product while all learners compute."""
+        self.comm.Barrier()
+        began = time.monotonic()
+        for _ in range(2000):
+            self._square @ self._square
+        return max(self.comm.allgather((time.monotonic() - began) / 2000))
+
+    def means(self, kind: str) -> tuple[int, float]:
+        """Means of all so far, and their seconds together."""
+        numbers = self.optimizers[kind]._averaging.metrics()
+        return numbers["means"], numbers["mean_s"]
+
+    def mean_s(self, kind: str, before: tuple[int, float] = (0, 0.0)) -> float:
+        """Seconds of one mean of all, the same on all learners."""
+        count, seconds = self.means(kind)
+        mine = (seconds - before[1]) / max(1, count - before[0])
+        return max(self.comm.allgather(mine))
+
+
+if __name__ == "__main__":
+    main()

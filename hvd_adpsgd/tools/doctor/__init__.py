@@ -1,0 +1,163 @@
+"""Is this environment fit? One line for each thing that training needs, with the cure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Generator, Iterator, Sequence
+
+from hvd_adpsgd import __version__
+from hvd_adpsgd.config import PREFIX, Config
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.tools.doctor import findings, hosts, launch, probes
+from hvd_adpsgd.tools.doctor.findings import FAIL, WARN, Finding
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 if nothing fails, 1 otherwise."""
+    args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("doctor: stopped", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    found: list[Finding] = []
+    for finding in examine(args):
+        found.append(finding)
+        if not args.json:
+            print(finding, flush=True)
+    fit = all(finding.level != FAIL for finding in found)
+    print(_as_json(found, fit) if args.json else _summary(found, fit))
+    return 0 if fit else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd doctor", description=__doc__)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hostfile", metavar="FILE", help="hosts to visit, as for horovodrun")
+    where.add_argument("-H", "--hosts", metavar="NAME:N,...", help="hosts to visit")
+    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="launch nothing")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest time of one check; of a launch twice that (default 60 s)",
+    )
+    return parser
+
+
+def _as_json(found: Sequence[Finding], fit: bool) -> str:
+    rows = [dataclasses.asdict(finding) for finding in found]
+    return json.dumps({"version": __version__, "fit": fit, "findings": rows}, indent=1)
+
+
+def _summary(found: Sequence[Finding], fit: bool) -> str:
+    counts = {level: sum(f.level == level for f in found) for level in (FAIL, WARN)}
+    if fit and not counts[WARN]:
+        return f"fit: {len(found)} checks"
+    return f"{'fit' if fit else 'NOT fit'}: {counts[FAIL]} FAIL, {counts[WARN]} warn"
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """All findings, each as soon as it is known."""
+    seconds = args.patience
+    yield findings.judge_python(sys.version_info[:3], sys.executable)
+    packages = {name: probes.package_version(name) for name in findings.PACKAGES}
+    for name, version in packages.items():
+        yield findings.judge_package(name, version)
+    config = Config()
+    try:
+        config = Config.from_environment()
+        problem = probes.ask_spec(seconds) if f"{PREFIX}AVERAGING" in os.environ else None
+    except ConfigError as error:
+        problem = str(error)
+    yield findings.judge_knobs(sum(key.startswith(PREFIX) for key in os.environ), problem)
+    yield findings.judge_controller(os.environ)
+    ulfm, plain = yield from _examine_mpi(seconds)
+    yield findings.judge_horovod(probes.ask_horovod(seconds))
+    yield findings.judge_extension(probes.ask_extension(seconds), probes.older_modules())
+    here = findings.Here(sys.executable, __version__, packages)
+    reached = yield from _examine_machine(args, config, here)
+    if not args.quick:
+        survival = launch.try_survival(2 * seconds, ulfm and not plain, reached)
+        yield findings.judge_launch(survival, ulfm)
+
+
+def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
+    """MPI and ULFM.
+
+    Returns:
+        whether ULFM is compiled in, and whether a plain horovodrun switches it on.
+    """
+    mpirun, launcher = probes.mpirun_version(seconds)
+    library = probes.ask_library(seconds)
+    yield findings.judge_mpi(mpirun, launcher, library)
+    if "error" not in library:  # else that is the cause, and said already
+        yield findings.judge_threads(probes.ask_threads(seconds), os.environ)
+    info = probes.ompi_info(mpirun, seconds)
+    yield findings.judge_ulfm_compiled(info)
+    flags = probes.ask_flags(seconds)
+    yield findings.judge_ulfm_on(flags)
+    return info is not None and findings.has_ulfm(info), findings.switches_ulfm_on(flags)
+
+
+def _examine_machine(
+    args: argparse.Namespace, config: Config, here: findings.Here
+) -> Generator[Finding, None, list[str]]:
+    """Memory, cores and network of this host, and the other hosts.
+
+    Returns:
+        names of the hosts on which learners may be started.
+    """
+    try:
+        visits = _visits(args)
+    except ConfigError as problem:
+        visits = []
+        yield findings.judge_hosts_text(str(problem))
+    learners = sum(visit.slots for visit in visits if visit.local) or None
+    each = config.super_learner_size
+    leaders = max(1, (learners or 1) // (each or learners or 1))
+    yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
+    yield findings.judge_cores(probes.usable_cores(), learners)
+    yield findings.judge_network(probes.interfaces(), len(visits))
+    reached = []
+    for visit in visits:
+        finding = findings.judge_host(visit, here)
+        yield finding
+        if finding.level != FAIL:
+            reached.append(visit)
+    return _different(reached)
+
+
+def _different(visits: Sequence[findings.Visit]) -> list[str]:
+    """Names of hosts, this one under its first name only."""
+    local = [visit.host for visit in visits if visit.local][:1]
+    return list(dict.fromkeys(v.host for v in visits if not v.local or v.host in local))
+
+
+def _visits(args: argparse.Namespace) -> list[findings.Visit]:
+    """What came of visiting the hosts named; none if none are.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    if args.hostfile is None and args.hosts is None:
+        return []
+    named = hosts.read_hostfile(args.hostfile) if args.hostfile else hosts.read_hosts(args.hosts)
+    ssh = hosts.Ssh(args.ssh_port, args.ssh_identity_file)
+    remote = hosts.remote_command(
+        sys.executable, os.getcwd(), os.environ.get("PYTHONPATH"), probes.mpi_daemon()
+    )
+    return hosts.visit_all(named, ssh, remote, args.patience)

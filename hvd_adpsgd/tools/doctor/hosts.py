@@ -1,0 +1,181 @@
+"""Hosts of a job: read as Horovod reads them, and visited over ssh, all at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.tools.doctor.findings import PACKAGES, Visit
+from hvd_adpsgd.tools.doctor.probes import bounded, last_line, marked
+
+__all__ = ["Host", "Ssh", "is_local", "read_hostfile", "read_hosts", "remote_command", "visit_all"]
+
+CONNECT_S = 5
+AT_ONCE = 32
+_HOST = re.compile(r"[\w.-]+:[0-9]+")
+
+
+class Host(NamedTuple):
+    """A host and how many learners it shall run."""
+
+    name: str
+    slots: int
+
+
+class Ssh(NamedTuple):
+    """How hosts are reached: port and identity file, None for ssh's own."""
+
+    port: int | None = None
+    identity: str | None = None
+
+
+def read_hosts(text: str, where: str = "-H") -> list[Host]:
+    """Hosts of a list like "node1:4,node2:4".
+
+    Raises:
+        ConfigError: if horovodrun would refuse it.
+    """
+    return [_host(item.strip(), where) for item in text.split(",")]
+
+
+def _host(item: str, where: str) -> Host:
+    if not _HOST.fullmatch(item):
+        raise ConfigError(
+            f"{where}: {item!r} is no NAME:SLOTS with a name of letters, digits, dots, dashes and "
+            "underscores. Write for instance node1:4,node2:4."
+        )
+    name, _, slots = item.partition(":")
+    return Host(name, int(slots))
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Hosts of a file with lines like "node1 slots=4".
+
+    As strict as Horovod, which ends with an IndexError at an empty line or a comment.
+
+    Raises:
+        ConfigError: if the file cannot be read, or horovodrun would refuse it.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(
+            f"hostfile {path} cannot be read: {problem}. Name a file with a line NAME slots=N for "
+            "each host."
+        ) from None
+    hosts = [_line(line, f"hostfile {path}, line {n}") for n, line in enumerate(lines, 1)]
+    if not hosts:
+        raise ConfigError(f"hostfile {path} is empty. Give it a line NAME slots=N for each host.")
+    return hosts
+
+
+def _line(line: str, where: str) -> Host:
+    words, parts = line.split(), line.rstrip().split("=")
+    if len(parts) < 2 or not _HOST.fullmatch(f"{words[0]}:{parts[1]}"):
+        raise ConfigError(
+            f"{where}: {line!r} is not NAME slots=N. Write every line so, and leave out comments "
+            "and empty lines: horovodrun stops at them."
+        )
+    return Host(words[0], int(parts[1]))
+
+
+# ---- which host is this one ----------------------------------------------------------------------
+
+
+def is_local(name: str, seconds: float = CONNECT_S) -> bool:
+    """Whether a name means this host, as Horovod decides it: by its address."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    address = _within(seconds, lambda: socket.gethostbyname(name))
+    return address is not None and _is_own(address)
+
+
+def _is_own(address: str) -> bool:
+    """Only addresses of this host can be bound to."""
+    if ipaddress.ip_address(address).is_unspecified:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str | None:
+    """What a call returns, None if it fails or is late: a name server may be silent for long."""
+    answers: list[str] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except (OSError, UnicodeError):
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+# ---- visits --------------------------------------------------------------------------------------
+
+_NAMES = tuple(PACKAGES)
+# One line without an exclamation mark, for any shell.
+_PROGRAM = (
+    "import json,os,sys; from importlib import metadata as m; import hvd_adpsgd as h; "
+    "s=os.statvfs('/dev/shm'); "
+    "v={d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}; "
+    "print('\\n@doctor '+json.dumps(dict(version=h.__version__, "
+    f"packages={{n: v.get(n) for n in {_NAMES!r}}}, "
+    "cores=len(os.sched_getaffinity(0)), free_bytes=s.f_bavail*s.f_frsize, "
+    "daemon=os.path.exists(sys.argv[1]))))"
+)
+
+
+def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str | None) -> str:
+    """What a host is asked to run: the same interpreter, in the same place, with the same path.
+
+    Args:
+        python: path of the interpreter.
+        folder: to go to, if it is there.
+        pythonpath: as here, None if not set.
+        daemon: path of a program to look for, None if there is none.
+    """
+    path = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
+    program = f"{path}exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)} "
+    program += shlex.quote(daemon or "/")
+    return f"sh -c {shlex.quote(f'cd {shlex.quote(folder)} 2>/dev/null; {program}')}"
+
+
+def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
+    """As Horovod calls ssh (which notes the keys of new hosts), but without any question."""
+    options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"ConnectTimeout={CONNECT_S}"]
+    command = ["ssh", *(word for option in options for word in ("-o", option))]
+    command += ["-p", str(ssh.port)] if ssh.port is not None else []
+    command += ["-i", ssh.identity] if ssh.identity is not None else []
+    return [*command, host, remote]
+
+
+def visit(host: Host, ssh: Ssh, remote: str, seconds: float) -> Visit:
+    """Run a command (see remote_command) on a host, unless it is this one; at most `seconds`."""
+    if is_local(host.name):
+        return Visit(host.name, host.slots, local=True)
+    answer = bounded(ssh_command(host.name, ssh, remote), seconds)
+    said = marked(answer.out)
+    error = answer.error or last_line(answer.err)
+    return Visit(host.name, host.slots, False, answer.status, said[-1] if said else None, error)
+
+
+def visit_all(hosts: Sequence[Host], ssh: Ssh, remote: str, seconds: float) -> list[Visit]:
+    """Visit all hosts, AT_ONCE of them at a time; in the order given, each once."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda host: visit(host, ssh, remote, seconds), dict.fromkeys(hosts)))

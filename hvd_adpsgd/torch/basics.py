@@ -1,0 +1,173 @@
+"""Who this learner is, and which learners an operation is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as horovod
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import InnerOnlyError
+from hvd_adpsgd.runtime import replacement
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.world import World
+
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "inner_process_set",
+    "is_initialized",
+    "is_leader",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "super_learner",
+    "super_rank",
+    "super_size",
+]
+
+
+def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
+    """Make the worlds; all learners call this together.
+
+    A process that was started by replace_lost gets the numbers of the lost one.
+
+    Args:
+        comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.
+        process_sets: as in Horovod; only with one super learner.
+        config: the knobs; default from the environment (HVD_ADPSGD_*).
+
+    Raises:
+        AlreadyInitializedError, LaunchError, ConfigError, TopologyError, InnerOnlyError: see
+            hvd_adpsgd.runtime.world.init.
+    """
+    if replacement.is_newcomer():
+        replacement.enter()
+    else:
+        worlds.init(config, comm=comm, process_sets=process_sets)
+
+
+def shutdown() -> None:
+    """Leave: stop the averaging engines, then Horovod; bounded, idempotent. init() may follow."""
+    worlds.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether init() was called, and shutdown() not since."""
+    return worlds.is_initialized()
+
+
+def rank() -> int:
+    """Number of this learner among all learners."""
+    return worlds.current().rank
+
+
+def size() -> int:
+    """How many learners the job has."""
+    return worlds.current().size
+
+
+def local_rank() -> int:
+    """Number of this learner on its host; use it to choose a GPU."""
+    return worlds.current().local_rank
+
+
+def local_size() -> int:
+    """How many learners this host has."""
+    return worlds.current().local_size
+
+
+def cross_rank() -> int:
+    """Number of this host among those that have a learner with this local_rank()."""
+    return worlds.current().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a learner with this local_rank()."""
+    return worlds.current().cross_size
+
+
+def super_rank() -> int:
+    """The number of this learner's super learner."""
+    return worlds.current().super_rank
+
+
+def super_size() -> int:
+    """How many super learners there are."""
+    return worlds.current().super_size
+
+
+def is_leader() -> bool:
+    """Whether this learner runs the averaging engine of its super learner."""
+    return worlds.current().is_leader
+
+
+class _AllLearners(horovod.ProcessSet):
+    """The process set of all learners, whatever Horovod worlds they are in."""
+
+    process_set_id = 0
+
+    def __init__(self) -> None:
+        """Without Horovod's checks: `ranks` is computed."""
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(range(size())) if is_initialized() else None
+
+    @property
+    def mpi_comm(self) -> Any:
+        return worlds.current().comm if is_initialized() else None
+
+    def _invalidate(self) -> None:
+        """Never: Horovod calls this on sets that duplicate another."""
+
+    def size(self) -> int:
+        return size()
+
+    def rank(self) -> int:
+        return rank()
+
+    def included(self) -> bool | None:
+        return True if is_initialized() else None
+
+    def __str__(self) -> str:
+        return f"ProcessSet(all learners, ranks={self.ranks})"
+
+
+global_process_set = _AllLearners()
+super_learner = horovod.global_process_set  # of the Horovod world that this learner is in
+
+
+def inner_process_set(process_set: Any, doing: str) -> Any | None:
+    """Horovod's process set to use, or None if the operation is over several super learners.
+
+    Raises:
+        NotInitializedError: before init().
+        InnerOnlyError: for another process set than all learners or `super_learner`, when there
+            are several super learners.
+    """
+    world = worlds.current()
+    everyone = process_set is None or process_set is global_process_set
+    if process_set is super_learner or (everyone and world.super_size == 1):
+        return super_learner
+    if everyone:
+        return None
+    if world.super_size == 1:
+        return process_set
+    raise InnerOnlyError(
+        f"{doing}(process_set={process_set}) on learner {world.rank}: with {world.super_size} super "
+        "learners there are two sets, all learners and hvd.super_learner. Pass one of these, or "
+        f"start the job as one super learner. {one_super_learner(world)}"
+    )
+
+
+def one_super_learner(world: World) -> str:
+    """How to get there, for messages."""
+    return (
+        "HVD_ADPSGD_AVERAGING=synchronous makes all "
+        f"{world.size} learners one super learner, with plain Horovod between them."
+    )

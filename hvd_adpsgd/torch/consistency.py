@@ -1,0 +1,97 @@
+"""What learners must agree on before they train together, and how they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from hvd_adpsgd import errors
+from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
+from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.torch.parameters import Wish, averaged_dtype
+
+__all__ = ["agree", "described", "difference", "require_same", "unanimous"]
+
+T = TypeVar("T")
+
+
+def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
+    """Act on every learner; what one of them cannot do fails on all, and nobody waits for it.
+
+    Raises:
+        AdpsgdError: a learner's own, or one of the same class that names the learner.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except AdpsgdError as mine:
+        error = mine
+    told = (type(error).__name__, str(error)) if error else None
+    everybody = world.together(doing, lambda comm: allgather_object(comm, told))
+    if error is not None:
+        raise error
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other is not None:
+            raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
+    return result  # type: ignore[return-value]
+
+
+def agree(world: Any, wish: Callable[[], Wish]) -> Wish:
+    """The wish of this learner, if it is equal on all learners in what must be.
+
+    Raises:
+        ModelMismatchError, StrategyMismatchError: on every learner alike.
+        AdpsgdError: on every learner, if a learner's wish cannot be.
+    """
+    doing = "hvd.DistributedOptimizer"
+    mine = unanimous(world, doing, wish)
+    settings = _settings(mine)
+    everybody = world.together(doing, lambda comm: allgather_object(comm, settings))
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other != everybody[0]:
+            raise StrategyMismatchError(
+                f"averaging differs: learner {world.ranks[0]} has {everybody[0]}; learner {rank} "
+                f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
+            )
+    require_same(world, doing, described(mine.named))
+    return mine
+
+
+def require_same(world: Any, doing: str, tensors: list[str]) -> None:
+    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
+    everybody = world.together(doing, lambda comm: allgather_object(comm, tensors))
+    for rank, other in zip(world.ranks, everybody, strict=True):
+        if other != everybody[0]:
+            first = f"learner {world.ranks[0]}"
+            raise ModelMismatchError(
+                f"{doing}: " + difference(everybody[0], other, f"learner {rank}", first)
+            )
+
+
+def _settings(wish: Wish) -> str:
+    return (
+        f"{wish.strategy.spec()}, wire_dtype={wish.config.wire_dtype}, "
+        f"chunk_kib={wish.config.chunk_kib}"
+    )
+
+
+def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
+
+
+def difference(mine: list[str], other: list[str], who: str, first: str) -> str:
+    """Which tensor differs, and where."""
+    for i, (a, b) in enumerate(zip(mine, other, strict=False)):
+        if a != b:
+            return (
+                f"models differ at tensor {i}: {first} has {a}, {who} has {b}. Build the same "
+                "model with the same names on every learner."
+            )
+    i = min(len(mine), len(other))
+    longer, extra = (first, mine[i]) if len(mine) > len(other) else (who, other[i])
+    return (
+        f"models differ: {first} averages {len(mine)} tensors, {who} {len(other)}; {extra} is "
+        f"only on {longer}. Build the same model on every learner."
+    )

@@ -1,0 +1,177 @@
+"""Operations of Horovod that work inside a super learner: passed straight on to it.
+
+With one super learner they are Horovod's. With several they need `process_set=hvd.super_learner`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import horovod.torch as horovod
+from horovod.torch import (
+    Adasum,
+    Average,
+    Compression,
+    HorovodInternalError,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    SyncBatchNorm,
+    ccl_built,
+    check_extension,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    poll,
+    rocm_built,
+    synchronize,
+)
+
+from hvd_adpsgd.errors import InnerOnlyError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.torch import basics
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inner_only(operation: F) -> F:
+    """`operation` of Horovod, which refuses to work on several super learners.
+
+    Raises, when called:
+        NotInitializedError: before init().
+        InnerOnlyError: with several super learners, unless `process_set` is `hvd.super_learner`.
+    """
+    signature = inspect.signature(operation)
+    takes_set = "process_set" in signature.parameters
+    name = operation.__name__
+
+    @functools.wraps(operation)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not takes_set:
+            require_one_super_learner(name)
+            return operation(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        asked = given.arguments.get("process_set")
+        inner = basics.inner_process_set(asked, name)
+        if inner is None:
+            raise _refusal(name, " Pass process_set=hvd.super_learner to stay inside one, or start")
+        given.arguments["process_set"] = inner
+        return operation(*given.args, **given.kwargs)
+
+    if takes_set:
+        checked.__signature__ = _with_our_default(signature)  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+def require_one_super_learner(name: str) -> None:
+    """Refuse what Horovod can only do in a world of its own.
+
+    Raises:
+        NotInitializedError: before init().
+        InnerOnlyError: with several super learners.
+    """
+    if worlds.current().super_size > 1:
+        raise _refusal(name, " Start")
+
+
+def _refusal(name: str, cure: str) -> InnerOnlyError:
+    world = worlds.current()
+    return InnerOnlyError(
+        f"{name}() on learner {world.rank}: Horovod works inside a super learner, and this job has "
+        f"{world.super_size}.{cure} the job as one super learner: {basics.one_super_learner(world)}"
+    )
+
+
+def _with_our_default(signature: inspect.Signature) -> inspect.Signature:
+    """The signature, with all learners as the default set."""
+    parameters = [
+        p.replace(default=basics.global_process_set) if p.name == "process_set" else p
+        for p in signature.parameters.values()
+    ]
+    return signature.replace(parameters=parameters)
+
+
+allreduce_async = inner_only(horovod.allreduce_async)
+allreduce_async_ = inner_only(horovod.allreduce_async_)
+grouped_allreduce = inner_only(horovod.grouped_allreduce)
+grouped_allreduce_ = inner_only(horovod.grouped_allreduce_)
+grouped_allreduce_async = inner_only(horovod.grouped_allreduce_async)
+grouped_allreduce_async_ = inner_only(horovod.grouped_allreduce_async_)
+sparse_allreduce_async = inner_only(horovod.sparse_allreduce_async)
+allgather_async = inner_only(horovod.allgather_async)
+grouped_allgather = inner_only(horovod.grouped_allgather)
+grouped_allgather_async = inner_only(horovod.grouped_allgather_async)
+broadcast_async = inner_only(horovod.broadcast_async)
+broadcast_async_ = inner_only(horovod.broadcast_async_)
+alltoall = inner_only(horovod.alltoall)
+alltoall_async = inner_only(horovod.alltoall_async)
+reducescatter = inner_only(horovod.reducescatter)
+reducescatter_async = inner_only(horovod.reducescatter_async)
+grouped_reducescatter = inner_only(horovod.grouped_reducescatter)
+grouped_reducescatter_async = inner_only(horovod.grouped_reducescatter_async)
+start_timeline = inner_only(horovod.start_timeline)
+stop_timeline = inner_only(horovod.stop_timeline)
+add_process_set = inner_only(horovod.add_process_set)
+remove_process_set = inner_only(horovod.remove_process_set)
+
+# Handles come from inner operations, queries and constants mean the same everywhere, and
+# SyncBatchNorm works on the learners whose gradients are averaged: those of the super learner.
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "check_extension",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "inner_only",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "require_one_super_learner",
+    "rocm_built",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -1,0 +1,216 @@
+"""The exact mean over super learners, for evaluation and for the final checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.consistency import described, require_same
+
+__all__ = ["average_model", "consensus_distance", "mean_model", "settled"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Inside, nothing is pending: the parameters hold all that exchanges owe them.
+
+    For checkpoints of every super learner's own model, `with hvd.settled(): torch.save(...)`: their
+    mean is that of the run. All learners enter together; waits for the slowest super learner.
+
+    Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
+    during the next gradient (delay_by_one:reading=a, lock_step:order=awc): it is taken in here, one
+    step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
+    of its two models.
+    """
+    with _at_rest(live()):
+        yield
+
+
+@contextlib.contextmanager
+def _at_rest(averagings: Iterable[Averaging]) -> Iterator[None]:
+    with contextlib.ExitStack() as settled:
+        for averaging in list(averagings):
+            averaging.settle()
+            settled.callback(averaging.resume)
+        yield
+
+
+@torch.no_grad()
+def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
+    """Make the model the exact mean over super learners, in place; all learners call it together.
+
+    Parameters and floating-point buffers become the mean of the leaders' values, or with weights
+    sum of weight_i w_i / sum of weight_i. If the model is
+    being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
+    taken in, so that nothing is lost; of a2cid2's two models the middle counts.
+    Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
+
+    Args:
+        model: the same module on every learner.
+        weight: of this super learner's model, >= 0, the same on all its learners; for instance 1 / its
+            held-out loss. Not all may be 0.
+
+    Raises:
+        ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
+        ModelMismatchError: on every learner, if their models differ.
+        NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
+            With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it, unless
+            their weights are all 0.
+    """
+    world = worlds.current()
+    _require_weights(world, weight)
+    if world.super_size == 1:
+        return
+    tensors = _floating(world, "average_model", model)
+    concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
+    with _at_rest(concerned):
+        means, unfit = _means(world, "average_model", tensors, float(weight))
+        if unfit:
+            _without(world, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.data.copy_(mean)
+
+
+def _require_weights(world: Any, weight: Any) -> None:
+    """Raise ConfigError on every learner unless the leaders' weights can be used."""
+    try:
+        value = float(weight)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # the last: torch's, of many numbers
+        value = math.nan
+    mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
+    told = world.together("average_model", lambda comm: allgather_object(comm, mine))
+    bad = [text for _, value, text in told if value is None]
+    if bad or not any(value for leads, value, _ in told if leads):
+        raise ConfigError(
+            f"average_model: weight={bad[0] if bad else 0} on {'a learner' if bad else 'all leaders'}, "
+            "allowed are finite numbers >= 0, not all 0. Give each super learner's own weight, or none."
+        )
+
+
+def _without(world: Any, unfit: list[int], finite: bool) -> None:
+    """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
+
+    Raises:
+        NonFiniteModelError: on every learner, unless the configuration says "stay_out" and some that
+            have a weight are finite.
+    """
+    who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
+    if world.config.nonfinite == "raise" or not finite:
+        raise NonFiniteModelError(
+            f"average_model: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
+            "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=stay_out takes the mean of the others, "
+            "for all."
+        )
+    if world.rank == world.ranks[0]:
+        log.warning("average_model: %s holds NaN or Inf; it gets the mean of the others.", who)
+
+
+@torch.no_grad()
+def consensus_distance(model: torch.nn.Module) -> float:
+    """Root mean square distance of the super learners' models from their mean, exactly.
+
+    sqrt((1/n) sum over super learners of |w_l - mean|^2), over parameters and floating-point buffers
+    as they are; corrections on their way stay there. All learners call it together, and it waits for
+    the slowest. `metrics()` has an estimate that costs nothing.
+
+    Args:
+        model: the same module on every learner.
+
+    Raises:
+        ModelMismatchError: on every learner, if their models differ.
+    """
+    world, doing = worlds.current(), "consensus_distance"
+    if world.super_size == 1:
+        return 0.0
+    tensors = _floating(world, doing, model)
+    square = sum(
+        float((t.detach().cpu().double() - mean.double()).square().sum())
+        for t, mean in zip(tensors, _means(world, doing, tensors)[0], strict=True)
+    )
+    told = world.together(doing, lambda comm: allgather_object(comm, (world.is_leader, square)))
+    squares = [square for leads, square in told if leads]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+@torch.no_grad()
+def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, then buffers, on the host: the mean over the leaders of floating-point numbers.
+
+    Models that are not finite stay out of it. Other buffers are this learner's. All learners call it
+    together.
+    """
+    world, doing = worlds.current(), "mean_model"
+    means = iter(_means(world, doing, _floating(world, doing, model))[0])
+    tensors = [*model.parameters(), *model.buffers()]
+    return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
+
+
+def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tensor]:
+    """The model's floating-point tensors, the same on every learner."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    require_same(world, doing, described(named))
+    return [tensor for _, tensor in named if tensor.is_floating_point()]
+
+
+def _means(
+    world: Any, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
+
+    Returns:
+        The means of the finite models, or of all if none with a weight is, and the leaders whose are
+        not.
+    """
+    hosts = [
+        t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
+        for t in tensors
+    ]
+    fit = all(bool(torch.isfinite(h).all()) for h in hosts)
+
+    def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
+        told = allgather_object(comm, (world.is_leader, fit, weight))
+        leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
+        weights = {i: told[i][2] for i in leaders if told[i][1]}
+        if not any(weights.values()):
+            weights = {i: told[i][2] for i in leaders}
+        weights = _within_range(weights)
+        means = [_mean(comm, weights, h.contiguous().numpy()) for h in hosts]
+        return means, [world.ranks[i] for i in leaders if not told[i][1]]
+
+    means, unfit = world.together(doing, operation)
+    return [torch.from_numpy(mean) for mean in means], unfit
+
+
+def _within_range(weights: dict[int, float]) -> dict[int, float]:
+    """The weights over one power of two: below 1, so that neither they nor their sum overflow float32."""
+    _, exponent = math.frexp(max(weights.values()))
+    return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
+
+
+def _mean(comm: Any, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
+    """Mean over the ranks with a weight, as a difference to one of them: equal models stay as they are."""
+    reference = mine.copy()
+    wait(comm.Ibcast(reference, root=min(weights)))
+    weight = weights.get(comm.Get_rank(), 0.0)
+    difference = weight * (mine - reference) if weight else np.zeros_like(mine)
+    total = np.empty_like(mine)
+    wait(comm.Iallreduce(difference, total))
+    return np.asarray(reference + total / sum(weights.values()))
