@@ -67,7 +67,7 @@ assert not shutdown.script_fails()
         ("sys.exit('a message')", True),
         ("raise ValueError", True),
         ("try:\n    sys.exit(3)\nfinally:\n    print()", True),
-        ("raise SystemExit(3)", False),  # a weakness: see docs/survival.md
+        ("raise SystemExit(3)", False),  # a weakness: see docs/failures.md
     ],
 )
 def test_whether_the_script_fails(end, fails):
