@@ -1,6 +1,6 @@
-"""Config: every knob of the library, with its unit, range and environment name.
+"""Config: every option of the library, with its unit, range and environment name.
 
-A knob is declared once, as a field below; parsing, checking, error messages and the table of the
+A option is declared once, as a field below; parsing, checking, error messages and the table of the
 documentation all come from that declaration.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["PREFIX", "Config", "Knob", "KnobRow"]
+__all__ = ["PREFIX", "Config", "Option", "OptionRow"]
 
 PREFIX = "HVD_ADPSGD_"
 
 
 @dataclass(frozen=True)
-class Knob:
+class Option:
     """What values one field of Config takes.
 
     Attributes:
@@ -97,8 +97,8 @@ class Knob:
         return self.kind(text)
 
 
-class KnobRow(NamedTuple):
-    """One row of the documentation's table of knobs, all text."""
+class OptionRow(NamedTuple):
+    """One row of the documentation's table of options, all text."""
 
     name: str
     env: str
@@ -108,14 +108,14 @@ class KnobRow(NamedTuple):
     meaning: str
 
 
-def _knob(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) -> Any:
-    """A dataclass field that carries its Knob."""
-    return field(default=default, metadata={"knob": Knob(kind, unit, meaning, **bounds)})
+def _option(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) -> Any:
+    """A dataclass field that carries its Option."""
+    return field(default=default, metadata={"option": Option(kind, unit, meaning, **bounds)})
 
 
 @dataclass(frozen=True)
 class Config:
-    """All knobs, checked; immutable, comparable, printable.
+    """All options, checked; immutable, comparable, printable.
 
     Args: the fields below. Each has an environment name, `HVD_ADPSGD_` and the field's name in
         capitals. `Config.table()` lists unit, range and meaning of each.
@@ -124,7 +124,7 @@ class Config:
         ConfigError: if a value is of the wrong kind or out of its range.
     """
 
-    super_learner_size: int | None = _knob(
+    super_learner_size: int | None = _option(
         None,
         int,
         "learners",
@@ -132,13 +132,13 @@ class Config:
         low=1,
         optional=True,
     )
-    averaging: str = _knob(
+    averaging: str = _option(
         "random_pairs",
         str,
         "",
         "strategy, as name or name:key=value; see hvd_adpsgd.strategies",
     )
-    exchanges_per_step: float = _knob(
+    exchanges_per_step: float = _option(
         1.0,
         float,
         "exchanges/step",
@@ -147,7 +147,7 @@ class Config:
         low_open=True,
         high=64,
     )
-    max_staleness: int | None = _knob(
+    max_staleness: int | None = _option(
         None,
         int,
         "steps",
@@ -155,7 +155,7 @@ class Config:
         low=1,
         optional=True,
     )
-    wire_dtype: str | None = _knob(
+    wire_dtype: str | None = _option(
         None,
         str,
         "",
@@ -163,21 +163,21 @@ class Config:
         choices=("float16", "bfloat16"),
         optional=True,
     )
-    all_reduce: str = _knob(
+    all_reduce: str = _option(
         "mpi",
         str,
         "",
         "how strategies that average all at once sum: MPI's all-reduce, or pairwise in log2 n stages",
         choices=("mpi", "butterfly"),
     )
-    nonfinite: str = _knob(
+    nonfinite: str = _option(
         "raise",
         str,
         "",
         "what to do when the local model holds NaN or infinity",
-        choices=("raise", "stay_out"),
+        choices=("raise", "skip"),
     )
-    chunk_kib: int = _knob(
+    chunk_kib: int = _option(
         256,
         int,
         "KiB",
@@ -185,15 +185,15 @@ class Config:
         low=64,
         high=65536,
     )
-    deadline_s: float = _knob(
+    deadline_s: float = _option(
         1.0,
         float,
         "s",
-        "silence after which a partner is suspected and passed over",
+        "silence after which a peer is suspected and passed over",
         low=0.05,
         high=3600,
     )
-    leave_deadline_s: float = _knob(
+    leave_deadline_s: float = _option(
         5.0,
         float,
         "s",
@@ -201,28 +201,28 @@ class Config:
         low=0.05,
         high=3600,
     )
-    on_loss: str = _knob(
-        "go_on",
+    on_failure: str = _option(
+        "continue",
         str,
         "",
-        "operations over all learners when some are lost: go on with the others, or raise",
-        choices=("go_on", "raise"),
+        "operations over all learners when some have failed: go on with the others, or raise",
+        choices=("continue", "raise"),
     )
-    state_dir: str | None = _knob(
+    state_dir: str | None = _option(
         None,
         str,
         "path",
         "folder for the state that SIGUSR1 makes a learner write; None: that for temporary files",
         optional=True,
     )
-    timeline: str | None = _knob(
+    timeline: str | None = _option(
         None,
         str,
         "path",
         "file for a Chrome trace of all learners; None: no trace",
         optional=True,
     )
-    log_level: str = _knob(
+    log_level: str = _option(
         "warning",
         str,
         "",
@@ -231,22 +231,22 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for name, knob in _knobs().items():
+        for name, option in _options().items():
             # frozen: the one place where a field is set, to its plain and checked value
-            object.__setattr__(self, name, _checked(name, knob, getattr(self, name)))
+            object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """The knobs as set by HVD_ADPSGD_* variables, defaults elsewhere.
+        """The options as set by HVD_ADPSGD_* variables, defaults elsewhere.
 
-        An empty variable stands for the default. A name with our prefix that is no knob is an
-        error, because a misspelt knob would otherwise be ignored in silence.
+        An empty variable stands for the default. A name with our prefix that is no option is an
+        error, because a misspelt option would otherwise be ignored in silence.
 
         Raises:
             ConfigError: for an unknown name, an unreadable value or one out of range.
         """
         given = {key: text for key, text in environ.items() if key.startswith(PREFIX)}
-        known = {environment_name(name): name for name in _knobs()}
+        known = {environment_name(name): name for name in _options()}
         for key in sorted(given):
             _require_known(key, known, "environment variable", "environment")
         return cls(
@@ -254,39 +254,39 @@ class Config:
         )
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some knobs changed, checked like a new one.
+        """A copy with some options changed, checked like a new one.
 
         Raises:
-            ConfigError: for an unknown knob or a value out of range.
+            ConfigError: for an unknown option or a value out of range.
         """
         for name in changes:
-            _require_known(name, _knobs(), "knob", "Config.replace")
+            _require_known(name, _options(), "option", "Config.replace")
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def table(cls) -> tuple[KnobRow, ...]:
-        """One row per knob, in the order of the fields, for the documentation."""
+    def table(cls) -> tuple[OptionRow, ...]:
+        """One row per option, in the order of the fields, for the documentation."""
         return tuple(
-            KnobRow(
+            OptionRow(
                 f.name,
                 environment_name(f.name),
                 str(f.default),
-                knob.unit,
-                knob.range,
-                knob.meaning,
+                option.unit,
+                option.range,
+                option.meaning,
             )
-            for f, knob in ((f, f.metadata["knob"]) for f in dataclasses.fields(cls))
+            for f, option in ((f, f.metadata["option"]) for f in dataclasses.fields(cls))
         )
 
 
 def environment_name(name: str) -> str:
-    """Environment variable of the knob `name`."""
+    """Environment variable of the option `name`."""
     return PREFIX + name.upper()
 
 
-def _knobs() -> dict[str, Knob]:
-    """Field name to Knob, in the order of the fields."""
-    return {f.name: f.metadata["knob"] for f in dataclasses.fields(Config)}
+def _options() -> dict[str, Option]:
+    """Field name to Option, in the order of the fields."""
+    return {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
 
 
 def _as_float(value: Any) -> float:
@@ -295,33 +295,33 @@ def _as_float(value: Any) -> float:
     return float(value)
 
 
-def _checked(name: str, knob: Knob, value: Any) -> Any:
+def _checked(name: str, option: Option, value: Any) -> Any:
     """The value as Config stores it, or ConfigError."""
-    if value is None and knob.optional:
+    if value is None and option.optional:
         return None
     try:
-        plain = knob.coerce(value)
+        plain = option.coerce(value)
     except (TypeError, ValueError, OverflowError):
-        raise _bad_value(name, knob, value) from None
-    if not knob.allows(plain):
-        raise _bad_value(name, knob, value)
+        raise _bad_value(name, option, value) from None
+    if not option.allows(plain):
+        raise _bad_value(name, option, value)
     return plain
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The environment's text as a value of the knob's kind, or ConfigError."""
-    knob = _knobs()[name]
+    """The environment's text as a value of the option's kind, or ConfigError."""
+    option = _options()[name]
     try:
-        return knob.parse(text)
+        return option.parse(text)
     except ValueError:
-        raise _bad_value(name, knob, text) from None
+        raise _bad_value(name, option, text) from None
 
 
-def _bad_value(name: str, knob: Knob, value: object) -> ConfigError:
-    unit = f" {knob.unit}" if knob.unit else ""
+def _bad_value(name: str, option: Option, value: object) -> ConfigError:
+    unit = f" {option.unit}" if option.unit else ""
     return ConfigError(
         f"bad value for {name}: {environment_name(name)} or Config.{name} is {value!r}, allowed "
-        f"is {knob.kind.__name__} {knob.range}{unit}. Set it to a value in that range, or leave "
+        f"is {option.kind.__name__} {option.range}{unit}. Set it to a value in that range, or leave "
         f"it out for the default ({Config.__dataclass_fields__[name].default!r})."
     )
 

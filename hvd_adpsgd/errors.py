@@ -15,11 +15,11 @@ __all__ = [
     "DeviceMovedError",
     "InnerOnlyError",
     "LaunchError",
-    "LearnerLostError",
+    "LearnerFailedError",
     "ModelMismatchError",
     "NonFiniteModelError",
     "NotInitializedError",
-    "PeerLostError",
+    "PeerFailedError",
     "StrategyMismatchError",
     "TopologyError",
     "TransportError",
@@ -36,7 +36,7 @@ class AdpsgdError(Exception):
 
 
 class ConfigError(AdpsgdError, ValueError):
-    """A knob or an argument has an unknown name or a value out of its range.
+    """A option or an argument has an unknown name or a value out of its range.
 
     Raised when a Config is made, when the environment is read, and when a strategy is parsed or
     constructed: before training, on every learner alike. Correct the named variable or argument.
@@ -106,7 +106,7 @@ class NonFiniteModelError(AdpsgdError, ArithmeticError):
     """The local model holds NaN or infinity, and `nonfinite` is "raise".
 
     A model like that must not reach the others. Lower the learning rate or clip gradients; set
-    `nonfinite="stay_out"` to train on without exchanging until the model is finite again.
+    `nonfinite="skip"` to train on without exchanging until the model is finite again.
     """
 
 
@@ -125,27 +125,27 @@ class TransportError(AdpsgdError, RuntimeError):
 
     Attributes:
         code: error code or class of the transport (MPI's error class), None if there is none.
-        partner: outer rank of the super learner at the other end, None if not about one.
+        peer: outer rank of the super learner at the other end, None if not about one.
     """
 
     def __init__(
-        self, message: str = "", *, code: int | None = None, partner: int | None = None
+        self, message: str = "", *, code: int | None = None, peer: int | None = None
     ) -> None:
         super().__init__(message)
         self.code = code
-        self.partner = partner
+        self.peer = peer
 
 
-class PeerLostError(TransportError):
+class PeerFailedError(TransportError):
     """A super learner that this one cannot do without has failed.
 
-    Losing a partner is survived and only logged; this is raised where an operation needs the
+    Losing a peer is survived and only logged; this is raised where an operation needs the
     lost one (a global allreduce, say). Catch it to save the model and go on alone, or restart.
     """
 
 
-class LearnerLostError(PeerLostError):
-    """A learner of this super learner was lost, so the whole super learner leaves.
+class LearnerFailedError(PeerFailedError):
+    """A learner of this super learner failed, so the whole super learner leaves.
 
     Raised on its other learners at their next step; the other super learners train on without it. The
     model of this one is whole, but for the step under way. Save what only this process has, and end.

@@ -73,7 +73,7 @@ def training(scheme: str, seed: int, options: argparse.Namespace) -> launch.Trai
         options.out / "runs" / f"{scheme}-{seed}",
         learners=1 if scheme == "single" else LEARNERS,
         options=("--epochs", str(options.epochs)),
-        knobs={"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(SUPER_LEARNER)} if ours else {},
+        variables={"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(SUPER_LEARNER)} if ours else {},
     )
 
 

@@ -21,7 +21,7 @@ from examples.acoustic_model.speech import comparison, figure, journal, launch, 
 from examples.acoustic_model.speech.problem import Problem, run, within
 
 LEARNERS = 4
-KNOBS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 BASELINE = "synchronous"
 FAMILIES = {
     "Free running": (
@@ -29,13 +29,13 @@ FAMILIES = {
         "fixed_ring",
         "random_ring",
         "a2cid2+fixed_ring",
-        "global_average:every=50+random_pairs",
+        "gossip_pga:period=50+random_pairs",
     ),
     "In step": (
         "delay_by_one",
         "delay_by_one:reading=b",
-        "lock_step:order=awc+fixed_ring",
-        "lock_step:order=atc+random_pairs",
+        "synchronous_gossip:order=awc+fixed_ring",
+        "synchronous_gossip:order=atc+random_pairs",
     ),
     "Periodic": (
         "periodic_averaging:period=10",
@@ -83,7 +83,7 @@ def training(scheme: str, seed: int, epochs: int) -> launch.Training:
         Path(),
         learners=1 if scheme == "single" else LEARNERS,
         options=("--epochs", str(epochs)),
-        knobs=KNOBS,
+        variables=ENVIRONMENT,
     )
 
 

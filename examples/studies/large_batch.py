@@ -54,7 +54,7 @@ BASELINE = "synchronous"
 SCHEMES = (BASELINE, "fixed_ring", "random_ring", "delay_by_one")
 WARMUPS = {"none": ("--warmup", "0"), "papers": ("--schedule", "papers")}
 TITLES = {"none": "without warm-up", "papers": "with the papers' warm-up"}
-KNOBS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "stay_out"}
+ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "skip"}
 DIVERGED = "diverged"
 
 Losses = dict[int, list[float]]  # by batch, one per seed; inf: diverged, nan: the run failed
@@ -112,7 +112,7 @@ def training(
     words = [str(word) for pair in given.items() for word in pair]
     words += WARMUPS[warmup if factor > 1 else "none"]
     strategy = "single" if alone else scheme
-    return launch.Training(scheme, strategy, seed, Path(), learners, tuple(words), KNOBS)
+    return launch.Training(scheme, strategy, seed, Path(), learners, tuple(words), ENVIRONMENT)
 
 
 def measure(one: launch.Training, data: Path) -> dict:

@@ -70,9 +70,9 @@ TOLERANCE = 0.05
 UNSCALED = (4, 10)  # N and K of runs with the rate of one learner
 DECODED_PERIODS = (0, 10, 100)
 # Several hours of patience: on a busy machine, or one that sleeps, silence is no loss.
-KNOBS = {
+ENVIRONMENT = {
     "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-    "HVD_ADPSGD_NONFINITE": "stay_out",
+    "HVD_ADPSGD_NONFINITE": "skip",
     "HVD_ADPSGD_DEADLINE_S": "3600",
 }
 DIVERGED = "diverged"
@@ -256,7 +256,7 @@ class Sweep:
         path = self.out / f"plan-{learners}-{runs[0].seed}.json"
         path.write_text(json.dumps(plan, indent=1) + "\n")
         name = "examples.studies.averaging_learner"
-        launch.module(name, [str(path)], f"{learners} learners", learners, **KNOBS)
+        launch.module(name, [str(path)], f"{learners} learners", learners, **ENVIRONMENT)
 
     def _told(self, one: Run) -> dict[str, Any]:
         """What a learner must know of a run."""

@@ -3,15 +3,15 @@
     python -m examples.studies.soak   an hour
     python -m examples.studies.soak --minutes 5
 
-Four super learners of one learner train, with `hvd.replace_lost` every 50 steps. At random moments a
+Four super learners of one learner train, with `hvd.replace_failed` every 50 steps. At random moments a
 random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. What is
 lost is replaced, and the new one may be next. Each learner writes what it holds every second: resident
 memory, threads, file descriptors, shared memory. In the end all leave, and the machine is looked at.
 
 A learner is flat if its memory in the last quarter of its life is within 1 % (or 1 MiB) of that in the
-second quarter, and half a MiB for each newcomer between: communicators with a lost process are freed when
-all leave. Counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing is
-left behind, and all that should have ended well did.
+second quarter, and half a MiB for each joining learner between: communicators with a failed process are
+freed when all leave. Counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing
+is left behind, and all that should have ended well did.
 Left in --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
 """
 
@@ -35,14 +35,14 @@ from typing import Any
 from examples.acoustic_model.speech.launch import paths
 
 N = 4  # super learners
-STEPS_BETWEEN = 50  # calls of replace_lost
+STEPS_BETWEEN = 50  # calls of replace_failed
 FAULTS = ("kill", "stop", "segfault", "raise", "exit")
 STOP_S = (0.2, 3.0)  # how long a stopped one is stopped
 PAUSE_S = (5.0, 25.0)  # between faults
 LONG_ENOUGH_S = 120.0
 GROWTH, GROWTH_BYTES = 0.01, 2**20
 NEWCOMER_BYTES = 2**19  # for the communicators of each
-# in /dev/shm: an engine shows its partners 32 MiB; Open MPI leaves small files of killed processes
+# in /dev/shm: an engine shows its peers 32 MiB; Open MPI leaves small files of killed processes
 LEFT_BYTES = 8 * 2**20
 LEAVE_S = 90.0  # for the job to end once it is told to
 
@@ -58,7 +58,7 @@ def learner(folder: Path) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    wish = _wishes(folder)
+    spec = _wishes(folder)
     model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.ReLU(), torch.nn.Linear(500, 9))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
@@ -66,7 +66,7 @@ def learner(folder: Path) -> None:
         exchanges_per_step=2,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    told = hvd.replace_lost(model, optimizer, state=(0, False))
+    told = hvd.replace_failed(model, optimizer, state=(0, False))
     threading.Thread(target=_watch, args=(folder, hvd), daemon=True).start()
     while not told[1]:
         for _ in range(STEPS_BETWEEN):
@@ -74,10 +74,10 @@ def learner(folder: Path) -> None:
             model(torch.randn(16, 500)).square().mean().backward()
             optimizer.step()
             time.sleep(0.02)  # a GPU would compute now
-            if wish():
+            if spec():
                 return
         over = hvd.allreduce(torch.tensor([float((folder / "over").exists())]), op=hvd.Max)
-        told = hvd.replace_lost(
+        told = hvd.replace_failed(
             model, optimizer, state=(told[0] + STEPS_BETWEEN, bool(over.item()))
         )
     assert torch.isfinite(model[0].weight).all()
@@ -88,7 +88,7 @@ def _wishes(folder: Path) -> Any:
     """Whether this learner is asked to end by itself; it raises or exits then."""
 
     def look() -> bool:
-        file = folder / f"wish.{os.getpid()}"
+        file = folder / f"spec.{os.getpid()}"
         if not file.exists():
             return False
         if file.read_text() == "raise":
@@ -180,7 +180,7 @@ def disturb(folder: Path, rng: random.Random, ends: float) -> Iterator[dict[str,
 
 def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
     if fault in ("raise", "exit"):
-        (folder / f"wish.{pid}").write_text(fault)
+        (folder / f"spec.{pid}").write_text(fault)
         return
     if fault == "stop":
         os.kill(pid, signal.SIGSTOP)
@@ -192,13 +192,15 @@ def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
 
 def launch(folder: Path) -> subprocess.Popen[bytes]:
     """The job; its output goes to files."""
-    knobs = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    variables = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     how = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
     program = [sys.executable, "-m", "examples.studies.soak", "--learner", str(folder)]
     command = ["mpirun", *root, *how, "-np", str(N), *program]
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        return subprocess.Popen(command, env=os.environ | paths() | knobs, stdout=out, stderr=err)
+        return subprocess.Popen(
+            command, env=os.environ | paths() | variables, stdout=out, stderr=err
+        )
 
 
 def wait_until(condition: Any, seconds: float) -> bool:
@@ -224,13 +226,13 @@ def growth(series: list[dict[str, Any]], name: str) -> tuple[float, float]:
 
 
 def with_newcomers(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with how many newcomers there were so far: exchanges are counted anew after each."""
+    """Rows with how many joining learners there were so far: exchanges are counted anew after each."""
     met, last, found = 0, 0, []
     for row in series:
         count = row["exchanges"]
         met += count is not None and count < last
         last = last if count is None else count
-        found.append({**row, "newcomers": met})
+        found.append({**row, "joining learners": met})
     return found
 
 
@@ -242,10 +244,10 @@ def judged(folder: Path) -> list[dict[str, Any]]:
         if len(series) < 8 or series[-1]["t"] - series[0]["t"] < LONG_ENOUGH_S:
             continue
         life = {"pid": int(file.name.split(".")[1]), "seconds": series[-1]["t"] - series[0]["t"]}
-        for name in ("rss", "threads", "descriptors", "newcomers"):
+        for name in ("rss", "threads", "descriptors", "joining learners"):
             life[name] = growth(series, name)
         early, late = life["rss"]
-        few, many = life["newcomers"]
+        few, many = life["joining learners"]
         allowed = max(GROWTH * early, GROWTH_BYTES) + NEWCOMER_BYTES * (many - few)
         life["flat"] = late <= early + allowed
         lives.append(life)
@@ -333,8 +335,8 @@ def main() -> int:
     for life in result["lives"]:
         early, late = (value / 2**20 for value in life["rss"])
         print(
-            f"lived {life['seconds']:5.0f} s  memory {early:.1f} -> {late:.1f} MiB  newcomers "
-            f"{life['newcomers']}  threads {life['threads']}  descriptors {life['descriptors']}"
+            f"lived {life['seconds']:5.0f} s  memory {early:.1f} -> {late:.1f} MiB  joining learners "
+            f"{life['joining learners']}  threads {life['threads']}  descriptors {life['descriptors']}"
             f"{'' if life['flat'] else '  GROWS'}"
         )
     good = (

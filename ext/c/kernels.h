@@ -30,7 +30,7 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 /* `stream` writes past the caches: right for models larger than they are. */
 
 /* correction (+)= weight * (received - sent); `fresh` overwrites instead of adding.
- * Returns sum((received - sent)^2). Both partners compute exactly opposite terms. */
+ * Returns sum((received - sent)^2). Both peers compute exactly opposite terms. */
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream);
 

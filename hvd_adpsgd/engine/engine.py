@@ -30,17 +30,17 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import STALENESS_BINS
-from hvd_adpsgd.engine.peers import Losses, PartnerState, PartnerTable
+from hvd_adpsgd.engine.peers import Losses, PeerState, PeerTable
 from hvd_adpsgd.engine.shared_memory import Mailbox, Outboxes, private_memory
 from hvd_adpsgd.engine.store import Arena
 from hvd_adpsgd.errors import (
     AdpsgdError,
     ModelMismatchError,
-    PeerLostError,
+    PeerFailedError,
     StrategyMismatchError,
     TransportError,
 )
-from hvd_adpsgd.runtime.collectives import mpi_failures, survives_losses
+from hvd_adpsgd.runtime.collectives import mpi_failures, ulfm_enabled
 from hvd_adpsgd.strategies.plan import AFTER, NOBODY, Plan, Rounds
 from hvd_adpsgd.strategies.update_rules import DelayGradients
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
@@ -84,12 +84,12 @@ class EngineOptions:
         wire_dtype: "float16", "bfloat16" or None for the model's own.
         all_reduce: how means of all are summed: "mpi" or "butterfly"; see engine/butterfly.pyx.
         chunk_nbytes: largest chunk.
-        deadline_s: silence after which a partner is parked.
+        deadline_s: silence after which a peer is parked.
         leave_deadline_s: longest goodbye.
         offered_only: snapshots leave out corrections that the trainer has not absorbed. Rounds in
             lock step then follow the mixing matrix of simultaneous exchanges.
         autonomous: ask by the plan; False asks only what `ask` says.
-        share_host: partners on one host read each other's snapshots in shared memory; False sends
+        share_host: peers on one host read each other's snapshots in shared memory; False sends
             every chunk through MPI.
         timeline: keep records of exchanges and merges for the timeline.
     """
@@ -162,8 +162,8 @@ class Engine:
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
         self._names = list(names) or [str(i) for i in self._members]
         self._round_over: Callable[[float], bool] | None = None  # of the round begun last
-        self._met: dict[int, int] = {}  # exchanges with its partners before that
-        self._partners = PartnerTable(len(self._names), self._names) if outer else None
+        self._met: dict[int, int] = {}  # exchanges with its peers before that
+        self._partners = PeerTable(len(self._names), self._names) if outer else None
         self._states = [_ALIVE] * len(self._names)
         self._rank = self._members[outer.Get_rank()] if outer else NOBODY
         self._losses = Losses(self._rank) if outer else None
@@ -208,7 +208,7 @@ class Engine:
         """Start the thread (leader only); it answers, and asks after the first offer.
 
         Raises:
-            PeerLostError: if a leader was lost meanwhile.
+            PeerFailedError: if a leader failed meanwhile.
             TransportError: if MPI failed otherwise.
         """
         if not self.is_leader:
@@ -239,22 +239,22 @@ class Engine:
         atexit.register(self.stop)  # before MPI is finalised, however the program ends
 
     def _pass_over_absent(self) -> None:
-        """Who is no member was lost before, and all have been told."""
+        """Who is no member failed before, and all have been told."""
         if self._partners is None:
             return
-        for partner in set(range(len(self._names))) - set(self._members):
-            self._states[partner] = _LOST
-            self._partners.failed(partner)
+        for peer in set(range(len(self._names))) - set(self._members):
+            self._states[peer] = _LOST
+            self._partners.failed(peer)
 
     def _schedule(self) -> NDArray[np.intc]:
         """Whom to ask, one after the other, by rank in `outer`."""
         wanted = self._plan.schedule.ravel()
-        places = [self._place(partner) for partner in wanted.tolist()]
+        places = [self._place(peer) for peer in wanted.tolist()]
         return np.array([place for place in places if place != NOBODY], dtype=np.intc)
 
-    def _place(self, partner: int) -> int:
+    def _place(self, peer: int) -> int:
         """The rank in `outer` of a super learner; NOBODY if it has none."""
-        return self._members.index(partner) if partner in self._members else NOBODY
+        return self._members.index(peer) if peer in self._members else NOBODY
 
     def _partner(self, place: int) -> int:
         """The super learner at a rank in `outer`; NOBODY for NOBODY."""
@@ -267,7 +267,7 @@ class Engine:
         if _of_all(self._plan.in_step):
             self._everybody = self._outer.Dup()  # after a loss the thread puts another in
             butterfly = self.options.all_reduce == "butterfly"
-            loop.average_all(MPI._addressof(self._everybody), survives_losses(), butterfly)
+            loop.average_all(MPI._addressof(self._everybody), ulfm_enabled(), butterfly)
         if self.options.share_host:
             outboxes = Outboxes(Loop.shared_nbytes(self.options.chunk_nbytes), self._outer)
             self._memory.append(outboxes)
@@ -346,7 +346,7 @@ class Engine:
         self._step = step
         self._announce()
         self._loop.offer(step, fit or _in_pairs(self._plan.in_step))
-        if self._loop.partner_events() != self._seen_events:
+        if self._loop.peer_events() != self._seen_events:
             self._log_partners()
         if not self._told_void and self._loop.void_exchanges():
             self._told_void = True
@@ -365,10 +365,10 @@ class Engine:
 
     # ---- driven by hand ----------------------------------------------------------------------
 
-    def ask(self, partner: int) -> None:
-        """One exchange with `partner`, asked until it says yes."""
+    def ask(self, peer: int) -> None:
+        """One exchange with `peer`, asked until it says yes."""
         assert self._loop is not None
-        self._loop.ask(self._place(partner))
+        self._loop.ask(self._place(peer))
 
     def wait_finished(self, count: int, seconds: float) -> bool:
         """Wait until `count` exchanges, asked or answered, are finished in all."""
@@ -403,7 +403,7 @@ class Engine:
         assert rounds is not None
         if self._loop is None:
             return
-        if rounds.partners is not None:
+        if rounds.peers is not None:
             self._begin_pairs(number, *map(self._place, rounds.row(number)))
             return
         if self._plan.width:
@@ -423,11 +423,11 @@ class Engine:
     def finish_round(self) -> None:
         """Wait until what the round owes the model is in the open slot; nothing to do without one.
 
-        A partner that has left or is lost is not waited for. A mean of all goes on without the lost
+        A peer that has left or has failed is not waited for. A mean of all goes on without the lost
         (under ULFM), and without those who have left once their processes have ended.
 
         Raises:
-            PeerLostError: if a mean of all needs a super learner that has left or is lost.
+            PeerFailedError: if a mean of all needs a super learner that has left or has failed.
             AdpsgdError: the first failure after which averaging cannot go on.
         """
         over, self._round_over = self._round_over, None
@@ -435,10 +435,10 @@ class Engine:
             self._wait(over)
 
     def _pairs_over(self, seconds: float) -> bool:
-        """Whether every partner of the round has finished its exchange, or never will."""
+        """Whether every peer of the round has finished its exchange, or never will."""
         assert self._loop is not None
         finished = self._loop.finished()
-        states = self._loop.partners()
+        states = self._loop.peers()
         missing = [
             p for p, met in self._met.items() if self._loop.met(p) == met and states[p] < _LEFT
         ]
@@ -477,8 +477,8 @@ class Engine:
         """Whether `check` would raise."""
         return self._loop is not None and bool(self._loop.fault()[0])
 
-    def _failure(self, kind: int, code: int, partner: int) -> AdpsgdError:
-        who = self._names[partner] if partner >= 0 else "another super learner"
+    def _failure(self, kind: int, code: int, peer: int) -> AdpsgdError:
+        who = self._names[peer] if peer >= 0 else "another super learner"
         if kind == _FAULT_LAYOUT:
             return ModelMismatchError(
                 f"super learner {who} averages other tensors than this one (a parameter group was "
@@ -496,65 +496,65 @@ class Engine:
                 "lower HVD_ADPSGD_CHUNK_KIB."
             )
         if kind == _FAULT_GONE:
-            return PeerLostError(
-                f"super learner {who} has left or is lost, and this strategy averages over all super "
+            return PeerFailedError(
+                f"super learner {who} has left or has failed, and this strategy averages over all super "
                 "learners. Let all make as many steps, launch under `--with-ft ulfm` to go on without "
                 "the lost, or use a gossip strategy (random_pairs), which waits for nobody.",
                 code=code,
-                partner=partner if partner >= 0 else None,
+                peer=peer if peer >= 0 else None,
             )
-        cls = PeerLostError if partner >= 0 else TransportError
+        cls = PeerFailedError if peer >= 0 else TransportError
         return cls(
-            f"MPI failed with code {code} in the averaging engine (partner: {who}). The job must be "
-            "restarted; run with `--with-ft ulfm` to outlive lost processes.",
+            f"MPI failed with code {code} in the averaging engine (peer: {who}). The job must be "
+            "restarted; run with `--with-ft ulfm` to outlive failed processes.",
             code=code,
-            partner=partner if partner >= 0 else None,
+            peer=peer if peer >= 0 else None,
         )
 
     def _log_partners(self, stopped: bool = False) -> None:
-        """One line for each partner that fell silent, came back, left or was lost."""
+        """One line for each peer that fell silent, came back, left or failed."""
         assert self._loop is not None and self._partners is not None and self._losses is not None
-        self._seen_events = self._loop.partner_events()
+        self._seen_events = self._loop.peer_events()
         tell = (
             self._partners.answered,
             self._partners.missed_deadline,
             self._partners.said_goodbye,
             self._partners.failed,
         )
-        for partner, state in zip(self._members, self._loop.partners(), strict=True):
-            if state == self._states[partner]:
+        for peer, state in zip(self._members, self._loop.peers(), strict=True):
+            if state == self._states[peer]:
                 continue
-            self._states[partner] = state
-            message = tell[state](partner, step=self._step).message
+            self._states[peer] = state
+            message = tell[state](peer, step=self._step).message
             if state in (_LEFT, _LOST):  # who cannot go on says goodbye too
-                self._note_last_words(partner)
+                self._note_last_words(peer)
             if message and state == _LOST:
-                self._losses.noticed(partner, message, time.monotonic())
+                self._losses.noticed(peer, message, time.monotonic())
             elif message:
                 log.info("%s", message)
-        living = self._partners.among(PartnerState.ALIVE, PartnerState.SUSPECT)
+        living = self._partners.among(PeerState.ALIVE, PeerState.SUSPECT)
         if stopped:
             self._note_last_words(self._rank)
-            living = tuple(partner for partner in living if partner != self._rank)
+            living = tuple(peer for peer in living if peer != self._rank)
         for warn, message in self._losses.to_tell(living):
             log.log(logging.WARNING if warn else logging.INFO, "%s", message)
 
-    def _note_last_words(self, partner: int) -> None:
+    def _note_last_words(self, peer: int) -> None:
         assert self._loop is not None and self._losses is not None
-        knew = self._loop.last_words(self._place(partner))
-        self._losses.left(partner, [self._partner(place) for place in knew])
+        knew = self._loop.last_words(self._place(peer))
+        self._losses.left(peer, [self._partner(place) for place in knew])
 
     def lost(self) -> list[int]:
-        """Super learners known to be lost; none on learners that do not lead."""
+        """Super learners known to have failed; none on learners that do not lead."""
         if self._loop is None:
             return []
-        states = self._by_super_rank(self._loop.partners(), _LOST)
-        return [partner for partner, state in enumerate(states) if state == _LOST]
+        states = self._by_super_rank(self._loop.peers(), _LOST)
+        return [peer for peer, state in enumerate(states) if state == _LOST]
 
     def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
         """Values by rank in `outer`, of all super learners."""
         spread = dict(zip(self._members, values, strict=True))
-        return [spread.get(partner, absent) for partner in range(len(self._names))]
+        return [spread.get(peer, absent) for peer in range(len(self._names))]
 
     # ---- numbers -----------------------------------------------------------------------------
 
@@ -565,7 +565,7 @@ class Engine:
         counters = self._loop.counters()
         return {
             **exchange_metrics(counters),
-            "partners": self._by_super_rank(counters["met"], 0),
+            "peers": self._by_super_rank(counters["met"], 0),
             "consensus_distance": self._consensus_distance(counters),
             "engine_cpu_s": self._loop.cpu_s(),
         }
@@ -588,8 +588,8 @@ class Engine:
         """What the engine is doing, read without locks: for people."""
         if self._loop is None:
             return {"leads": False}
-        names = [self._names[partner] for partner in self._members]
-        return {"leads": True, **self._loop.view(), "partner_names": names}
+        names = [self._names[peer] for peer in self._members]
+        return {"leads": True, **self._loop.view(), "peer_names": names}
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
         """Timeline records since the last call; see _engine.Loop.take_events."""
@@ -606,11 +606,11 @@ class Engine:
 
 
 def _in_pairs(rounds: Rounds | None) -> bool:
-    return rounds is not None and rounds.partners is not None
+    return rounds is not None and rounds.peers is not None
 
 
 def _of_all(rounds: Rounds | None) -> bool:
-    return rounds is not None and rounds.partners is None
+    return rounds is not None and rounds.peers is None
 
 
 def exchange_metrics(counters: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -623,7 +623,7 @@ def exchange_metrics(counters: Mapping[str, Any] | None) -> dict[str, Any]:
         "staleness": histogram.tolist(),
         "staleness_mean": _histogram_mean(histogram),
         "consensus_distance": float("nan"),
-        "partners": counters["met"],
+        "peers": counters["met"],
         "engine_cpu_s": 0.0,
     }
 

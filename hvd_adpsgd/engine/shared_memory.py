@@ -59,7 +59,7 @@ class Mailbox:
 
 
 class Outboxes:
-    """Memory in which each engine shows its snapshots to its partners on the same host.
+    """Memory in which each engine shows its snapshots to its peers on the same host.
 
     All leaders make it together. Two that cannot map each other's memory (other hosts, other
     containers, no room) simply do without: their chunks travel through MPI.

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_adpsgd.errors import PeerLostError, TransportError
+from hvd_adpsgd.errors import PeerFailedError, TransportError
 
 __all__ = [
     "allgather_object",
-    "lost_ranks",
+    "failed_comm_ranks",
     "mpi_failures",
-    "run_together",
-    "survives_losses",
+    "run_collective",
+    "ulfm_enabled",
     "wait",
 ]
 
@@ -67,16 +67,16 @@ def allgather_object(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def survives_losses() -> bool:
+def ulfm_enabled() -> bool:
     """Whether Open MPI runs with ULFM, so that processes outlive others' end."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
 
 
-def lost_ranks(comm: Any) -> set[int]:
+def failed_comm_ranks(comm: Any) -> set[int]:
     """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM."""
     from mpi4py import MPI
 
-    if not survives_losses():
+    if not ulfm_enabled():
         return set()
     with contextlib.suppress(MPI.Exception):
         for _ in range(_LOOKS):  # MPI learns of an end only while it is called
@@ -87,8 +87,8 @@ def lost_ranks(comm: Any) -> set[int]:
     return set()
 
 
-def run_together(comm: Any, doing: str, operation: Callable[[Any], T]) -> tuple[T, Any]:
-    """Run a collective operation, again without the learners that were lost meanwhile.
+def run_collective(comm: Any, doing: str, operation: Callable[[Any], T]) -> tuple[T, Any]:
+    """Run a collective operation, again without the learners that failed meanwhile.
 
     A loss may be noticed by some learners and not by others, and a learner that has its result
     cannot know whether the others have theirs. So all agree on it:
@@ -104,14 +104,14 @@ def run_together(comm: Any, doing: str, operation: Callable[[Any], T]) -> tuple[
             must raise on all learners.
 
     Returns:
-        The operation's result and the communicator it was reached on, `comm` if nobody was lost.
+        The operation's result and the communicator it was reached on, `comm` if nobody failed.
 
     Raises:
-        PeerLostError, TransportError: if MPI fails and ULFM is off.
+        PeerFailedError, TransportError: if MPI fails and ULFM is off.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013.
     """
-    if not survives_losses():
+    if not ulfm_enabled():
         with mpi_failures(doing):
             return operation(comm), comm
     while True:
@@ -158,7 +158,7 @@ def _all_agree(comm: Any, success: bool) -> bool:
 
 
 def _agreement(comm: Any, success: bool) -> bool | None:
-    """One agreement; None if somebody is lost, on all alike."""
+    """One agreement; None if somebody has failed, on all alike."""
     from mpi4py import MPI
 
     flag = np.array([success], dtype=np.intc)
@@ -176,7 +176,7 @@ def _without_lost(comm: Any) -> Any:
     """
     from mpi4py import MPI
 
-    with mpi_failures("going on without lost learners"):
+    with mpi_failures("going on without failed learners"):
         smaller = comm.Shrink()
         smaller.Set_errhandler(MPI.ERRORS_RETURN)
         comm.Free()
@@ -191,7 +191,7 @@ def mpi_failures(doing: str) -> Iterator[None]:
         doing: what is done, for the message.
 
     Raises:
-        PeerLostError: if a learner was lost.
+        PeerFailedError: if a learner failed.
         TransportError: if MPI failed otherwise.
     """
     from mpi4py import MPI
@@ -202,8 +202,8 @@ def mpi_failures(doing: str) -> Iterator[None]:
         kind = error.Get_error_class()
         text = error.Get_error_string()
         if kind in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
-            raise PeerLostError(
-                f"{doing}: a learner was lost meanwhile ({text}). Run under Open MPI with "
+            raise PeerFailedError(
+                f"{doing}: a learner failed meanwhile ({text}). Run under Open MPI with "
                 "`--with-ft ulfm` to go on without it.",
                 code=kind,
             ) from error

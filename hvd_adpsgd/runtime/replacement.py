@@ -1,6 +1,6 @@
 """A new super learner takes the place of a lost one, over MPI.
 
-    recruiter (a living learner)              newcomer (a super learner of new processes)
+    recruiter (a living learner)              joining learner (a super learner of new processes)
     MPI_Comm_spawn, on a thread               the same command from the top
     bridge: the two merged                    hvd.init(): bridge; is told its numbers
     ... all living train on ...               builds its model, wraps its optimizer
@@ -10,7 +10,7 @@
     all living agree that they have it        hears "come", and is one of them
 
 Only the last three lines keep anybody from training, some 10 ms; Python, torch and the script start
-while the others train. Nothing that may wait for a newcomer runs on a learner's own thread without a
+while the others train. Nothing that may wait for a joining learner runs on a learner's own thread without a
 bound: Open MPI 5.0 never returns from MPI_Comm_spawn, MPI_Comm_accept or MPI_Intercomm_merge when
 the other side has died. A thread that is left behind there sleeps.
 """
@@ -35,22 +35,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.errors import AlreadyInitializedError, LaunchError, PeerLostError, TransportError
+from hvd_adpsgd.errors import AlreadyInitializedError, LaunchError, PeerFailedError, TransportError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
-from hvd_adpsgd.runtime.shutdown import Goodbye
-from hvd_adpsgd.runtime.world import Seat, World
+from hvd_adpsgd.runtime.shutdown import ShutdownBarrier
+from hvd_adpsgd.runtime.world import Placement, World
 
 __all__ = [
-    "Joint",
-    "Newcomer",
-    "Recruit",
-    "Welcome",
+    "JoinInfo",
+    "JoiningLearner",
+    "MergedComms",
+    "SpawnedReplacement",
     "agreed",
     "connect",
     "enter",
+    "failed_groups",
     "is_newcomer",
-    "lost_groups",
     "this_newcomer",
     "within",
 ]
@@ -60,8 +60,8 @@ T = TypeVar("T")
 log = logging.getLogger("hvd_adpsgd")
 
 JOINS = "HVD_ADPSGD_JOINS"  # set for processes that replace lost ones
-MEETING_S = 10.0  # longest wait for all to be connected, once a newcomer is ready
-START_S = 120  # longest MPI_Init of a newcomer, whose recruiter may have ended meanwhile
+MEETING_S = 10.0  # longest wait for all to be connected, once a joining learner is ready
+START_S = 120  # longest MPI_Init of a joining learner, whose recruiter may have ended meanwhile
 _PASSED_ON = ("HVD_ADPSGD_", "HOROVOD_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH")
 _TAG_SIZE, _TAG_DATA = 1, 2
 _LOOK_S = 2e-3
@@ -69,23 +69,23 @@ _PORT_FREED = "the job has ended"
 
 
 @dataclass(frozen=True)
-class Welcome:
-    """What a newcomer is told before it knows anybody else.
+class JoinInfo:
+    """What a joining learner is told before it knows anybody else.
 
     Attributes:
         super_rank: the super learner that it replaces.
-        seats, groups, config: of all, as in World.
+        placements, groups, config: of all, as in World.
     """
 
     super_rank: int
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...]
     groups: tuple[tuple[int, ...], ...]
     config: Config
 
 
 @dataclass(frozen=True)
-class Joint:
-    """Communicators of the living and a newcomer, errors returned.
+class MergedComms:
+    """Communicators of the living and a joining learner, errors returned.
 
     Attributes:
         comm: all learners, ordered by rank.
@@ -97,7 +97,7 @@ class Joint:
 
     comm: Any
     ranks: tuple[int, ...]
-    goodbye: Goodbye
+    goodbye: ShutdownBarrier
     outer: Any
     members: tuple[int, ...]
 
@@ -110,11 +110,11 @@ class Joint:
 
 
 def is_newcomer() -> bool:
-    """Whether this process was started to replace a lost learner."""
+    """Whether this process was started to replace a failed learner."""
     return JOINS in os.environ
 
 
-def lost_groups(world: World) -> tuple[int, ...]:
+def failed_groups(world: World) -> tuple[int, ...]:
     """The super learners none of whose learners is in `world.ranks`."""
     living = set(world.ranks)
     return tuple(i for i, group in enumerate(world.groups) if not living & set(group))
@@ -185,7 +185,7 @@ class _Inbox:
         """[the next object], or [] if it is not here yet.
 
         Raises:
-            MPI.Exception: if the sender is lost.
+            MPI.Exception: if the sender has failed.
         """
         if not self._request.Test():
             return []
@@ -206,7 +206,7 @@ class _Inbox:
 
         Raises:
             TimeoutError: if it is not here by then, or never will be.
-            MPI.Exception: if the sender is lost.
+            MPI.Exception: if the sender has failed.
         """
         while not (got := self.take()):
             over = ends is not None and time.monotonic() > ends
@@ -230,7 +230,7 @@ def _send(comm: Any, target: int, value: Any) -> None:
 # ---- the recruiter ------------------------------------------------------------------------------
 
 
-class Recruit:
+class SpawnedReplacement:
     """A super learner that is being started in place of a lost one; seen by its recruiter.
 
     Args:
@@ -245,7 +245,7 @@ class Recruit:
         self.problem = ""  # why it failed
         self._ready = False
         self._terms = terms
-        self._welcome = Welcome(super_rank, world.seats, world.groups, world.config)
+        self._welcome = JoinInfo(super_rank, world.placements, world.groups, world.config)
         self._ends = time.monotonic() + patience_s
         self._patience_s = patience_s
         self._leave_deadline_s = world.config.leave_deadline_s
@@ -338,7 +338,7 @@ class Recruit:
     def _tell(self, value: Any) -> None:
         from mpi4py import MPI
 
-        with contextlib.suppress(MPI.Exception):  # it is lost; whoever waits for it notices
+        with contextlib.suppress(MPI.Exception):  # it has failed; whoever waits for it notices
             for i in range(len(self._welcome.groups[self.super_rank])):
                 _send(self._bridge, 1 + i, value)
 
@@ -357,19 +357,19 @@ def _command(super_rank: int) -> list[str]:
 
 def _host_for(world: World, super_rank: int) -> str:
     """The lost one's host while somebody lives there, else this one's."""
-    hostname = world.seats[world.groups[super_rank][0]].hostname
+    hostname = world.placements[world.groups[super_rank][0]].hostname
     return (
         hostname
-        if any(world.seats[r].hostname == hostname for r in world.ranks)
+        if any(world.placements[r].hostname == hostname for r in world.ranks)
         else (world.hostname)
     )
 
 
-# ---- the newcomer -------------------------------------------------------------------------------
+# ---- the joining learner -------------------------------------------------------------------------------
 
 
-class Newcomer:
-    """A process that replaces a lost learner: until it has joined it is in a world of its own.
+class JoiningLearner:
+    """A process that replaces a failed learner: until it has joined it is in a world of its own.
 
     Its rank, size, super_rank and super_size are those of the whole job from the start.
     """
@@ -389,7 +389,7 @@ class Newcomer:
         self._bridge = _merged(parent, high=True)
         met.set()
         self._inbox = _Inbox(self._bridge, 0)
-        self.welcome: Welcome = self._hear()
+        self.welcome: JoinInfo = self._hear()
 
     def _watch(self, met: threading.Event) -> None:
         """End this process when its recruiter has ended, or after START_S, unless they have met.
@@ -411,7 +411,7 @@ class Newcomer:
         try:
             said = self._inbox.wait(ends, self._recruiter_lives)
         except (MPI.Exception, TimeoutError):
-            raise PeerLostError(
+            raise PeerFailedError(
                 f"joining as super learner {self._name}: the learner that started this one is "
                 "lost or does not answer. The others go on, and start another one."
             ) from None
@@ -421,7 +421,7 @@ class Newcomer:
         return said
 
     def make_world(self) -> World:
-        """The world of this newcomer: numbers of the job, communicators of its own."""
+        """The world of this joining learner: numbers of the job, communicators of its own."""
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD.Dup()
@@ -429,8 +429,10 @@ class Newcomer:
         told, mine = self.welcome, comm.Get_rank()
         group = told.groups[told.super_rank]
         rank = group[mine]
-        seat = told.seats[rank]
-        crossing = [r for r, s in enumerate(told.seats) if s.local_rank == seat.local_rank]
+        placement = told.placements[rank]
+        crossing = [
+            r for r, s in enumerate(told.placements) if s.local_rank == placement.local_rank
+        ]
         return World(
             config=told.config,
             comm=comm,
@@ -438,9 +440,9 @@ class Newcomer:
             inner=comm.Dup(),
             outer=None,
             rank=rank,
-            size=len(told.seats),
-            local_rank=seat.local_rank,
-            local_size=seat.local_size,
+            size=len(told.placements),
+            local_rank=placement.local_rank,
+            local_size=placement.local_size,
             cross_rank=crossing.index(rank),
             cross_size=len(crossing),
             super_rank=told.super_rank,
@@ -449,10 +451,10 @@ class Newcomer:
             inner_size=len(group),
             groups=told.groups,
             hostname=socket.gethostname(),
-            seats=told.seats,
+            placements=told.placements,
             ranks=group,
-            goodbye=Goodbye(comm.Dup(), group),
-            on_loss=told.config.on_loss,
+            goodbye=ShutdownBarrier(comm.Dup(), group),
+            on_failure=told.config.on_failure,
             joining=True,
         )
 
@@ -460,7 +462,7 @@ class Newcomer:
         """Say so, and wait until the others are there too. Returns the port, and the recruiter's rank.
 
         Raises:
-            PeerLostError: if the recruiter was lost.
+            PeerFailedError: if the recruiter failed.
             SystemExit: with status 0, if the job has ended.
         """
         if self._bridge.Get_rank() == 1:
@@ -472,7 +474,7 @@ class Newcomer:
         """Wait until all others have agreed.
 
         Raises:
-            PeerLostError: if they have not in time.
+            PeerFailedError: if they have not in time.
         """
         self._hear(time.monotonic() + 3 * MEETING_S)
         self._inbox.close()
@@ -496,27 +498,27 @@ def _lives(pid: int) -> bool:
     return True
 
 
-_newcomer: Newcomer | None = None
+_newcomer: JoiningLearner | None = None
 
 
 def enter() -> World:
-    """init() of a newcomer. Returns its world, which worlds.current returns from now on.
+    """init() of a joining learner. Returns its world, which worlds.current returns from now on.
 
     Raises:
         AlreadyInitializedError: after an init without a shutdown.
         LaunchError: if nobody started it.
-        PeerLostError: if whoever started it is lost.
+        PeerFailedError: if whoever started it has failed.
     """
     global _newcomer
     if worlds.is_initialized():
         raise AlreadyInitializedError(
             "init(): hvd_adpsgd is initialized already. Drop the second call."
         )
-    _newcomer = Newcomer()
+    _newcomer = JoiningLearner()
     return worlds.enter(_newcomer.make_world())
 
 
-def this_newcomer() -> Newcomer:
+def this_newcomer() -> JoiningLearner:
     """What `enter` has made."""
     assert _newcomer is not None
     return _newcomer
@@ -535,15 +537,15 @@ def _merged(between: Any, high: bool) -> Any:
     return comm
 
 
-def connect(side: Any, world: World, port: str | None, root: int, accepts: bool) -> Joint:
-    """Make the communicators of the living and one newcomer; waits for all of them.
+def connect(side: Any, world: World, port: str | None, root: int, accepts: bool) -> MergedComms:
+    """Make the communicators of the living and one joining learner; waits for all of them.
 
     Args:
-        side: a communicator of the living, or of the newcomer; not used for anything else.
+        side: a communicator of the living, or of the joining learner; not used for anything else.
         world: of this learner.
         port: needed on `root` only.
         root: rank in `side`.
-        accepts: the living accept, the newcomer connects.
+        accepts: the living accept, the joining learner connects.
     """
     from mpi4py import MPI
 
@@ -560,7 +562,7 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
     ranks = tuple(allgather_object(comm, world.rank))
     members = tuple(i for i, group in enumerate(world.groups) if group[0] in ranks)
     outer = None if outer == MPI.COMM_NULL else outer
-    return Joint(comm, ranks, Goodbye(goodbye, ranks), outer, members)
+    return MergedComms(comm, ranks, ShutdownBarrier(goodbye, ranks), outer, members)
 
 
 def agreed(world: World, doing: str, mine: bool) -> bool:

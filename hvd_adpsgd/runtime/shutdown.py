@@ -5,7 +5,7 @@
                                             first learner that lives ends last, for the launcher
                                             tells of the last status only
 
-The worlds tell `ending` what they know. Nothing here knows a world: what is done at exit comes from
+The worlds tell `exit_state` what they know. Nothing here knows a world: what is done at exit comes from
 there, by `at_exit`.
 """
 
@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 
 from hvd_adpsgd.runtime import process_exit
-from hvd_adpsgd.runtime.collectives import lost_ranks, survives_losses, wait
+from hvd_adpsgd.runtime.collectives import failed_comm_ranks, ulfm_enabled, wait
 
 __all__ = [
-    "LOST_STATUS",
-    "Ending",
-    "Goodbye",
+    "FAILED_STATUS",
+    "ExitState",
+    "ShutdownBarrier",
     "at_exit",
-    "ending",
+    "exit_state",
     "mark",
     "meet",
     "meet_all",
@@ -46,7 +46,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-LOST_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
+FAILED_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
 
 _LAST_S = 8.0  # longest wait for the processes of others to end
 _LOOK_S = 5e-3  # between looks at who has ended
@@ -60,10 +60,10 @@ _RELEASE = (
 
 
 @dataclass(frozen=True)
-class Goodbye:
+class ShutdownBarrier:
     """All learners, where they meet at the end.
 
-    Once one of several lost super learners has been replaced, these are not all of the job, and a rank
+    Once one of several failed super learners has been replaced, these are not all of the job, and a rank
     in `comm` is not the number of a learner.
 
     Attributes:
@@ -75,7 +75,7 @@ class Goodbye:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of_all(cls, comm: Any) -> Goodbye:
+    def of_all(cls, comm: Any) -> ShutdownBarrier:
         """The learners of `comm` are those of the job."""
         return cls(comm, tuple(range(comm.Get_size())))
 
@@ -86,11 +86,11 @@ class Goodbye:
 
     def ended(self) -> set[int]:
         """Learners that are known to have ended without MPI_Finalize."""
-        return {self.ranks[place] for place in lost_ranks(self.comm)}
+        return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
 
 
 @dataclass
-class Ending:
+class ExitState:
     """What the end of this process depends on.
 
     Attributes:
@@ -99,8 +99,8 @@ class Ending:
         has_begun: init() was successful once.
         stuck: a Horovod shutdown did not return.
         clean: the last shutdown met all others.
-        last: all others were lost by then.
-        failing: learners that are lost or leave because something failed.
+        last: all others failed by then.
+        failing: learners that have failed or leave because something failed.
         goodbye: where all learners should have met, after a shutdown that did not meet them all.
         is_over: the script is; exit handlers run.
         exit_status: what sys.exit was called with.
@@ -114,25 +114,25 @@ class Ending:
     clean: bool = True
     last: bool = False
     failing: set[int] = field(default_factory=set)
-    goodbye: Goodbye | None = None
+    goodbye: ShutdownBarrier | None = None
     is_over: bool = False
     exit_status: object = None
     farewells: list[Any] = field(default_factory=list)
 
     def lacks_others(self, everyone: Any) -> None:
-        """init() failed: neither freeing nor finalizing can be done without who is lost."""
-        self.clean, self.goodbye = False, Goodbye.of_all(everyone)
+        """init() failed: neither freeing nor finalizing can be done without who has failed."""
+        self.clean, self.goodbye = False, ShutdownBarrier.of_all(everyone)
         self.failing.update(self.goodbye.ended())
 
 
-ending = Ending()  # of this process
+exit_state = ExitState()  # of this process
 
 
 # ---- the last meeting ---------------------------------------------------------------------------
 
 
-def meet_all(goodbye: Goodbye, fails: bool, stopped: bool, ends: float) -> bool:
-    """Meet all others for the last time; `ending` keeps what came of it.
+def meet_all(goodbye: ShutdownBarrier, fails: bool, stopped: bool, ends: float) -> bool:
+    """Meet all others for the last time; `exit_state` keeps what came of it.
 
     Args:
         goodbye: all learners.
@@ -145,15 +145,15 @@ def meet_all(goodbye: Goodbye, fails: bool, stopped: bool, ends: float) -> bool:
     """
     failing = meet(goodbye, fails, ends)
     met = failing is not None
-    ending.failing.update(failing or ())
+    exit_state.failing.update(failing or ())
     # all are here; but one whose patience was over may have gone before it knew
-    ending.clean = stopped and met and not goodbye.ended()
-    ending.last = not met and len(goodbye.ended()) == len(goodbye.ranks) - 1
-    ending.goodbye = None if ending.clean else goodbye
-    return ending.clean
+    exit_state.clean = stopped and met and not goodbye.ended()
+    exit_state.last = not met and len(goodbye.ended()) == len(goodbye.ranks) - 1
+    exit_state.goodbye = None if exit_state.clean else goodbye
+    return exit_state.clean
 
 
-def meet(goodbye: Goodbye, fails: bool, ends: float) -> set[int] | None:
+def meet(goodbye: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
     """Which of all learners leave because something failed.
 
     Args:
@@ -168,7 +168,7 @@ def meet(goodbye: Goodbye, fails: bool, ends: float) -> set[int] | None:
 
     mine, total = np.zeros((2, len(goodbye.ranks)), dtype=np.int32)
     mine[goodbye.comm.Get_rank()] = fails
-    ending.farewells.append((mine, total))
+    exit_state.farewells.append((mine, total))
     try:
         request = goodbye.comm.Iallreduce(mine, total)
         if not wait(request, max(ends, time.monotonic())):
@@ -195,9 +195,9 @@ def script_fails() -> bool:
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
         return True
-    if not ending.is_over:
+    if not exit_state.is_over:
         return False
-    return ending.exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
+    return exit_state.exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
 
 
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        ending.exit_status = status
+        exit_state.exit_status = status
         leave(status)
 
     return noted
@@ -224,11 +224,11 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
         shut_down: called first. Bounded; logs what it raises.
         patience_s: longest MPI_Finalize; asked before `shut_down` is called.
     """
-    if ending.watched:
+    if exit_state.watched:
         return
     atexit.register(_leave, os.getpid(), shut_down, patience_s)
     sys.exit = _noting(sys.exit)
-    ending.watched = True
+    exit_state.watched = True
 
 
 def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
@@ -238,18 +238,18 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     from mpi4py import MPI
 
     seconds = patience_s()
-    ending.is_over = True
+    exit_state.is_over = True
     with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
         shut_down()
-    if not MPI.Is_finalized() and ending.finalizes and not _ended_mpi(MPI, seconds):
+    if not MPI.Is_finalized() and exit_state.finalizes and not _ended_mpi(MPI, seconds):
         sys.stdout.flush()
         sys.stderr.flush()
         # where init() failed, it did so on all learners: somebody's status must be the job's
-        judges = bool(ending.failing) and not (ending.has_begun and script_fails())
-        last = ending.last or (judges and _ends_last())
-        if last and survives_losses():
+        judges = bool(exit_state.failing) and not (exit_state.has_begun and script_fails())
+        last = exit_state.last or (judges and _ends_last())
+        if last and ulfm_enabled():
             _release_launcher()
-        process_exit.end_without_finalize(last, LOST_STATUS if ending.failing else 0)
+        process_exit.end_without_finalize(last, FAILED_STATUS if exit_state.failing else 0)
     mark(False)
 
 
@@ -258,9 +258,9 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
 
     With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
     """
-    if ending.clean:
+    if exit_state.clean:
         return returns(_finalize, seconds)
-    if survives_losses() or ending.stuck:
+    if ulfm_enabled() or exit_state.stuck:
         return False
     mpi.Finalize()
     return True
@@ -278,22 +278,22 @@ def _ends_last() -> bool:
 
     The launcher tells of the last status only, so that is where a loss can be seen.
     """
-    goodbye = ending.goodbye
+    goodbye = exit_state.goodbye
     if goodbye is None:
         return False
     ends = time.monotonic() + _LAST_S
     while time.monotonic() < ends:
         ended = goodbye.ended()
-        last = _is_last(goodbye.rank, goodbye.ranks, ended, ending.failing)
+        last = _is_last(goodbye.rank, goodbye.ranks, ended, exit_state.failing)
         if last is not None:
             return last
         time.sleep(_LOOK_S)
     log.warning(
         "learners %s have not ended %g s after this one: the status of the job may not tell that "
-        "learners %s were lost.",
+        "learners %s failed.",
         sorted(set(goodbye.ranks) - ended - {goodbye.rank}),
         _LAST_S,
-        sorted(ending.failing),
+        sorted(exit_state.failing),
     )
     return False
 
@@ -307,7 +307,7 @@ def _is_last(rank: int, ranks: Sequence[int], ended: set[int], failing: set[int]
         rank: of the learner.
         ranks: all learners.
         ended: those whose process has.
-        failing: those that are lost or leave because something failed.
+        failing: those that have failed or leave because something failed.
     """
     others = set(ranks) - {rank}
     if others <= ended:

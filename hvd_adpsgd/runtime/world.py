@@ -29,7 +29,7 @@ from hvd_adpsgd.errors import (
     InnerOnlyError,
     LaunchError,
     NotInitializedError,
-    PeerLostError,
+    PeerFailedError,
     TopologyError,
     TransportError,
     WorldError,
@@ -38,15 +38,15 @@ from hvd_adpsgd.runtime import shutdown as leaving
 from hvd_adpsgd.runtime import state_dump
 from hvd_adpsgd.runtime.collectives import (
     allgather_object,
-    lost_ranks,
+    failed_comm_ranks,
     mpi_failures,
-    run_together,
+    run_collective,
     wait,
 )
-from hvd_adpsgd.runtime.shutdown import Goodbye, ending
+from hvd_adpsgd.runtime.shutdown import ShutdownBarrier, exit_state
 
 __all__ = [
-    "Seat",
+    "Placement",
     "World",
     "current",
     "enter",
@@ -63,14 +63,14 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PER_LEARNER = ("log_level", "state_dir")  # knobs in which learners may differ
+_PER_LEARNER = ("log_level", "state_dir")  # options in which learners may differ
 # Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
 # too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """Where one learner sits.
 
     Attributes:
@@ -90,11 +90,11 @@ class World:
     """One learner's place, and the communicators (mpi4py, errors returned) that it belongs to.
 
     Attributes:
-        config: the knobs, the same on all learners.
+        config: the options, the same on all learners.
         comm: all learners that live; without the lost ones after `together` has noticed.
         ranks: the learners of `comm`, by their rank there.
-        on_loss: what operations over all learners do without the lost: "go_on" or "raise".
-        joining: a newcomer that has not met the others yet; `comm` is its super learner.
+        on_failure: what operations over all learners do without the lost: "continue" or "raise".
+        joining: a joining learner that has not met the others yet; `comm` is its super learner.
         mixed: some were started later. MPI_Finalize of those started together does not wait for the
             rest, whom an early end would keep from meeting; so all meet twice in shutdown.
         owned: communicators that are freed when all have met. MPI_Finalize would wait for everybody in
@@ -111,9 +111,9 @@ class World:
         inner_rank, inner_size: among the learners of the super learner.
         groups: ranks of the learners of each super learner, by super_rank; the first leads.
         hostname: of this host.
-        seats: of all learners, by rank.
+        placements: of all learners, by rank.
         broken: this super learner cannot go on, for it lost a learner.
-        before_together: called before each operation over all learners.
+        before_collective: called before each operation over all learners.
     """
 
     config: Config
@@ -133,16 +133,16 @@ class World:
     inner_size: int
     groups: tuple[tuple[int, ...], ...]
     hostname: str
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...]
     ranks: tuple[int, ...]
-    goodbye: Goodbye
-    on_loss: str
+    goodbye: ShutdownBarrier
+    on_failure: str
     broken: bool = False
     joining: bool = False
     members: tuple[int, ...] = ()
     mixed: bool = False
     owned: list[Any] = field(default_factory=list)
-    before_together: list[Callable[[], object]] = field(default_factory=list)
+    before_collective: list[Callable[[], object]] = field(default_factory=list)
     _stops: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -153,7 +153,7 @@ class World:
     def together(self, doing: str, operation: Callable[[Any], T]) -> T:
         """Run a collective operation over all learners, again without those lost meanwhile.
 
-        `comm` and `ranks` change when learners were lost. See together.run_together.
+        `comm` and `ranks` change when learners failed. See together.run_collective.
 
         Args:
             doing: what is done, for messages.
@@ -163,20 +163,20 @@ class World:
             What the operation returns.
 
         Raises:
-            PeerLostError: on all learners, if one is lost and `on_loss` says "raise".
-            PeerLostError, TransportError: if MPI fails and ULFM is off.
+            PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
+            PeerFailedError, TransportError: if MPI fails and ULFM is off.
         """
 
         def told(comm: Any) -> T:
             if comm is not self.comm:
                 self._adopt(comm, doing)
-            if self.on_loss == "raise" and not self.joining:
+            if self.on_failure == "raise" and not self.joining:
                 self._require_everybody(doing)
             return operation(comm)
 
-        for call in list(self.before_together):
+        for call in list(self.before_collective):
             call()
-        return run_together(self.comm, doing, told)[0]
+        return run_collective(self.comm, doing, told)[0]
 
     def _adopt(self, comm: Any, doing: str) -> None:
         """Go on with the communicator of the living."""
@@ -185,7 +185,7 @@ class World:
         self.comm, self.ranks = comm, ranks
         if self.rank == ranks[0]:
             log.warning(
-                "%s: lost learners %s; operations over all learners go on with the other %d.",
+                "%s: failed learners %s; operations over all learners go on with the other %d.",
                 doing,
                 lost,
                 len(ranks),
@@ -195,29 +195,29 @@ class World:
         """The same outcome on all learners of `comm`."""
         if len(self.ranks) < self.size:
             lost = sorted(set(range(self.size)) - set(self.ranks))
-            raise PeerLostError(
-                f"{doing}: learners {lost} of {self.size} are lost, and HVD_ADPSGD_ON_LOSS or "
-                'hvd.on_loss says "raise". Save the model and restart, or go on with the others '
-                'inside `with hvd.on_loss("go_on")`.'
+            raise PeerFailedError(
+                f"{doing}: learners {lost} of {self.size} have failed, and HVD_ADPSGD_ON_LOSS or "
+                'hvd.on_failure says "raise". Save the model and restart, or go on with the others '
+                'inside `with hvd.on_failure("continue")`.'
             )
 
     def lost(self) -> tuple[int, ...]:
-        """Ranks of the learners that this one knows to be lost, and of those beside them.
+        """Ranks of the learners that this one knows to have failed, and of those beside them.
 
-        A super learner leaves when one of its learners is lost. Others may know a moment later.
+        A super learner leaves when one of its learners has failed. Others may know a moment later.
         """
         failed = set(range(self.size)) - set(self.ranks)
-        failed |= {self.ranks[place] for place in lost_ranks(self.comm)}
+        failed |= {self.ranks[place] for place in failed_comm_ranks(self.comm)}
         return tuple(sorted(r for group in self.groups if failed & set(group) for r in group))
 
-    def lost_in_node(self, seconds: float) -> set[int]:
-        """Ranks of the learners of this super learner that are lost, once there are any.
+    def failed_in_node(self, seconds: float) -> set[int]:
+        """Ranks of the learners of this super learner that have failed, once there are any.
 
         Args:
             seconds: longest wait for news; an end without a goodbye takes a moment to be known.
         """
         ends = time.monotonic() + seconds
-        while not (lost := lost_ranks(self.inner)) and time.monotonic() < ends:
+        while not (lost := failed_comm_ranks(self.inner)) and time.monotonic() < ends:
             time.sleep(1e-3)
         return {self.groups[self.super_rank][inner_rank] for inner_rank in lost}
 
@@ -225,9 +225,9 @@ class World:
         """Whether this learner is on its way out because something failed."""
         return self.broken or (_current is not self and leaving.script_fails())
 
-    def lost_super_learners(self, super_ranks: Sequence[int]) -> None:
-        """The end of the job shall tell that these were lost."""
-        ending.failing.update(rank for i in super_ranks for rank in self.groups[i])
+    def failed_super_learners(self, super_ranks: Sequence[int]) -> None:
+        """The end of the job shall tell that these failed."""
+        exit_state.failing.update(rank for i in super_ranks for rank in self.groups[i])
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
         """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
@@ -249,7 +249,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     """Make the worlds; all learners call this together.
 
     Args:
-        config: the knobs; default from the environment. Equal on all learners.
+        config: the options; default from the environment. Equal on all learners.
         comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
             of MPI.COMM_WORLD (only the named processes may call then).
         process_sets: as in Horovod's init; only with one super learner.
@@ -260,10 +260,10 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     Raises:
         AlreadyInitializedError: after an init without a shutdown.
         LaunchError: if the processes were started in a way in which the worlds cannot be made.
-        ConfigError: on all learners, if a knob is bad on one or differs between two.
+        ConfigError: on all learners, if a option is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
-        PeerLostError: if a learner ends meanwhile.
+        PeerFailedError: if a learner ends meanwhile.
     """
     if _current is not None:
         raise AlreadyInitializedError(
@@ -277,7 +277,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         with mpi_failures("init()"):
             world = _make_world(everyone, config, bool(process_sets))
     except TransportError:
-        ending.lacks_others(everyone)
+        exit_state.lacks_others(everyone)
         raise
     except Exception:
         everyone.Free()
@@ -290,7 +290,7 @@ def enter(world: World, process_sets: Any = None) -> World:
     global _current
     _start_horovod(world.inner, process_sets)
     _log_from(world.config.log_level)
-    _current, ending.has_begun = world, True
+    _current, exit_state.has_begun = world, True
     state_dump.add_source("world", _describe)
     state_dump.watch(world.rank, world.config.state_dir)
     return world
@@ -306,7 +306,7 @@ def _describe() -> dict[str, Any] | None:
         **{name: getattr(world, name) for name in shown},
         "super_learners": world.groups,
         "left_in_communicator": world.ranks,
-        "on_loss": world.on_loss,
+        "on_failure": world.on_failure,
         "config": dataclasses.asdict(world.config),
     }
 
@@ -338,7 +338,7 @@ def is_initialized() -> bool:
 
 
 def _require_whole() -> None:
-    if ending.stuck:
+    if exit_state.stuck:
         raise WorldError(
             "init() after a shutdown() that had to leave Horovod behind: a learner of this super "
             "learner had stopped or died, and Horovod still waits for it. Start the process again."
@@ -374,7 +374,7 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
         mpi4py.rc.finalize = False
         if start is not None:
             mpi4py.rc.initialize = False
-        ending.finalizes = True
+        exit_state.finalizes = True
     from mpi4py import MPI
 
     if MPI.Is_finalized():
@@ -464,9 +464,9 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     hosts = _host_communicator(everyone)
     answers = allgather_object(everyone, _answer(everyone, hosts, config, asks_sets))
     checked = _agreed_config(answers)
-    seats = tuple(answer["seat"] for answer in answers)
+    placements = tuple(answer["placement"] for answer in answers)
     joined = strategies.parse(checked.averaging).averages_gradients_globally
-    groups = form_super_learners(seats, None if joined else checked.super_learner_size, joined)
+    groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
     asking = [rank for rank, answer in enumerate(answers) if answer["sets"]]
     if asking and len(groups) > 1:
         raise InnerOnlyError(
@@ -474,7 +474,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
             f"learner, this job has {len(groups)}. Leave process_sets out, or start the job as one "
             "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
         )
-    return _cut(everyone, hosts, checked, seats, groups)
+    return _cut(everyone, hosts, checked, placements, groups)
 
 
 def _host_communicator(everyone: Any) -> Any:
@@ -485,16 +485,16 @@ def _host_communicator(everyone: Any) -> Any:
 
 
 def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
-    """What this learner tells the others: its seat, and its knobs or what is wrong with them."""
+    """What this learner tells the others: its placement, and its options or what is wrong with them."""
     head = host.bcast(everyone.Get_rank())
-    seat = Seat(head, socket.gethostname(), host.Get_rank(), host.Get_size())
-    knobs, problem = None, None
+    placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
+    options, problem = None, None
     try:
-        knobs = config if config is not None else Config.from_environment()
-        strategies.parse(knobs.averaging)
+        options = config if config is not None else Config.from_environment()
+        strategies.parse(options.averaging)
     except ConfigError as error:
         problem = str(error)
-    return {"seat": seat, "config": knobs, "problem": problem, "sets": asks_sets}
+    return {"placement": placement, "config": options, "problem": problem, "sets": asks_sets}
 
 
 def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
@@ -516,12 +516,12 @@ def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
 
 
 def form_super_learners(
-    seats: Sequence[Seat], size: int | None, joined: bool = False
+    placements: Sequence[Placement], size: int | None, joined: bool = False
 ) -> tuple[tuple[int, ...], ...]:
     """Which learners form which super learner.
 
     Args:
-        seats: of all learners, by rank.
+        placements: of all learners, by rank.
         size: learners per super learner; None: all of a host.
         joined: all learners form one super learner.
 
@@ -532,17 +532,17 @@ def form_super_learners(
         TopologyError: if `size` does not divide the learners of some host.
     """
     if joined:
-        return (tuple(range(len(seats))),)
+        return (tuple(range(len(placements))),)
     members: dict[tuple[int, int], list[int]] = {}
-    for rank, seat in enumerate(seats):
-        k = seat.local_size if size is None else size
-        if seat.local_size % k:
+    for rank, placement in enumerate(placements):
+        k = placement.local_size if size is None else size
+        if placement.local_size % k:
             raise TopologyError(
-                f"super learners of {k} on host {seat.hostname}: HVD_ADPSGD_SUPER_LEARNER_SIZE={k} "
-                f"does not divide its {seat.local_size} learners. Set it to a divisor of "
-                f"{seat.local_size}, or start a multiple of {k} learners on that host."
+                f"super learners of {k} on host {placement.hostname}: HVD_ADPSGD_SUPER_LEARNER_SIZE={k} "
+                f"does not divide its {placement.local_size} learners. Set it to a divisor of "
+                f"{placement.local_size}, or start a multiple of {k} learners on that host."
             )
-        members.setdefault((seat.host, seat.local_rank // k), []).append(rank)
+        members.setdefault((placement.host, placement.local_rank // k), []).append(rank)
     return tuple(sorted(tuple(sorted(ranks)) for ranks in members.values()))
 
 
@@ -550,14 +550,14 @@ def _cut(
     everyone: Any,
     host: Any,
     config: Config,
-    seats: tuple[Seat, ...],
+    placements: tuple[Placement, ...],
     groups: Sequence[Sequence[int]],
 ) -> World:
     rank = everyone.Get_rank()
-    seat = seats[rank]
+    placement = placements[rank]
     super_rank = next(i for i, group in enumerate(groups) if rank in group)
     inner, outer = _split(everyone, super_rank, rank == groups[super_rank][0])
-    crossing = [r for r, other in enumerate(seats) if other.local_rank == seat.local_rank]
+    crossing = [r for r, other in enumerate(placements) if other.local_rank == placement.local_rank]
     return World(
         config=config,
         comm=everyone,
@@ -566,8 +566,8 @@ def _cut(
         outer=outer,
         rank=rank,
         size=everyone.Get_size(),
-        local_rank=seat.local_rank,
-        local_size=seat.local_size,
+        local_rank=placement.local_rank,
+        local_size=placement.local_size,
         cross_rank=crossing.index(rank),
         cross_size=len(crossing),
         super_rank=super_rank,
@@ -575,11 +575,11 @@ def _cut(
         inner_rank=inner.Get_rank(),
         inner_size=inner.Get_size(),
         groups=tuple(tuple(group) for group in groups),
-        on_loss=config.on_loss,
-        hostname=seat.hostname,
-        seats=seats,
-        ranks=tuple(range(len(seats))),
-        goodbye=Goodbye.of_all(everyone.Dup()),
+        on_failure=config.on_failure,
+        hostname=placement.hostname,
+        placements=placements,
+        ranks=tuple(range(len(placements))),
+        goodbye=ShutdownBarrier.of_all(everyone.Dup()),
     )
 
 
@@ -610,7 +610,7 @@ def merge_super_learners(world: World) -> World:
         The world with super_size 1, which `current` returns from now on.
 
     Raises:
-        WorldError: if a learner is lost, or Horovod cannot be stopped within leave_deadline_s.
+        WorldError: if a learner has failed, or Horovod cannot be stopped within leave_deadline_s.
     """
     global _current
     if world.super_size == 1:
@@ -618,7 +618,7 @@ def merge_super_learners(world: World) -> World:
     if len(world.ranks) < world.size:
         raise WorldError(
             f"merge_super_learners(): learners {sorted(set(range(world.size)) - set(world.ranks))} of "
-            f"{world.size} are lost, and one super learner needs all of its learners. Start the job again, "
+            f"{world.size} have failed, and one super learner needs all of its learners. Restart the job, "
             "or average with a strategy that goes on without them (random_pairs)."
         )
     if not _stop_horovod(world.config.leave_deadline_s):
@@ -629,7 +629,7 @@ def merge_super_learners(world: World) -> World:
         )
     old = (world.inner, world.outer, world.goodbye.comm)
     everyone = tuple(range(world.size))
-    merged = _cut(world.comm, world.host, world.config, world.seats, [everyone])
+    merged = _cut(world.comm, world.host, world.config, world.placements, [everyone])
     merged._stops = world._stops
     _start_horovod(merged.inner, None)
     _free(*old)
@@ -684,14 +684,14 @@ def _stop_horovod(seconds: float) -> bool:
     """
     import horovod.torch as horovod
 
-    ending.stuck = not leaving.returns(horovod.shutdown, seconds)
-    if ending.stuck:
+    exit_state.stuck = not leaving.returns(horovod.shutdown, seconds)
+    if exit_state.stuck:
         log.warning(
             "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
             "It is left behind.",
             seconds,
         )
-    return not ending.stuck
+    return not exit_state.stuck
 
 
 def _free_all(world: World) -> None:
@@ -707,5 +707,5 @@ def _free(*communicators: Any) -> None:
 
     for comm in communicators:
         if comm is not None:
-            with contextlib.suppress(MPI.Exception):  # of a lost learner; nothing is left to do
+            with contextlib.suppress(MPI.Exception):  # of a failed learner; nothing is left to do
                 comm.Free()

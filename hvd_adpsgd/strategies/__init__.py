@@ -1,7 +1,7 @@
 """Averaging strategies: which super learners average their models, when, with what weight.
 
-`parse` reads the spec strings of the `averaging` knob: a name, or `name:key=value,key=value`. A
-strategy on top of another is joined to it by "+": `global_average:every=50+random_pairs`.
+`parse` reads the spec strings of the `averaging` option: a name, or `name:key=value,key=value`. A
+strategy on top of another is joined to it by "+": `gossip_pga:period=50+random_pairs`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any, cast
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.a2cid2 import A2CiD2
-from hvd_adpsgd.strategies.everybody import DelayByOne, GlobalAverageEvery, PeriodicAveraging
+from hvd_adpsgd.strategies.everybody import DelayByOne, GossipPGA, PeriodicAveraging
 from hvd_adpsgd.strategies.noloco import NoLoCo
 from hvd_adpsgd.strategies.plan import Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.ring import FixedRing, RandomRing
 from hvd_adpsgd.strategies.synchronous import Synchronous
-from hvd_adpsgd.strategies.synchronous_gossip import LockStep
+from hvd_adpsgd.strategies.synchronous_gossip import SynchronousGossip
 
 __all__ = [
     "STRATEGIES",
     "A2CiD2",
     "DelayByOne",
     "FixedRing",
-    "GlobalAverageEvery",
-    "LockStep",
+    "GossipPGA",
     "NoLoCo",
     "PeriodicAveraging",
     "Plan",
@@ -36,6 +35,7 @@ __all__ = [
     "Rounds",
     "Strategy",
     "Synchronous",
+    "SynchronousGossip",
     "parse",
     "same",
 ]
@@ -48,8 +48,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
         RandomRing,
         DelayByOne,
         PeriodicAveraging,
-        GlobalAverageEvery,
-        LockStep,
+        GossipPGA,
+        SynchronousGossip,
         A2CiD2,
         NoLoCo,
         Synchronous,
@@ -69,7 +69,7 @@ def parse(spec: str) -> Strategy:
 
     Args:
         spec: for instance "random_pairs", "random_pairs:seed=3", "synchronous",
-            "periodic_averaging:period=20,block_momentum=0.75", "lock_step:order=atc+fixed_ring".
+            "periodic_averaging:period=20,block_momentum=0.75", "synchronous_gossip:order=atc+fixed_ring".
 
     Raises:
         ConfigError: for an unknown name or key, or an unreadable or bad value.
@@ -92,8 +92,8 @@ def same(one: str, other: str) -> bool:
         return one == other
 
 
-def _one(spec: str, piece: str, of: Strategy | None = None) -> Strategy:
-    """The strategy of one piece of a spec, on top of `of`."""
+def _one(spec: str, piece: str, base: Strategy | None = None) -> Strategy:
+    """The strategy of one piece of a spec, on top of `base`."""
     name, _, tail = piece.strip().partition(":")
     kind: Any = STRATEGIES.get(name)
     if kind is None:
@@ -103,19 +103,19 @@ def _one(spec: str, piece: str, of: Strategy | None = None) -> Strategy:
             f"{', '.join(STRATEGIES)}. Did you mean {near}?"
         )
     arguments = _arguments(spec, kind, tail)
-    if of is None:
+    if base is None:
         return cast(Strategy, kind(**arguments))
-    if "of" not in (f.name for f in dataclasses.fields(kind)):
+    if "base" not in (f.name for f in dataclasses.fields(kind)):
         raise ConfigError(
             f"{name} in averaging spec {spec!r} is not on top of another strategy. Put it last, or "
             "leave the other out."
         )
-    return cast(Strategy, kind(of=of, **arguments))
+    return cast(Strategy, kind(base=base, **arguments))
 
 
 def _arguments(spec: str, kind: Any, tail: str) -> dict[str, Any]:
     """The keyword arguments in the part of a spec behind the colon."""
-    known = {f.name: f.type for f in dataclasses.fields(kind) if f.name != "of"}
+    known = {f.name: f.type for f in dataclasses.fields(kind) if f.name != "base"}
     arguments: dict[str, Any] = {}
     for item in filter(None, (piece.strip() for piece in tail.split(","))):
         key, _, text = item.partition("=")

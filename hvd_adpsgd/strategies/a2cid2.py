@@ -25,7 +25,7 @@ class A2CiD2(Strategy):
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
     alpha_tilde follow from the ring's Laplacian (continuous.acceleration). The mean of (x + xt)/2 moves by
-    gradients only, and hvd.average_model and hvd.settled take both models there; while partners have
+    gradients only, and hvd.average_model and hvd.settled take both models there; while peers have
     taken in an exchange at different times, the mean of x may be off it a little.
 
     It pays where averaging is slow: rings of 8 and more, with momentum or shards that differ.
@@ -33,7 +33,7 @@ class A2CiD2(Strategy):
     (weight 1/2). Costs memory for two more models on every learner.
 
     Args:
-        of: FixedRing().
+        base: FixedRing().
 
     Raises:
         ConfigError: for another strategy: on random pairs and random rings everybody meets
@@ -42,32 +42,32 @@ class A2CiD2(Strategy):
     Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
     """
 
-    of: Strategy = field(default_factory=FixedRing)
+    base: Strategy = field(default_factory=FixedRing)
     name: ClassVar[str] = "a2cid2"
     weight: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
-        require_strategy(self.name, self.of)
-        if not isinstance(self.of, FixedRing):
+        require_strategy(self.name, self.base)
+        if not isinstance(self.base, FixedRing):
             raise ConfigError(
-                f"{self.name} accelerates gossip on sparse graphs, not {self.of.name!r}, where "
+                f"{self.name} accelerates gossip on sparse graphs, not {self.base.name!r}, where "
                 "everybody meets everybody or nobody gossips: nothing to gain. Use it of fixed_ring, or "
                 "the other strategy alone."
             )
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """The ring's neighbours with weight 1/2.
 
         Raises:
             ConfigError: for rings of 2 or 3, which are complete graphs.
         """
-        ring = self.of.plan(outer_rank, outer_size)
-        if outer_size == 1:
+        ring = self.base.plan(super_rank, super_size)
+        if super_size == 1:
             return Plan.nobody()
-        constants = continuous.require_acceleration(outer_size, topology.ring_edges(outer_size))
+        constants = continuous.require_acceleration(super_size, topology.ring_edges(super_size))
         rule = Accelerate(constants.eta, constants.alpha_tilde)
         return Plan(ring.schedule, self.weight, rule=rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The ring's: the second model has no place in it."""
-        return self.of.mixing_matrix(n, round)
+        return self.base.mixing_matrix(n, round)

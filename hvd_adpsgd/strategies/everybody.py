@@ -15,7 +15,7 @@ from hvd_adpsgd.strategies.update_rules import BlockMomentum, DelayGradients
 from hvd_adpsgd.strategies.validation import require_flag, require_number, require_whole
 from hvd_adpsgd.theory import mixing, topology
 
-__all__ = ["DelayByOne", "GlobalAverageEvery", "PeriodicAveraging"]
+__all__ = ["DelayByOne", "GossipPGA", "PeriodicAveraging"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class DelayByOne(Strategy):
                 "average models, 'b' to average gradients."
             )
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """A mean of all during every step."""
-        topology.require_rank(outer_size, outer_rank)
+        topology.require_rank(super_size, super_rank)
         rule = DelayGradients() if self.reading == "b" else None
         return Plan.nobody(Rounds(order=DURING), rule=rule)
 
@@ -110,9 +110,9 @@ class PeriodicAveraging(Strategy):
         object.__setattr__(self, "block_momentum", momentum)  # 0 and 0.0 are one spec
         object.__setattr__(self, "block_rate", rate)
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """A mean of all after every `period` steps."""
-        topology.require_rank(outer_size, outer_rank)
+        topology.require_rank(super_size, super_rank)
         plain = self.block_momentum == 0 and self.block_rate == 1
         rule = BlockMomentum(self.block_momentum, self.block_rate, self.nesterov)
         return Plan.nobody(
@@ -125,12 +125,12 @@ class PeriodicAveraging(Strategy):
 
 
 @dataclass(frozen=True)
-class GlobalAverageEvery(Strategy):
-    """Gossip, and the exact mean of all after every `every` steps, for which all wait.
+class GossipPGA(Strategy):
+    """Gossip, and the exact mean of all after every `period` steps, for which all wait.
 
     Args:
-        every: steps, >= 1.
-        of: the gossip: RandomPairs, FixedRing or RandomRing.
+        period: steps, >= 1.
+        base: the gossip: RandomPairs, FixedRing or RandomRing.
 
     Raises:
         ConfigError: for a bad number, or another strategy.
@@ -138,37 +138,37 @@ class GlobalAverageEvery(Strategy):
     Source: Chen et al., Gossip-PGA, arXiv:2105.09080.
     """
 
-    every: int = 50
-    of: Strategy = field(default_factory=RandomPairs)
-    name: ClassVar[str] = "global_average"
+    period: int = 50
+    base: Strategy = field(default_factory=RandomPairs)
+    name: ClassVar[str] = "gossip_pga"
 
     def __post_init__(self) -> None:
-        require_whole(self.name, "every", self.every)
-        require_gossip(self.name, self.of)
+        require_whole(self.name, "period", self.period)
+        require_gossip(self.name, self.base)
 
     @property
     def weight(self) -> float:  # type: ignore[override]
         """That of the gossip."""
-        return self.of.weight
+        return self.base.weight
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
-        """The gossip's, and a mean of all after every `every` steps."""
-        gossip = self.of.plan(outer_rank, outer_size)
-        return Plan(gossip.schedule, gossip.weight, Rounds(self.every, AFTER), gossip.rule)
+    def plan(self, super_rank: int, super_size: int) -> Plan:
+        """The gossip's, and a mean of all after every `period` steps."""
+        gossip = self.base.plan(super_rank, super_size)
+        return Plan(gossip.schedule, gossip.weight, Rounds(self.period, AFTER), gossip.rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The gossip's; every `every`-th round is the exact mean."""
-        if (round + 1) % self.every == 0:
+        """The gossip's; every `period`-th round is the exact mean."""
+        if (round + 1) % self.period == 0:
             return mixing.uniform_matrix(n)
-        return self.of.mixing_matrix(n, round)
+        return self.base.mixing_matrix(n, round)
 
 
-def require_gossip(name: str, of: Strategy) -> None:
-    """Raise ConfigError unless `of` runs freely in pairs."""
-    require_strategy(name, of)
-    plan = of.plan(0, 4)
+def require_gossip(name: str, base: Strategy) -> None:
+    """Raise ConfigError unless `base` runs freely in pairs."""
+    require_strategy(name, base)
+    plan = base.plan(0, 4)
     if plan.width == 0 or plan.in_step is not None or plan.rule is not None:
         raise ConfigError(
-            f"{name} is on top of gossip, not of {of.name!r}, which is no plain "
+            f"{name} is on top of gossip, not of {base.name!r}, which is no plain "
             "gossip. Use it of random_pairs, fixed_ring or random_ring."
         )

@@ -57,12 +57,12 @@ class NoLoCo(Strategy):
         )
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """1024 rounds of perfect matchings."""
-        topology.require_rank(outer_size, outer_rank)
-        if outer_size == 1:
+        topology.require_rank(super_size, super_rank)
+        if super_size == 1:
             return Plan.nobody()
-        rows = [self.round_partners(outer_size, outer_rank, r) for r in range(NOLOCO_ROUNDS)]
+        rows = [self.round_peers(super_size, super_rank, r) for r in range(NOLOCO_ROUNDS)]
         rounds = Rounds(self.period, AFTER, np.array(rows, dtype=np.int32))
         return Plan.nobody(rounds, self.weight, SlowModel(self.momentum, self.rate))
 
@@ -70,6 +70,6 @@ class NoLoCo(Strategy):
         """The matrix of this round's perfect matching."""
         return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The partner of this round's perfect matching; the lower rank asks."""
-        return RandomPairs(self.seed).round_partners(n, i, round)
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The peer of this round's perfect matching; the lower rank asks."""
+        return RandomPairs(self.seed).round_peers(n, i, round)

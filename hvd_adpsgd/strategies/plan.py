@@ -33,7 +33,7 @@ DURING, AFTER = "awc", "atc"  # adapt while communicating; adapt, then communica
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What super learners do in step with each other; each waits for its partners of the round.
+    """What super learners do in step with each other; each waits for its peers of the round.
 
     A round comes after every `period`-th step. Its models are those that the step has left.
 
@@ -42,7 +42,7 @@ class Rounds:
         order: DURING: the round runs while the next gradient is computed, and what comes of it is
             added at the end of that step, W' = W T - lr g(W). AFTER: the step waits for it,
             W' = (W - lr g(W)) T.
-        partners: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
+        peers: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
             and who asks it; NOBODY for none. None: the exact mean of all super learners.
         warm_up: steps at the beginning after which no round comes, >= 0.
 
@@ -54,7 +54,7 @@ class Rounds:
 
     period: int = 1
     order: str = AFTER
-    partners: npt.NDArray[np.int32] | None = None
+    peers: npt.NDArray[np.int32] | None = None
     warm_up: int = 0
 
     def __post_init__(self) -> None:
@@ -72,23 +72,23 @@ class Rounds:
                 f"bad rounds: order {DURING!r} with period {self.period}: what a round owes the model "
                 f"is added one step later, so rounds come after every step. Use order {AFTER!r}."
             )
-        if self.partners is not None:
-            table = np.array(self.partners, dtype=np.int32, order="C")
+        if self.peers is not None:
+            table = np.array(self.peers, dtype=np.int32, order="C")
             if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] != 2:
                 raise ConfigError(
-                    f"bad rounds: partners of shape {table.shape}, needed is (rounds >= 1, 2). Give "
+                    f"bad rounds: peers of shape {table.shape}, needed is (rounds >= 1, 2). Give "
                     "whom to ask and who asks, one row per round."
                 )
             table.setflags(write=False)
-            object.__setattr__(self, "partners", table)
+            object.__setattr__(self, "peers", table)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rounds):
             return NotImplemented
         same = (self.period, self.order, self.warm_up) == (other.period, other.order, other.warm_up)
-        if self.partners is None or other.partners is None:
-            return same and self.partners is other.partners
-        return same and np.array_equal(self.partners, other.partners)
+        if self.peers is None or other.peers is None:
+            return same and self.peers is other.peers
+        return same and np.array_equal(self.peers, other.peers)
 
     def __hash__(self) -> int:
         return hash((self.period, self.order))
@@ -99,8 +99,8 @@ class Rounds:
 
     def row(self, number: int) -> tuple[int, int]:
         """Whom to ask in round `number`, and who asks; NOBODY for none."""
-        assert self.partners is not None
-        asked, asker = self.partners[number % len(self.partners)]
+        assert self.peers is not None
+        asked, asker = self.peers[number % len(self.peers)]
         return int(asked), int(asker)
 
 
@@ -108,7 +108,7 @@ class Rounds:
 class Plan:
     """Whom one super learner asks, in which order, and how much of the difference each takes.
 
-    At its r-th ask (r = 0, 1, ...) the super learner asks the partners of row r modulo rounds.
+    At its r-th ask (r = 0, 1, ...) the super learner asks the peers of row r modulo rounds.
 
     Attributes:
         schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. Width 0
@@ -133,7 +133,7 @@ class Plan:
     def __post_init__(self) -> None:
         table = np.array(self.schedule, dtype=np.int32, order="C")
         _require_schedule(table)
-        exchanging = self.in_step is not None and self.in_step.partners is not None
+        exchanging = self.in_step is not None and self.in_step.peers is not None
         _require_plan_weight(self.weight, table.shape[1] or int(exchanging))
         table.setflags(write=False)
         object.__setattr__(self, "schedule", table)  # frozen: the plan's own, read-only copy
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Partners asked per ask."""
+        """Peers asked per ask."""
         return int(self.schedule.shape[1])
 
     def __eq__(self, other: object) -> bool:
@@ -185,25 +185,25 @@ class Strategy(ABC):
     def spec(self) -> str:
         """The canonical spec string, `name` or `name:key=value,...`; `parse` reads it back.
 
-        A strategy `of` another is `name:key=value+other`.
+        A strategy with a base is `name:key=value+other`.
 
         Two super learners average in the same way exactly if their specs are equal.
         """
-        of = getattr(self, "of", None)
+        base = getattr(self, "base", None)
         values = [
             f"{f.name}={_plain(getattr(self, f.name))}"
             for f in dataclasses.fields(_instance(self))
-            if f.name != "of"
+            if f.name != "base"
         ]
         mine = f"{self.name}:{','.join(values)}" if values else self.name
-        return mine if of is None else f"{mine}+{of.spec()}"
+        return mine if base is None else f"{mine}+{base.spec()}"
 
     @abstractmethod
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
-        """The plan of one super learner among `outer_size`.
+    def plan(self, super_rank: int, super_size: int) -> Plan:
+        """The plan of one super learner among `super_size`.
 
         Raises:
-            TopologyError: if outer_size < 1 or outer_rank is not in [0, outer_size).
+            TopologyError: if super_size < 1 or super_rank is not in [0, super_size).
         """
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Strategy(ABC):
             TopologyError: if n < 1 or round < 0.
         """
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """Whom super learner i asks in one lock-step round, and who asks it; NOBODY for none.
 
         Raises:
@@ -234,12 +234,12 @@ class Strategy(ABC):
         )
 
 
-def require_strategy(name: str, of: Any) -> None:
-    """Raise ConfigError unless `of` is a strategy, on top of which `name` can be."""
-    if not isinstance(of, Strategy):
+def require_strategy(name: str, base: Any) -> None:
+    """Raise ConfigError unless `base` is a strategy, on top of which `name` can be."""
+    if not isinstance(base, Strategy):
         raise ConfigError(
-            f"bad of for {name}: got {of!r}, allowed is a strategy. Pass hvd.FixedRing(), for instance; by "
-            f"name that is {name}+fixed_ring."
+            f"bad base for {name}: got {base!r}, allowed is a strategy. Pass hvd.FixedRing(), for "
+            f"instance; by name that is {name}+fixed_ring."
         )
 
 

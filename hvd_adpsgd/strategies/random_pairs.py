@@ -18,7 +18,7 @@ RANDOM_PAIRS_ROUNDS = 4096
 
 @dataclass(frozen=True)
 class RandomPairs(Strategy):
-    """One uniformly random partner per ask, weight 1/2: both take the mean of the pair.
+    """One uniformly random peer per ask, weight 1/2: both take the mean of the pair.
 
     Each super learner asks from a table of its own, drawn from (seed, outer rank). In lock step
     a round is a random perfect matching, drawn from (seed, round); with n odd one sits out.
@@ -39,22 +39,22 @@ class RandomPairs(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
-        """4096 rows of one random partner."""
-        topology.require_rank(outer_size, outer_rank)
-        if outer_size == 1:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
+        """4096 rows of one random peer."""
+        topology.require_rank(super_size, super_rank)
+        if super_size == 1:
             return Plan.nobody()
-        partners = topology.random_partners(outer_size, outer_rank, self.seed, RANDOM_PAIRS_ROUNDS)
-        return Plan(partners[:, np.newaxis], self.weight)
+        peers = topology.random_partners(super_size, super_rank, self.seed, RANDOM_PAIRS_ROUNDS)
+        return Plan(peers[:, np.newaxis], self.weight)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's perfect matching."""
         return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The partner of this round's perfect matching; the lower rank asks."""
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
+        """The peer of this round's perfect matching; the lower rank asks."""
         topology.require_rank(n, i)
-        partner = topology.perfect_matching(n, self.seed, round)[i]
-        if partner is None:
+        peer = topology.perfect_matching(n, self.seed, round)[i]
+        if peer is None:
             return NOBODY, NOBODY
-        return (partner, NOBODY) if i < partner else (NOBODY, partner)
+        return (peer, NOBODY) if i < peer else (NOBODY, peer)

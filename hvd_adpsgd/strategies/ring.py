@@ -29,15 +29,15 @@ class FixedRing(Strategy):
     name: ClassVar[str] = "fixed_ring"
     weight: ClassVar[float] = 1 / 3
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """One row: the neighbours of the ring."""
-        return _ring_plan(outer_size, [topology.ring_neighbours(outer_size, outer_rank)])
+        return _ring_plan(super_size, [topology.ring_neighbours(super_size, super_rank)])
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The ring's matrix, the same for every round."""
         return mixing.ring_matrix(n)
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The right neighbour is asked, the left one asks."""
         return _asked_and_asker(topology.ring_neighbours(n, i), i)
 
@@ -66,19 +66,19 @@ class RandomRing(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """1024 rows: the neighbours on the ring of each round."""
         rows = [
-            topology.permuted_ring_neighbours(outer_size, outer_rank, self.seed, round)
+            topology.permuted_ring_neighbours(super_size, super_rank, self.seed, round)
             for round in range(RANDOM_RING_ROUNDS)
         ]
-        return _ring_plan(outer_size, rows)
+        return _ring_plan(super_size, rows)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's ring; the table's period does not apply to it."""
         return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The right neighbour on the ring of the round is asked, the left one asks."""
         return _asked_and_asker(topology.permuted_ring_neighbours(n, i, self.seed, round), i)
 

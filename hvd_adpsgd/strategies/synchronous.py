@@ -25,9 +25,9 @@ class Synchronous(Strategy):
     weight: ClassVar[float] = 0.0
     averages_gradients_globally: ClassVar[bool] = True
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
         """The plan that asks nobody."""
-        topology.require_rank(outer_size, outer_rank)
+        topology.require_rank(super_size, super_rank)
         return Plan.nobody()
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:

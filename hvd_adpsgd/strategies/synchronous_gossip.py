@@ -14,25 +14,25 @@ from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.theory import topology
 
-__all__ = ["LockStep"]
+__all__ = ["SynchronousGossip"]
 
-LOCK_STEP_ROUNDS = 1024
+ROUNDS_OF_PEERS = 1024
 
 
 @dataclass(frozen=True)
-class LockStep(Strategy):
+class SynchronousGossip(Strategy):
     """One round of gossip per step, as in the papers' synchronous analysis (D-PSGD).
 
         "awc":  W' = W T_k - lr g(W)        the round runs while the gradient is computed
         "atc":  W' = (W - lr g(W)) T_k      the step waits for the round
 
-    Each super learner waits for its partners of the round, so a slow one slows its neighbours.
+    Each super learner waits for its peers of the round, so a slow one slows its neighbours.
     Trajectories are reproducible. "awc" is less stable: on a quadratic of curvature h it needs
     lr h < 1 + (smallest eigenvalue of T), "atc" lr h < 2 (hvd_adpsgd.theory.limits).
 
     Args:
         order: "awc" or "atc".
-        of: whose mixing matrices T_k: FixedRing, RandomRing or RandomPairs (perfect matchings).
+        base: whose mixing matrices T_k: FixedRing, RandomRing or RandomPairs (perfect matchings).
 
     Raises:
         ConfigError: for another order or strategy.
@@ -41,8 +41,8 @@ class LockStep(Strategy):
     """
 
     order: str = DURING
-    of: Strategy = field(default_factory=FixedRing)
-    name: ClassVar[str] = "lock_step"
+    base: Strategy = field(default_factory=FixedRing)
+    name: ClassVar[str] = "synchronous_gossip"
 
     def __post_init__(self) -> None:
         if self.order not in (DURING, AFTER):
@@ -50,28 +50,28 @@ class LockStep(Strategy):
                 f"bad order for {self.name}: got {self.order!r}, allowed is {DURING!r} (adapt while "
                 f"communicating) or {AFTER!r} (adapt, then communicate). Use one of these."
             )
-        require_gossip(self.name, self.of)
-        self.of.round_partners(4, 0, 0)
+        require_gossip(self.name, self.base)
+        self.base.round_peers(4, 0, 0)
 
     @property
     def weight(self) -> float:  # type: ignore[override]
         """That of the gossip."""
-        return self.of.weight
+        return self.base.weight
 
-    def plan(self, outer_rank: int, outer_size: int) -> Plan:
-        """1024 rounds of partners."""
-        weight = self.of.plan(outer_rank, outer_size).weight
-        if outer_size == 1:
+    def plan(self, super_rank: int, super_size: int) -> Plan:
+        """1024 rounds of peers."""
+        weight = self.base.plan(super_rank, super_size).weight
+        if super_size == 1:
             return Plan.nobody()
-        rows = [self.of.round_partners(outer_size, outer_rank, r) for r in range(LOCK_STEP_ROUNDS)]
+        rows = [self.base.round_peers(super_size, super_rank, r) for r in range(ROUNDS_OF_PEERS)]
         table = np.array(rows, dtype=np.int32)
         return Plan.nobody(Rounds(1, self.order, table), weight)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The gossip's; rounds repeat after 1024."""
-        return self.of.mixing_matrix(n, round % LOCK_STEP_ROUNDS)
+        return self.base.mixing_matrix(n, round % ROUNDS_OF_PEERS)
 
-    def round_partners(self, n: int, i: int, round: int) -> tuple[int, int]:
+    def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The gossip's; rounds repeat after 1024."""
         topology.require_rank(n, i)
-        return self.of.round_partners(n, i, round % LOCK_STEP_ROUNDS)
+        return self.base.round_peers(n, i, round % ROUNDS_OF_PEERS)

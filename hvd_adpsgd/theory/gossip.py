@@ -322,12 +322,12 @@ def _turned(moments: Matrix) -> Matrix:
 
 def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
     """A basis of the symmetric moments, of zeros and ones without overlap."""
-    seat = np.arange(n)
-    turns = (seat[:, None] - seat) % n
+    placement = np.arange(n)
+    turns = (placement[:, None] - placement) % n
     if circulant:
         labels = np.minimum(turns, n - turns)
     else:
-        labels = seat[:, None] * n + seat
+        labels = placement[:, None] * n + placement
     for a in range(copies):
         for b in range(a, copies):
             own = np.minimum(labels, labels.T) if a == b else labels

@@ -104,7 +104,7 @@ def permuted_ring_matrix(order: npt.ArrayLike) -> Matrix:
     T = P^T T_1 P, with T_1 the fixed ring and P the permutation matrix of `order`.
 
     Args:
-        order: permutation of 0..n-1, seat to rank, shape (n,); see `topology.ring_order`.
+        order: permutation of 0..n-1, placement to rank, shape (n,); see `topology.ring_order`.
 
     Returns:
         T, shape (n, n).
@@ -114,39 +114,39 @@ def permuted_ring_matrix(order: npt.ArrayLike) -> Matrix:
 
     Source: randomised mixing of ADPSGD, Zhang et al., arXiv:2002.01119 and arXiv:2110.11199.
     """
-    seats = np.asarray(order)
-    if seats.ndim != 1 or not np.array_equal(np.sort(seats), np.arange(seats.size)):
+    placements = np.asarray(order)
+    if placements.ndim != 1 or not np.array_equal(np.sort(placements), np.arange(placements.size)):
         raise TopologyError(
-            f"not a permutation: permuted_ring_matrix got {seats.tolist()}, needed is every rank "
+            f"not a permutation: permuted_ring_matrix got {placements.tolist()}, needed is every rank "
             "of 0..n-1 once. Pass the result of topology.ring_order."
         )
-    seat_of = np.argsort(seats)
-    return ring_matrix(seats.size)[np.ix_(seat_of, seat_of)]
+    seat_of = np.argsort(placements)
+    return ring_matrix(placements.size)[np.ix_(seat_of, seat_of)]
 
 
-def matching_matrix(partners: Sequence[int | None], weight: float = 0.5) -> Matrix:
+def matching_matrix(peers: Sequence[int | None], weight: float = 0.5) -> Matrix:
     """Mixing matrix of a round in which disjoint pairs average.
 
-    The product (in any order) of the pair matrices; who has no partner keeps its model.
+    The product (in any order) of the pair matrices; who has no peer keeps its model.
 
     Args:
-        partners: partner of each rank or None, length n; see `topology.perfect_matching`.
+        peers: peer of each rank or None, length n; see `topology.perfect_matching`.
         weight: as in `pair_matrix`.
 
     Returns:
         T, shape (n, n).
 
     Raises:
-        TopologyError: if the partners are not mutual, or a rank or the weight is out of range.
+        TopologyError: if the peers are not mutual, or a rank or the weight is out of range.
 
     Source: random pairs as in NoLoCo, Kolehmainen et al., arXiv:2506.10911.
     """
-    n = len(partners)
+    n = len(peers)
     matrix = np.eye(n)
-    for i, j in enumerate(partners):
+    for i, j in enumerate(peers):
         if j is None:
             continue
-        _require_mutual(partners, i, j)
+        _require_mutual(peers, i, j)
         if i < j:
             matrix = matrix @ pair_matrix(n, i, j, weight)
     return matrix
@@ -403,7 +403,7 @@ def kappa_fixed(n: int) -> float:
 
 
 def kappa_random(n: int, contraction: float | None = None) -> float:
-    """Stationary disagreement when partners are redrawn each round; see `stationary_kappa`.
+    """Stationary disagreement when peers are redrawn each round; see `stationary_kappa`.
 
     kappa = (n - 1) / (n (1 - c)), with c the expected factor on squared disagreement per round.
 
@@ -539,11 +539,11 @@ def edge_vector(n: int, i: int, j: int) -> Matrix:
     return vector
 
 
-def _require_mutual(partners: Sequence[int | None], i: int, j: int) -> None:
-    require_rank(len(partners), j)
-    if j == i or partners[j] != i:
+def _require_mutual(peers: Sequence[int | None], i: int, j: int) -> None:
+    require_rank(len(peers), j)
+    if j == i or peers[j] != i:
         raise TopologyError(
-            f"not a matching: the partner of {i} is {j}, but that of {j} is {partners[j]}. "
+            f"not a matching: the peer of {i} is {j}, but that of {j} is {peers[j]}. "
             "Pass the result of topology.perfect_matching."
         )
 

@@ -1,4 +1,4 @@
-"""Who may talk to whom: rings, permuted rings, matchings, random partners.
+"""Who may talk to whom: rings, permuted rings, matchings, random peers.
 
 Pure functions of (n, outer rank, seed, round). Super learners that agree on n and seed compute the
 same answer without a message, on any machine with the same NumPy release (NumPy keeps a stream of
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Edges = list[tuple[int, int]]
-Partners = tuple[int | None, ...]
+Peers = tuple[int | None, ...]
 
 
 def ring_neighbours(n: int, i: int) -> tuple[int, ...]:
@@ -78,18 +78,18 @@ def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int
     """
     require_rank(n, i)
     order = ring_order(n, seed, round)
-    seat = int(np.flatnonzero(order == i)[0])
-    return tuple(int(order[s]) for s in ring_neighbours(n, seat))
+    placement = int(np.flatnonzero(order == i)[0])
+    return tuple(int(order[s]) for s in ring_neighbours(n, placement))
 
 
-def perfect_matching(n: int, seed: int, round: int) -> Partners:
+def perfect_matching(n: int, seed: int, round: int) -> Peers:
     """A uniformly random matching of all super learners, the same for all who ask.
 
     The permutation of `ring_order` is cut into consecutive pairs; with n odd the last one sits
     the round out.
 
     Returns:
-        The partner of each rank, length n; None for the one that sits out.
+        The peer of each rank, length n; None for the one that sits out.
 
     Raises:
         TopologyError: if n < 1, or seed or round is negative.
@@ -98,13 +98,13 @@ def perfect_matching(n: int, seed: int, round: int) -> Partners:
     return _matched(n, zip(order[0::2], order[1::2], strict=False))
 
 
-def odd_even_matching(n: int, phase: int) -> Partners:
+def odd_even_matching(n: int, phase: int) -> Peers:
     """One half round of the even ring.
 
     Even phases pair (0,1), (2,3), ...; odd phases pair (1,2), ..., (n-1,0).
 
     Returns:
-        The partner of each rank, length n.
+        The peer of each rank, length n.
 
     Raises:
         TopologyError: if n is odd (an odd ring has no such matching) or less than 2.
@@ -120,7 +120,7 @@ def odd_even_matching(n: int, phase: int) -> Partners:
 
 
 def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.int32]:
-    """Independent, uniformly random partners of i, never i itself.
+    """Independent, uniformly random peers of i, never i itself.
 
     Drawn from (seed, i), so that each super learner has a table of its own.
 
@@ -187,12 +187,12 @@ def require_rank(n: int, i: int) -> None:
         )
 
 
-def _matched(n: int, pairs: Iterable[tuple[int, int]]) -> Partners:
-    """The partner of each rank from an iterable of pairs."""
-    partners: list[int | None] = [None] * n
+def _matched(n: int, pairs: Iterable[tuple[int, int]]) -> Peers:
+    """The peer of each rank from an iterable of pairs."""
+    peers: list[int | None] = [None] * n
     for i, j in pairs:
-        partners[i], partners[j] = j, i
-    return tuple(partners)
+        peers[i], peers[j] = j, i
+    return tuple(peers)
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:

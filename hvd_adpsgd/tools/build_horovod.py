@@ -121,7 +121,7 @@ CHANGES = (
         "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
         "# a shell around each process, for the others to be told when it ends by itself\n"
         f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
-        "# for several hosts: who is silent for so long is lost, and the launcher does not end the job\n"
+        "# for several hosts: who is silent for so long has failed, and the launcher does not end the job\n"
         f"_OMPI5_SILENCE = {SILENCE!r}\n",
     ),
     Change(

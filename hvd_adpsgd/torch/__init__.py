@@ -25,13 +25,13 @@ from hvd_adpsgd.strategies import (
     A2CiD2,
     DelayByOne,
     FixedRing,
-    GlobalAverageEvery,
-    LockStep,
+    GossipPGA,
     NoLoCo,
     PeriodicAveraging,
     RandomPairs,
     RandomRing,
     Synchronous,
+    SynchronousGossip,
 )
 from hvd_adpsgd.torch import (
     elastic,
@@ -119,9 +119,9 @@ from hvd_adpsgd.torch.horovod_ops import (
     synchronize,
 )
 from hvd_adpsgd.torch.membership import (
-    is_first,
-    lost_learners,
-    on_loss,
+    failed_ranks,
+    is_coordinator,
+    on_failure,
 )
 from hvd_adpsgd.torch.model_average import (
     average_model,
@@ -132,7 +132,7 @@ from hvd_adpsgd.torch.optimizer import (
     DistributedOptimizer,
 )
 from hvd_adpsgd.torch.replacement import (
-    replace_lost,
+    replace_failed,
 )
 
 __all__ = [
@@ -144,9 +144,8 @@ __all__ = [
     "DelayByOne",
     "DistributedOptimizer",
     "FixedRing",
-    "GlobalAverageEvery",
+    "GossipPGA",
     "HorovodInternalError",
-    "LockStep",
     "Max",
     "Min",
     "NaturalGradientSGD",
@@ -160,6 +159,7 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "Synchronous",
+    "SynchronousGossip",
     "WarmupAnneal",
     "add_process_set",
     "allgather",
@@ -189,6 +189,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "failed_ranks",
     "functions",
     "global_process_set",
     "gloo_built",
@@ -202,13 +203,12 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "is_first",
+    "is_coordinator",
     "is_initialized",
     "is_leader",
     "join",
     "local_rank",
     "local_size",
-    "lost_learners",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -217,14 +217,14 @@ __all__ = [
     "mpi_threads_supported",
     "natural",
     "nccl_built",
-    "on_loss",
+    "on_failure",
     "optimizer",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
-    "replace_lost",
+    "replace_failed",
     "rocm_built",
     "settled",
     "shutdown",

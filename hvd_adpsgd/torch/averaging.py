@@ -15,7 +15,7 @@ from horovod.torch import HorovodInternalError
 from hvd_adpsgd.engine.engine import Engine, EngineOptions, exchange_metrics
 from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.errors import (
-    LearnerLostError,
+    LearnerFailedError,
     ModelMismatchError,
     NonFiniteModelError,
     NotInitializedError,
@@ -26,7 +26,7 @@ from hvd_adpsgd.runtime.collectives import allgather_object, mpi_failures, wait
 from hvd_adpsgd.strategies import same
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds
 from hvd_adpsgd.torch.consistency import described, difference, unanimous
-from hvd_adpsgd.torch.parameters import Parameters, Wish
+from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.timeline import open_timeline
 from hvd_adpsgd.torch.update_rules import DelayGradients, NoRule, make_rule
@@ -50,15 +50,15 @@ class Averaging:
 
     Args:
         world: the worlds of this learner.
-        wish: what to average, and how; agreed on.
+        spec: what to average, and how; agreed on.
     """
 
-    def __init__(self, world: Any, wish: Wish):
+    def __init__(self, world: Any, spec: AveragingSpec):
         self.inner_size: int = world.inner_size
         self.parameters = Parameters()
         self.counters = Counters(time.monotonic)
         self.nonfinite_steps = 0
-        self._config = wish.config
+        self._config = spec.config
         self._world = world
         self._step = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
@@ -70,17 +70,17 @@ class Averaging:
         self._stopped = ""  # why
         self._at_stop: list[Callable[[], object]] = []
         self._timeline = open_timeline(world)
-        self._wish = wish
-        self._plan = wish.strategy.plan(world.super_rank, world.super_size)
-        self._trained = {id(tensor) for _, tensor in wish.named}
-        self.rule = make_rule(self._plan.rule, wish.trained, wish.config.exchanges_per_step)
-        averaged = self.rule.averaged() + wish.buffers
+        self._wish = spec
+        self._plan = spec.strategy.plan(world.super_rank, world.super_size)
+        self._trained = {id(tensor) for _, tensor in spec.named}
+        self.rule = make_rule(self._plan.rule, spec.trained, spec.config.exchanges_per_step)
+        averaged = self.rule.averaged() + spec.buffers
         specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
         self._specs = [specs]  # by generation
         self.engine = self.another_engine(world.outer, world.members)
         world.at_shutdown(self.stop)
         if self._in_step is not None:
-            world.before_together.append(self.catch_up)
+            world.before_collective.append(self.catch_up)
         _live.append(self)
         state_dump.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
@@ -88,7 +88,7 @@ class Averaging:
         """An engine for these tensors, started. All learners of all super learners make it together.
 
         Args:
-            outer: the leaders; None on learners that are not leaders. A newcomer's is made and has no
+            outer: the leaders; None on learners that are not leaders. A joining learner's is made and has no
                 thread until it has joined.
             members: the super learners that they lead; () means all.
         """
@@ -143,8 +143,8 @@ class Averaging:
             )
         if self._world.joining:
             raise NotInitializedError(
-                "this learner replaces a lost one, and has not met the others: call hvd.replace_lost(model, "
-                "optimizer) before the first step."
+                "this learner replaces a failed one, and has not joined: call hvd.replace_failed("
+                "model, optimizer) before the first step."
             )
 
     def _require_known(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -333,7 +333,7 @@ class Averaging:
         message = (
             f"step {self._step - 1}: the model of super learner {self._world.super_rank} holds NaN "
             f"or Inf ({where}); it is not offered to the others. Lower the learning rate or clip "
-            "gradients; HVD_ADPSGD_NONFINITE=stay_out trains on alone until the model is finite."
+            "gradients; HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
         )
         if self._config.nonfinite == "raise":
             raise NonFiniteModelError(message)
@@ -390,7 +390,7 @@ class Averaging:
         self.parameters.check()
         self.catch_up()
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
-        self.engine.finish_round()  # a paused engine would never answer a partner of the round
+        self.engine.finish_round()  # a paused engine would never answer a peer of the round
         self._pause()
         self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
         if not self._pause():  # what was parked may have gone on meanwhile
@@ -418,7 +418,7 @@ class Averaging:
     def resume(self) -> None:
         """Refresh the mirror after the parameters were changed, and go on.
 
-        Inside another settle() only that one's end goes on. A newcomer, whose engine is new, has not
+        Inside another settle() only that one's end goes on. A joining learner, whose engine is new, has not
         settled.
         """
         self._settled = max(0, self._settled - 1)
@@ -486,7 +486,7 @@ class Averaging:
         return self._spec, described(self._wish.named)
 
     def memory(self) -> tuple[int, dict[str, Any]]:
-        """What a newcomer must know besides the model."""
+        """What a joining learner must know besides the model."""
         return self._step, self.state()
 
     def remember(self, memory: tuple[int, dict[str, Any]]) -> None:
@@ -507,26 +507,26 @@ class Averaging:
         lost.
 
         Raises:
-            LearnerLostError: if a learner of this super learner has ended.
+            LearnerFailedError: if a learner of this super learner has ended.
         """
         try:
             yield
         except HorovodInternalError as error:
-            lost = self._world.lost_in_node(self._config.deadline_s)
+            lost = self._world.failed_in_node(self._config.deadline_s)
             if not lost and "shut down" not in str(error):
                 raise
             raise self._broken(lost) from None
 
-    def _broken(self, lost: set[int]) -> LearnerLostError:
+    def _broken(self, lost: set[int]) -> LearnerFailedError:
         world = self._world
         who = f"learner {', '.join(map(str, sorted(lost)))}" if lost else "another learner"
         message = (
             f"step {self._step}, learner {world.rank} of super learner {world.super_rank}: {who} of it "
-            "is lost, so this super learner leaves, and the others train on without it. Start the job "
+            "has failed, so this super learner leaves, and the others train on without it. Start the job "
             "again from a checkpoint to have it back."
         )
         world.broken = True
-        self.stop("a learner of this super learner was lost")
+        self.stop("a learner of this super learner failed")
         return _LearnerLostError(message)
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
@@ -535,14 +535,14 @@ class Averaging:
         self._stopped = self._stopped or why
         while self._at_stop:
             self._at_stop.pop()()
-        if self.catch_up in self._world.before_together:
-            self._world.before_together.remove(self.catch_up)
+        if self.catch_up in self._world.before_collective:
+            self._world.before_collective.remove(self.catch_up)
         self._world.forget(self.stop)
         if self in _live:
             _live.remove(self)
         self.engine.stop(broken=self._world.fails())
         if first:
-            self._world.lost_super_learners(self.engine.lost())
+            self._world.failed_super_learners(self.engine.lost())
         self._trace_engine()
 
     def metrics(self) -> dict[str, Any]:
@@ -590,27 +590,29 @@ class Averaging:
     def _trace_engine(self) -> None:
         if self._timeline is None:
             return
-        for kind, partner, began, ended, nbytes, step in self.engine.take_events():
+        for kind, peer, began, ended, nbytes, step in self.engine.take_events():
             name = _EVENT_NAMES[kind]
             self._timeline.complete(
-                name, "engine", began, ended, partner=partner, bytes=nbytes, step=step
+                name, "engine", began, ended, peer=peer, bytes=nbytes, step=step
             )
 
 
-class _LearnerLostError(LearnerLostError, HorovodInternalError):
+class _LearnerLostError(LearnerFailedError, HorovodInternalError):
     """Ours, which is Horovod's as well, so that what catches that goes on working."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LearnerLostError, self.args
+        return LearnerFailedError, self.args
 
 
-_LearnerLostError.__name__ = _LearnerLostError.__qualname__ = LearnerLostError.__name__
-_LearnerLostError.__module__ = LearnerLostError.__module__
+_LearnerLostError.__name__ = _LearnerLostError.__qualname__ = LearnerFailedError.__name__
+_LearnerLostError.__module__ = LearnerFailedError.__module__
 
 # ---- set-up ----------------------------------------------------------------------------------
 
 
-def _engine(world: Any, wish: Wish, plan: Plan, outer: Any, members: Sequence[int]) -> Engine:
+def _engine(
+    world: Any, spec: AveragingSpec, plan: Plan, outer: Any, members: Sequence[int]
+) -> Engine:
     """An engine with a communicator of its own; not yet started."""
     if outer is not None:
         from mpi4py import MPI
@@ -622,8 +624,10 @@ def _engine(world: Any, wish: Wish, plan: Plan, outer: Any, members: Sequence[in
         inner=world.inner,
         outer=outer,
         plan=plan,
-        options=EngineOptions.from_config(wish.config),
-        names=[f"{world.seats[group[0]].hostname}, learner {group[0]}" for group in world.groups],
+        options=EngineOptions.from_config(spec.config),
+        names=[
+            f"{world.placements[group[0]].hostname}, learner {group[0]}" for group in world.groups
+        ],
         members=members,
     )
 
@@ -639,9 +643,9 @@ def metrics() -> dict[str, Any]:
     offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps.
 
     Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
-    and declined questions, parked partners, bytes_sent and bytes_received, staleness (chunks by age
+    and declined questions, parked peers, bytes_sent and bytes_received, staleness (chunks by age
     in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
-    since the last call; NaN if no element was compared yet), partners (exchanges with each),
+    since the last call; NaN if no element was compared yet), peers (exchanges with each),
     engine_cpu_s.
 
     Returns:

@@ -34,12 +34,12 @@ __all__ = [
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
     """Make the worlds; all learners call this together.
 
-    A process that was started by replace_lost gets the numbers of the lost one.
+    A process that was started by replace_failed gets the numbers of the lost one.
 
     Args:
         comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.
         process_sets: as in Horovod; only with one super learner.
-        config: the knobs; default from the environment (HVD_ADPSGD_*).
+        config: the options; default from the environment (HVD_ADPSGD_*).
 
     Raises:
         AlreadyInitializedError, LaunchError, ConfigError, TopologyError, InnerOnlyError: see

@@ -2,7 +2,7 @@
 
 With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super
 learners they go through MPI: every learner first tells all others what it calls, so that a mismatch
-is an error on all of them instead of a hang, and learners that were lost are left out.
+is an error on all of them instead of a hang, and learners that failed are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
 from horovod.torch.mpi_ops import handle_average_backwards_compatibility
 
-from hvd_adpsgd.errors import ConfigError, InnerOnlyError, ModelMismatchError, PeerLostError
+from hvd_adpsgd.errors import ConfigError, InnerOnlyError, ModelMismatchError, PeerFailedError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object as _allgather_object
 from hvd_adpsgd.runtime.collectives import wait
@@ -346,7 +346,7 @@ def broadcast(
     Raises:
         CollectiveMismatchError: on all learners, if they do not call the same.
         ConfigError: for a root_rank out of range.
-        PeerLostError: if the root was lost.
+        PeerFailedError: if the root failed.
     """
     inner = inner_process_set(process_set, "broadcast")
     if inner is not None:
@@ -398,7 +398,7 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     Raises:
         ConfigError: for params of another type or a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameters differ in name, dtype, shape.
-        PeerLostError: if the root was lost.
+        PeerFailedError: if the root failed.
     """
     if inner_process_set(None, "broadcast_parameters") is not None:
         horovod.broadcast_parameters(params, root_rank or 0)
@@ -434,7 +434,7 @@ def broadcast_optimizer_state(
     Raises:
         ConfigError: for LBFGS, or a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameter groups differ in size.
-        PeerLostError: if the root was lost.
+        PeerFailedError: if the root failed.
     """
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
@@ -477,7 +477,7 @@ def broadcast_object(
     Raises:
         CollectiveMismatchError: on all learners, if they do not call the same.
         ConfigError: for a root_rank out of range.
-        PeerLostError: if the root was lost.
+        PeerFailedError: if the root failed.
     """
     inner = inner_process_set(process_set, "broadcast_object")
     if inner is not None:
@@ -530,7 +530,7 @@ def _broadcast_all(
 def _root_in(world: World, call: Call) -> int:
     """The root's rank in world.comm; None is the first learner that lives.
 
-    To a newcomer that has not joined yet its own first learner stands for the root.
+    To a joining learner that has not joined yet its own first learner stands for the root.
     """
     if call.root is None or world.joining:
         return 0
@@ -540,8 +540,8 @@ def _root_in(world: World, call: Call) -> int:
             "the rank of a learner."
         )
     if call.root not in world.ranks:
-        raise PeerLostError(
-            f"{call.kind}(root_rank={call.root}): learner {call.root} was lost. Choose another "
+        raise PeerFailedError(
+            f"{call.kind}(root_rank={call.root}): learner {call.root} failed. Choose another "
             f"root, or None for the first that lives ({world.ranks[0]} of the {len(world.ranks)} left)."
         )
     return world.ranks.index(call.root)

@@ -10,7 +10,7 @@ import torch
 from hvd_adpsgd import errors
 from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.runtime.collectives import allgather_object
-from hvd_adpsgd.torch.parameters import Wish, averaged_dtype
+from hvd_adpsgd.torch.parameters import AveragingSpec, averaged_dtype
 
 __all__ = ["agree", "described", "difference", "require_same", "unanimous"]
 
@@ -38,15 +38,15 @@ def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def agree(world: Any, wish: Callable[[], Wish]) -> Wish:
-    """The wish of this learner, if it is equal on all learners in what must be.
+def agree(world: Any, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
+    """The spec of this learner, if it is equal on all learners in what must be.
 
     Raises:
         ModelMismatchError, StrategyMismatchError: on every learner alike.
-        AdpsgdError: on every learner, if a learner's wish cannot be.
+        AdpsgdError: on every learner, if a learner's spec cannot be.
     """
     doing = "hvd.DistributedOptimizer"
-    mine = unanimous(world, doing, wish)
+    mine = unanimous(world, doing, spec)
     settings = _settings(mine)
     everybody = world.together(doing, lambda comm: allgather_object(comm, settings))
     for rank, other in zip(world.ranks, everybody, strict=True):
@@ -70,10 +70,10 @@ def require_same(world: Any, doing: str, tensors: list[str]) -> None:
             )
 
 
-def _settings(wish: Wish) -> str:
+def _settings(spec: AveragingSpec) -> str:
     return (
-        f"{wish.strategy.spec()}, wire_dtype={wish.config.wire_dtype}, "
-        f"chunk_kib={wish.config.chunk_kib}"
+        f"{spec.strategy.spec()}, wire_dtype={spec.config.wire_dtype}, "
+        f"chunk_kib={spec.config.chunk_kib}"
     )
 
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.runtime import world as worlds
 
-__all__ = ["is_first", "lost_learners", "on_loss"]
+__all__ = ["failed_ranks", "is_coordinator", "on_failure"]
 
-_CHOICES = ("go_on", "raise")
+_CHOICES = ("continue", "raise")
 
 
-def is_first() -> bool:
+def is_coordinator() -> bool:
     """Whether this learner is the first that lives: who saves and prints now.
 
-    `if hvd.is_first():` does what `if hvd.rank() == 0:` does, and passes on when that learner is
+    `if hvd.is_coordinator():` does what `if hvd.rank() == 0:` does, and passes on when that learner is
     lost, or another one of its super learner. Costs microseconds and waits for nobody; so for
     a moment after a loss (some 0.1 s) nobody may be the first.
     """
@@ -25,8 +25,8 @@ def is_first() -> bool:
     return world.rank == next((r for r in range(world.size) if r not in lost), world.rank)
 
 
-def lost_learners() -> tuple[int, ...]:
-    """Ranks of the learners that are lost, with the others of their super learners; ascending.
+def failed_ranks() -> tuple[int, ...]:
+    """Ranks of the learners that have failed, with the others of their super learners; ascending.
 
     As far as this learner knows now; waits for nobody.
     """
@@ -34,24 +34,24 @@ def lost_learners() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def on_loss(what: str) -> Iterator[None]:
-    """Inside, operations over all learners do this when some are lost; all learners enter it.
+def on_failure(what: str) -> Iterator[None]:
+    """Inside, operations over all learners do this when some have failed; all learners enter it.
 
-    With "go_on" they are completed over the living (a mean is then that of fewer). With "raise"
-    all that live get a PeerLostError, as long as somebody is missing. Either way nobody hangs.
+    With "continue" they are completed over the living (a mean is then that of fewer). With "raise"
+    all that live get a PeerFailedError, as long as somebody is missing. Either way nobody hangs.
     HVD_ADPSGD_ON_LOSS says what is done elsewhere.
 
     Args:
-        what: "go_on" or "raise".
+        what: "continue" or "raise".
 
     Raises:
         ConfigError: for another word.
     """
     if what not in _CHOICES:
-        raise ConfigError(f"on_loss({what!r}): allowed are {' and '.join(map(repr, _CHOICES))}.")
+        raise ConfigError(f"on_failure({what!r}): allowed are {' and '.join(map(repr, _CHOICES))}.")
     world = worlds.current()
-    before, world.on_loss = world.on_loss, what
+    before, world.on_failure = world.on_failure, what
     try:
         yield
     finally:
-        world.on_loss = before
+        world.on_failure = before

@@ -31,7 +31,7 @@ def settled() -> Iterator[None]:
     mean is that of the run. All learners enter together; waits for the slowest super learner.
 
     Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
-    during the next gradient (delay_by_one:reading=a, lock_step:order=awc): it is taken in here, one
+    during the next gradient (delay_by_one:reading=a, synchronous_gossip:order=awc): it is taken in here, one
     step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
     of its two models.
     """
@@ -55,7 +55,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     Parameters and floating-point buffers become the mean of the leaders' values, or with weights
     sum of weight_i w_i / sum of weight_i. If the model is
     being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
-    taken in, so that nothing is lost; of a2cid2's two models the middle counts.
+    taken in, so that nothing has failed; of a2cid2's two models the middle counts.
     Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
 
     Args:
@@ -67,7 +67,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
         ModelMismatchError: on every learner, if their models differ.
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
-            With HVD_ADPSGD_NONFINITE=stay_out the mean is that of the others, and all get it, unless
+            With HVD_ADPSGD_NONFINITE=skip the mean is that of the others, and all get it, unless
             their weights are all 0.
     """
     world = worlds.current()
@@ -109,14 +109,14 @@ def _without(world: Any, unfit: list[int], finite: bool) -> None:
     """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
 
     Raises:
-        NonFiniteModelError: on every learner, unless the configuration says "stay_out" and some that
+        NonFiniteModelError: on every learner, unless the configuration says "skip" and some that
             have a weight are finite.
     """
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
     if world.config.nonfinite == "raise" or not finite:
         raise NonFiniteModelError(
             f"average_model: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
-            "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=stay_out takes the mean of the others, "
+            "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
             "for all."
         )
     if world.rank == world.ranks[0]:

@@ -34,7 +34,7 @@ from hvd_adpsgd.strategies.update_rules import DelayGradients
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
-from hvd_adpsgd.torch.parameters import Wish
+from hvd_adpsgd.torch.parameters import AveragingSpec
 
 __all__ = ["DistributedOptimizer"]
 
@@ -106,11 +106,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
-    wish = agree(
+    spec = agree(
         world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers, op)
     )
-    world = _join_if_synchronous(world, wish.strategy)
-    _retire_owners(tensor for _, tensor in wish.named if tensor.requires_grad)
+    world = _join_if_synchronous(world, spec.strategy)
+    _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
         named_parameters=named,
@@ -124,11 +124,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set=_inner_process_set(process_set, world),
     )
     if world.super_size == 1:
-        _say_nothing_to_average(world, wish.strategy)
+        _say_nothing_to_average(world, spec.strategy)
         return wrapped
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
-    wrapped._averaging = Averaging(world, wish)
+    wrapped._averaging = Averaging(world, spec)
     wrapped._averaging.at_stop(functools.partial(_unhook, wrapped))
     return wrapped
 
@@ -142,7 +142,7 @@ def _wish(
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
     op: Any,
-) -> Wish:
+) -> AveragingSpec:
     """What this learner's call asks for, checked as far as one learner can."""
     _require_supported(optimizer)
     strategy = _strategy(averaging, world.config.averaging)
@@ -153,7 +153,7 @@ def _wish(
     _require_no_buffers(strategy, buffers)
     _require_no_adasum(strategy, op)
     trained = _trained(_names(optimizer, named), optimizer.param_groups)
-    return Wish(strategy, config, trained, _floating(buffers))
+    return AveragingSpec(strategy, config, trained, _floating(buffers))
 
 
 def _require_no_buffers(strategy: Strategy, buffers: Any) -> None:
@@ -177,7 +177,7 @@ def _require_no_adasum(strategy: Strategy, op: Any) -> None:
 def _require_wire(strategy: Strategy, config: Config, super_size: int) -> None:
     """Sums of all models are made in full precision."""
     plan = strategy.plan(0, super_size)
-    sums = plan.in_step is not None and plan.in_step.partners is None
+    sums = plan.in_step is not None and plan.in_step.peers is None
     if sums and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(
             f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "

@@ -15,16 +15,16 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
 
-__all__ = ["Parameters", "Wish", "averaged_dtype"]
+__all__ = ["AveragingSpec", "Parameters", "averaged_dtype"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class AveragingSpec:
     """What one learner asks for when it wraps an optimizer.
 
     Attributes:
         strategy: whom to ask, with which weight.
-        config: knobs, those of this optimizer already in.
+        config: options, those of this optimizer already in.
         trained: (name, tensor) of what the optimizer trains.
         buffers: (name, tensor) of what is averaged beside it, and nothing else is done to.
     """

@@ -1,4 +1,4 @@
-"""`replace_lost`: a new super learner for a lost one, with the mean model, while the others train."""
+"""`replace_failed`: a new super learner for a lost one, with the mean model, while the others train."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.errors import PeerLostError
+from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime import replacement
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import allgather_object, survives_losses, wait
-from hvd_adpsgd.runtime.replacement import Joint, Recruit
+from hvd_adpsgd.runtime.collectives import allgather_object, ulfm_enabled, wait
+from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
 from hvd_adpsgd.torch.collectives import broadcast_object
-from hvd_adpsgd.torch.membership import on_loss
+from hvd_adpsgd.torch.membership import on_failure
 from hvd_adpsgd.torch.model_average import mean_model, settled
 
-__all__ = ["replace_lost"]
+__all__ = ["replace_failed"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-DOING = "replace_lost"
-ATTEMPTS = 3  # newcomers that fail, after which nobody is started for a super learner any more
+DOING = "replace_failed"
+ATTEMPTS = (
+    3  # joining learners that fail, after which nobody is started for a super learner any more
+)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_recruits: dict[int, Recruit] = {}  # started by this learner, by super_rank
+_recruits: dict[int, SpawnedReplacement] = {}  # started by this learner, by super_rank
 _failures: dict[int, int] = {}  # by super_rank
 
 
-def replace_lost(
+def replace_failed(
     model: torch.nn.Module,
     optimizer: Optimizers,
     state: Any = None,
@@ -45,10 +47,10 @@ def replace_lost(
 ) -> Any:
     """Let new super learners take the places of lost ones; all learners call it, once in an epoch.
 
-        epoch = hvd.replace_lost(model, optimizer, state=0)
+        epoch = hvd.replace_failed(model, optimizer, state=0)
         while epoch < epochs:
             train(...)
-            epoch = hvd.replace_lost(model, optimizer, state=epoch + 1)
+            epoch = hvd.replace_failed(model, optimizer, state=epoch + 1)
 
     The first call after a loss starts a super learner with the command line of this one, and returns at
     once; a later call, when it is ready, takes it in. It runs the script from the top, with the rank() of
@@ -56,30 +58,31 @@ def replace_lost(
     living models, the state of the optimizer of one of them, and `state`. What it did before in the way
     of operations over all learners (broadcast_parameters, ...) concerned itself alone.
 
-    Waits for the slowest super learner, as average_model does, also if nobody is lost. Call it between
-    steps. One super learner joins per call. If it cannot be started, or is lost meanwhile, the others go
+    Waits for the slowest super learner, as average_model does, also if nobody has failed. Call it between
+    steps. One super learner joins per call. If it cannot be started, or has failed meanwhile, the others go
     on (a line in the log tells why), and another one is tried, three times in all.
 
     Args:
         model: the same module on every learner. The models of the living stay as they are.
         optimizer: or several; those of the training.
-        state: anything that can be pickled; what a newcomer must know, such as the epoch.
+        state: anything that can be pickled; what a joining learner must know, such as the epoch.
         patience_s: seconds from the start of a super learner until it must have come here.
 
     Returns:
-        `state`; on a newcomer that of the others.
+        `state`; on a joining learner that of the others.
 
     Raises:
-        PeerLostError: if a learner of this super learner is lost, or, on a newcomer, if the others are.
-        SystemExit: on a newcomer, with status 0, if the others have ended before it joined.
+        PeerFailedError: if a learner of this super learner has failed, or, on a joining learner, all
+            others.
+        SystemExit: on a joining learner, with status 0, if the others have ended before it joined.
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if world.joining:
         return _arrive(world, model, optimizers)
-    if world.super_size == 1 or not survives_losses():
+    if world.super_size == 1 or not ulfm_enabled():
         return state
-    with on_loss("go_on"):
+    with on_failure("continue"):
         ready = _survey(world, patience_s)
         if ready is not None:
             _take_in(world, ready, model, optimizers, state)
@@ -94,7 +97,7 @@ def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
     mine = {number: recruit.state() for number, recruit in _recruits.items()}
     told = world.together(DOING, lambda comm: allgather_object(comm, mine))
     _require_whole(world)
-    lost = replacement.lost_groups(world)
+    lost = replacement.failed_groups(world)
     known = {
         number: (state, rank)
         for rank, states in zip(world.ranks, told, strict=True)
@@ -113,8 +116,8 @@ def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
 def _require_whole(world: World) -> None:
     missing = sorted(set(world.groups[world.super_rank]) - set(world.ranks))
     if missing:
-        raise PeerLostError(
-            f"{DOING}: learners {missing} of this super learner {world.super_rank} are lost, and it "
+        raise PeerFailedError(
+            f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
             "cannot go on without them. The others start another one in its place."
         )
 
@@ -130,8 +133,8 @@ def _start(world: World, number: int, patience_s: float) -> None:
         return
     if not _recruits:
         world.at_shutdown(_dismiss)
-    log.warning("super learner %d is lost; starting another one in its place.", number)
-    _recruits[number] = Recruit(world, number, _terms(), patience_s)
+    log.warning("super learner %d has failed; starting another one in its place.", number)
+    _recruits[number] = SpawnedReplacement(world, number, _terms(), patience_s)
 
 
 def _give_up(number: int) -> None:
@@ -158,21 +161,23 @@ def _take_in(
     optimizers: list[torch.optim.Optimizer],
     state: Any,
 ) -> None:
-    """Meet the newcomer, and go on with it; or without it, if it does not come."""
+    """Meet the joining learner, and go on with it; or without it, if it does not come."""
     number, recruiter = ready
     recruit = _recruits.get(number) if world.rank == recruiter else None
     with settled():
         values = mean_model(model)  # over the living
         if not _meet(world, recruit, recruiter):
             if recruit is not None:
-                recruit.problem = "it was lost, or did not come, when all met"
+                recruit.problem = "it failed, or did not come, when all met"
                 _give_up(number)
             return
         _failures.pop(number, None)
         if recruit is not None:
             del _recruits[number]
         made = _Inheritance(values, optimizers, state) if recruit is not None else None
-        with contextlib.suppress(PeerLostError):  # the recruiter; the newcomer then ends, too
+        with contextlib.suppress(
+            PeerFailedError
+        ):  # the recruiter; the joining learner then ends, too
             broadcast_object(made and made.pack(), recruiter, DOING)
     del values, made
     _trim()
@@ -186,8 +191,8 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _meet(world: World, recruit: Recruit | None, recruiter: int) -> bool:
-    """Whether all living are connected with the newcomer now; the same answer on all of them."""
+def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> bool:
+    """Whether all living are connected with the joining learner now; the same answer on all of them."""
     port = recruit.open(recruiter) if recruit is not None else None
     side = world.together(DOING, lambda comm: comm.Dup())
     if recruiter in world.ranks:
@@ -215,7 +220,7 @@ def _meet(world: World, recruit: Recruit | None, recruiter: int) -> bool:
 
 def _connected(
     side: Any, world: World, port: str | None, root: int, accepts: bool
-) -> tuple[Joint, list[Engine]]:
+) -> tuple[MergedComms, list[Engine]]:
     """The new communicators, and engines that use them."""
     joint = replacement.connect(side, world, port, root, accepts)
     engines: list[Engine] = []
@@ -228,37 +233,37 @@ def _connected(
     return joint, engines
 
 
-def _drop(met: tuple[Joint, list[Engine]]) -> None:
+def _drop(met: tuple[MergedComms, list[Engine]]) -> None:
     """Nothing came of it."""
     for engine in met[1]:
         engine.stop()
 
 
-def _go_on_with(world: World, joint: Joint, engines: list[Engine]) -> None:
+def _go_on_with(world: World, joint: MergedComms, engines: list[Engine]) -> None:
     """Let go of the old engines and communicators. The engines are at rest (settled)."""
     for averaging, engine in zip(live(), engines, strict=True):
         averaging.replace_engine(engine)
     joint.adopt(world)
 
 
-# ---- on a newcomer ------------------------------------------------------------------------------
+# ---- on a joining learner ------------------------------------------------------------------------------
 
 
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Meet the others. Returns their state."""
-    newcomer = replacement.this_newcomer()
+    joining = replacement.this_newcomer()
     wait(world.inner.Ibarrier())
-    port, recruiter = newcomer.ready(_terms())
+    port, recruiter = joining.ready(_terms())
     side = world.comm.Dup()
     met = replacement.within(
         2 * replacement.MEETING_S, lambda: _connected(side, world, port, 0, accepts=False), _drop
     )
     if met is None:
-        raise PeerLostError(
+        raise PeerFailedError(
             f"super learner {world.super_rank} was to join, but the others did not meet it within "
             f"{2 * replacement.MEETING_S:g} s. They go on, and start another one."
         )
-    newcomer.await_come()
+    joining.await_come()
     world.owned.append(side)
     _go_on_with(world, *met)
     told = _Inheritance.unpack(broadcast_object(None, recruiter, DOING))
@@ -269,12 +274,12 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
 
 
 def _terms() -> list[Any]:
-    """What newcomers and living must agree on."""
+    """What joining learners and living must agree on."""
     return [averaging.terms() for averaging in live()]
 
 
 class _Inheritance:
-    """What a newcomer gets.
+    """What a joining learner gets.
 
     Args:
         values: of the model: parameters, then buffers; means where they are floating-point numbers.

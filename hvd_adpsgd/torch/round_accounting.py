@@ -14,7 +14,7 @@ class _Place(enum.Enum):
 
 
 class Steps:
-    """The steps of one super learner, of which its partners in step count every one.
+    """The steps of one super learner, of which its peers in step count every one.
 
     A round belongs to gradients that were averaged in the node, not to the optimizer's step: whoever skips
     step() after them (GradScaler does on overflow), or leaves it by an exception and goes on, owes the others

@@ -116,7 +116,7 @@ def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
         last = [f for f in run.facts(rank) if "met" in f][-1]
         assert last["met"][other] > before["met"][other] + 50
         assert last["time"] > killed + 15
-    assert "super learner 2 (node3, learner 2) is lost" in run.said
+    assert "super learner 2 (node3, learner 2) has failed" in run.said
 
 
 @pytest.mark.extended

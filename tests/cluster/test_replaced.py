@@ -1,4 +1,4 @@
-"""A super learner that is lost on one of several hosts is replaced: there, or where somebody lives."""
+"""A super learner that has failed on one of several hosts is replaced: there, or where somebody lives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).parents[1] / "faults" / "programs" / "replaced.py"
     ids=["somebody-lives-there", "nobody-lives-there"],
 )
 def test_replaced_on_a_host(tmp_path: Path, layout: str, victim: int, host: str) -> None:
-    """The newcomer has the lost one's number, and trains on with all others."""
+    """The joining learner has the lost one's number, and trains on with all others."""
     command = ["horovodrun", "-np", "3", "-H", layout, sys.executable, str(PROGRAM)]
     command += ["--folder", str(tmp_path), "--victims", str(victim), "--after", "10"]
     with Cluster(layout.count(",") + 1) as cluster, open(tmp_path / "log", "w+") as log:

@@ -31,7 +31,7 @@ def test_a_long_exchange_is_looked_at_seldom_and_cut_short_by_who_leaves(tmp_pat
         )  # fmt: skip
     said = (tmp_path / "log").read_text()
     assert done.returncode == 0, said
-    assert "is lost" not in said, said
+    assert "has failed" not in said, said
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert second["state"] == "left", said
     assert first["lost"] == second["lost"] == [], said

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from launcher import Result, run_learners
 
-from hvd_adpsgd.runtime.shutdown import LOST_STATUS
+from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
 
 pytestmark = pytest.mark.mpi
 
@@ -43,7 +43,7 @@ class Victims:
 
     @property
     def lost(self) -> list[int]:
-        """Super learners that lose a learner, and so are lost."""
+        """Super learners that lose a learner, and so have failed."""
         return sorted({rank // self.k for rank in self.ranks})
 
     @property
@@ -53,7 +53,7 @@ class Victims:
 
     @property
     def left_behind(self) -> list[int]:
-        """The other learners of the lost super learners."""
+        """The other learners of the failed super learners."""
         return [
             rank for rank in range(self.n) if rank // self.k in self.lost and rank not in self.ranks
         ]
@@ -161,7 +161,7 @@ def require_nobody_lost(result: Result, ends: dict[int, dict[str, Any]], victims
     """Who was stopped comes back, and all end well."""
     assert result.returncode == 0, result.report()
     assert sorted(ends) == list(range(victims.n)), result.report()
-    assert "is lost" not in result.stderr
+    assert "has failed" not in result.stderr
 
 
 def require_survivors(
@@ -172,7 +172,7 @@ def require_survivors(
     victims: Victims,
     place: str,
 ) -> None:
-    """They train to the end and leave well; the rest of a lost super learner does not stay."""
+    """They train to the end and leave well; the rest of a failed super learner does not stay."""
     for rank in victims.survivors:
         assert ends[rank]["steps"] == STEPS, result.report()
     assert set(victims.survivors) <= set(left(folder, "left")), result.report()
@@ -181,7 +181,7 @@ def require_survivors(
         for rank in victims.left_behind:
             seconds = left(folder, "left")[rank]["at"] - max(f["at"] for f in faults.values())
             assert seconds < ENDS_S, result.report()
-        left_behind = "LearnerLostError: step" in result.stderr
+        left_behind = "LearnerFailedError: step" in result.stderr
         assert left_behind == bool(victims.left_behind), result.report()
     if place == "between_steps" and len(victims.survivors) > 1:
         require_exchanges(victims, ends, result)
@@ -193,15 +193,15 @@ def require_exchanges(victims: Victims, ends: dict[int, dict[str, Any]], result:
     for rank in victims.survivors[:: victims.k]:
         rest = [r // victims.k for r in victims.survivors if r != rank]
         then = ends[rank]["met"][STEP + 60]  # long after the loss was noticed
-        assert sum(ends[rank]["partners"][p] - then[p] for p in rest) > 10, result.report()
+        assert sum(ends[rank]["peers"][p] - then[p] for p in rest) > 10, result.report()
 
 
 def require_lines(result: Result, victims: Victims, place: str, raises: bool) -> None:
-    """One line for each lost super learner; and the job's status tells of them.
+    """One line for each failed super learner; and the job's status tells of them.
 
     In the last step the others may be gone before they could notice; who failed has said so itself.
     """
-    lines = [line for line in result.stderr.splitlines() if "is lost at step" in line]
+    lines = [line for line in result.stderr.splitlines() if "has failed at step" in line]
     for lost in victims.lost:
         mine = [line for line in lines if f"super learner {lost} (" in line]
         if place == "last_step" and not mine:
@@ -211,7 +211,7 @@ def require_lines(result: Result, victims: Victims, place: str, raises: bool) ->
         assert f"learner {lost * victims.k})" in mine[0]
     assert len(lines) <= len(victims.lost), result.report()
     # where all come together at the end, who fails keeps its status, which is the job's
-    expected = {LOST_STATUS, 1} if raises else {LOST_STATUS}
+    expected = {FAILED_STATUS, 1} if raises else {FAILED_STATUS}
     assert result.returncode in expected, result.report()
 
 
@@ -220,6 +220,6 @@ def test_a_death_inside_init_is_an_error_of_all(tmp_path: Path) -> None:
     victims = Victims(3, 1, (1,))
     result = run(tmp_path, "sigkill", "in_init", victims)
     assert sorted(left(tmp_path, "fault")) == [1]
-    assert result.stderr.count("errors.PeerLostError: init()") == 2, result.report()
+    assert result.stderr.count("errors.PeerFailedError: init()") == 2, result.report()
     assert sorted(left(tmp_path, "left")) == [0, 2], result.report()
     assert result.returncode == 1, result.report()

@@ -4,7 +4,7 @@ Take the sum of the survivors' models, and of the victim's with all that it had 
 so this sum was constant. A chunk in flight at the death is one that one of the two had merged and the
 other had not: there the sum is off by what was merged, w |difference of the two models|, at most. A lane
 begins chunk c + LANES only when both have merged chunk c (or will, from what has arrived), so one exchange
-has at most LANES chunks in flight; two partners have at most one exchange, and nobody has more than one
+has at most LANES chunks in flight; two peers have at most one exchange, and nobody has more than one
 on each side: the victim had two at most. Everywhere else, and among the survivors afterwards, the sum
 is what it was, to rounding.
 """

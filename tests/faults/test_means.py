@@ -89,8 +89,8 @@ def run(spec: str, how: str, victims: str, sums: str) -> Result:
         pytest.param(
             "periodic_averaging:period=1", "between", "3", "mpi", marks=pytest.mark.extended
         ),
-        ("global_average:every=2", "middle", "2", "butterfly"),
-        pytest.param("global_average:every=2", "raise", "1", "mpi", marks=pytest.mark.extended),
+        ("gossip_pga:period=2", "middle", "2", "butterfly"),
+        pytest.param("gossip_pga:period=2", "raise", "1", "mpi", marks=pytest.mark.extended),
     ],
 )
 def test_a_mean_of_all_goes_on_over_the_living(
@@ -108,7 +108,7 @@ def test_a_mean_of_all_goes_on_over_the_living(
         assert facts["quick"], result.report()
     assert len({facts["means"] for facts in living}) == 1
     if how != "raise":
-        told = re.findall(r"learner (\d)\) is lost", result.stderr)
+        told = re.findall(r"learner (\d)\) has failed", result.stderr)
         assert {int(rank) for rank in told} == set(lost), result.report()
 
 
@@ -116,7 +116,7 @@ def test_a_mean_of_all_goes_on_over_the_living(
 #
 #   2: sends its chunk, and is stopped         1: sends its chunk, gets the sum, tells 0
 #   0: waits for that stop, sends back the sum; is killed when 1 has it
-#   1: wakes 2 when it knows that 0 is lost: 2 never gets the sum
+#   1: wakes 2 when it knows that 0 has failed: 2 never gets the sum
 HALF = """
     import pathlib, signal, torch
     import hvd_adpsgd.torch as hvd
@@ -143,13 +143,13 @@ HALF = """
         return pathlib.Path(f"/proc/{stopped}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
     def after_posting(before):
-        until(lambda: counters()["turns"] > before["turns"] + 3)  # its thread has seen the wish
+        until(lambda: counters()["turns"] > before["turns"] + 3)  # its thread has seen the spec
         if rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif rank == 1:
             until(lambda: counters()["chunks"] > before["chunks"])
             (folder / "merged").touch()
-            until(hvd.lost_learners)
+            until(hvd.failed_ranks)
             os.kill(stopped, signal.SIGCONT)
         else:
             until((folder / "merged").exists)
@@ -189,7 +189,7 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
         import signal
         from mpi4py import MPI
         from hvd_adpsgd.engine.engine import Engine, EngineOptions
-        from hvd_adpsgd.errors import PeerLostError
+        from hvd_adpsgd.errors import PeerFailedError
         from hvd_adpsgd.engine.layout import TensorSpec
         from hvd_adpsgd.strategies import parse
         outer = MPI.COMM_WORLD.Dup()
@@ -207,5 +207,5 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
     """
     result = run_learners(2, program)
     (facts,) = result.by_rank()
-    assert facts["kind"] == "PeerLostError", result.report()
-    assert facts["text"].startswith("averaging: a learner was lost meanwhile")
+    assert facts["kind"] == "PeerFailedError", result.report()
+    assert facts["text"].startswith("averaging: a learner failed meanwhile")

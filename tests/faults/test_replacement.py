@@ -1,4 +1,4 @@
-"""A lost super learner is replaced by a new one, which takes the mean model and trains on."""
+"""A failed super learner is replaced by a new one, which takes the mean model and trains on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher import Result, run_learners
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
-TIMEOUT_S = 240.0  # each newcomer loads torch once more, on a machine that may be busy
+TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
 MEETING_S = 10.0  # hvd_adpsgd.runtime.replacement.MEETING_S
 ENDS_S = 10.0  # promise 6
 
@@ -68,8 +68,8 @@ def require_replaced(result: Result, np: int, of: int, joined: int, new: set[int
         assert facts["momentum"] == [True]
     for facts in learners:
         if facts["rank"] % of == 0:  # leaders have exchanged with everybody since
-            met = [n for i, n in enumerate(facts["partners"]) if i != facts["super"]]
-            assert min(met) > 0, facts["partners"]
+            met = [n for i, n in enumerate(facts["peers"]) if i != facts["super"]]
+            assert min(met) > 0, facts["peers"]
 
 
 def test_replaced_under_horovodrun(tmp_path):
@@ -92,25 +92,27 @@ def test_one_of_two_lost_ones_replaced(tmp_path):
     learners = result.by_rank()
     assert [(f["rank"], f["new"]) for f in learners] == [(0, False), (2, True)], result.report()
     assert all(f["part"] == 31 and f["told"][-1][2] == [0, 2] for f in learners), result.report()
-    first, newcomer = (f["partners"] for f in learners)
+    first, joining = (f["peers"] for f in learners)
     assert first[:2] == [0, 0] and min(first[2:]) > 0, result.report()
-    assert newcomer[1:3] == [0, 0] and min(newcomer[0], newcomer[3]) > 0, result.report()
+    assert joining[1:3] == [0, 0] and min(joining[0], joining[3]) > 0, result.report()
     for lost in (1, 2, 3):
-        line = rf"super learner {lost} \(.*, learner {lost}\) is lost"
+        line = rf"super learner {lost} \(.*, learner {lost}\) has failed"
         assert len(re.findall(line, result.stderr)) == 1, result.report()
-    assert result.returncode != 0, result.report()  # LOST_STATUS, or what mpirun makes of newcomers
+    assert result.returncode != 0, (
+        result.report()
+    )  # FAILED_STATUS, or what mpirun makes of joining learners
 
 
 @pytest.mark.extended
 def test_twice_in_a_row(tmp_path):
-    """The second one lost is the newcomer, after which mpirun's own status is that of its end."""
+    """The second one lost is the joining learner, after which mpirun's own status is that of its end."""
     result = train(tmp_path, 3, "0,0", "--after", 10)
     require_replaced(result, 3, 1, joined=2, new={0})
 
 
 def test_replaced_where_all_average(tmp_path):
     """The communicator of means, renewed at the loss, is freed by its living handle in the end."""
-    args = ("--after", 10, "--averaging", "global_average:every=2")
+    args = ("--after", 10, "--averaging", "gossip_pga:period=2")
     result = train(tmp_path, 3, "2", *args).checked()
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "Process received signal" not in result.stderr, result.report()
@@ -122,11 +124,9 @@ def test_replaced_where_all_average(tmp_path):
         pytest.param("start", "it was not ready after patience_s=20 s", marks=pytest.mark.extended),
         pytest.param("wrapped", "it ended before it was ready", marks=pytest.mark.extended),
         pytest.param(
-            "meeting", "it was lost, or did not come, when all met", marks=pytest.mark.extended
+            "meeting", "it failed, or did not come, when all met", marks=pytest.mark.extended
         ),
-        pytest.param(
-            "met", "it was lost, or did not come, when all met", marks=pytest.mark.extended
-        ),
+        pytest.param("met", "it failed, or did not come, when all met", marks=pytest.mark.extended),
     ],
 )
 def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
@@ -161,7 +161,7 @@ def test_without_a_launcher_that_can_start_it(tmp_path):
 
 
 def test_job_that_ends_before_the_newcomer_joins(tmp_path):
-    """The newcomer ends, too, and does not keep mpirun."""
+    """The joining learner ends, too, and does not keep mpirun."""
     result = train(tmp_path, 3, "2", "--alone", 1)
     ended = time.monotonic()
     learners = result.by_rank()

@@ -1,4 +1,4 @@
-"""The soak study, shortened: learners are lost in every way, replaced, and nothing is left behind."""
+"""The soak study, shortened: learners have failed in every way, replaced, and nothing is left behind."""
 
 from __future__ import annotations
 

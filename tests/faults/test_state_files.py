@@ -73,8 +73,8 @@ class Job:
         return until(lambda: self.states(rank)[before:], f"a state of learner {rank}")[-1]
 
 
-def partners(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return {p["partner"]: p for p in state["averaging"][0]["engine"]["partners"]}
+def peers(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {p["peer"]: p for p in state["averaging"][0]["engine"]["peers"]}
 
 
 def test_every_learner_writes_its_state_also_when_it_hangs(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def require_sane(job: Job) -> None:
         assert (first["rank"], first["pid"]) == (rank, job.pids[rank])
         assert first["world"]["super_learners"] == [[0], [1], [2]]
         assert first["averaging"][0]["strategy"].startswith("random_pairs")
-        assert sum(p["exchanges"] for p in partners(first).values()) > 0
+        assert sum(p["exchanges"] for p in peers(first).values()) > 0
         later = until(lambda: newer(first, job.ask(rank)), "another step")  # noqa: B023
         assert later["monotonic_s"] > first["monotonic_s"]
 
 
 def moving(state: dict[str, Any]) -> dict[str, Any] | None:
-    busy = state["averaging"] and any(p["exchanges"] for p in partners(state).values())
+    busy = state["averaging"] and any(p["exchanges"] for p in peers(state).values())
     return state if busy else None
 
 
@@ -122,7 +122,7 @@ def require_silent_partner_seen(job: Job) -> None:
     os.kill(job.pids[2], signal.SIGSTOP)
     try:
         found = until(
-            lambda: [p for rank in (0, 1) if (p := partners(job.ask(rank))[2])["parked"]],
+            lambda: [p for rank in (0, 1) if (p := peers(job.ask(rank))[2])["parked"]],
             "an exchange with the stopped learner is parked",
         )
     finally:

@@ -1,4 +1,4 @@
-"""Slow, stopped and lost super learners, and the end of runs: the others do not notice, or go on."""
+"""Slow, stopped and failed super learners, and the end of runs: the others do not notice, or go on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def steps(facts: dict[str, Any], began: float, ended: float) -> int:
     return sum(began <= t < ended for t in facts["times"])
 
 
-def met(facts: dict[str, Any], when: float, partners: list[int]) -> int:
+def met(facts: dict[str, Any], when: float, peers: list[int]) -> int:
     """Exchanges that one learner had finished with these by then."""
     before = [row for t, row in zip(facts["times"], facts["met"], strict=True) if t <= when]
-    return sum(before[-1][p] for p in partners)
+    return sum(before[-1][p] for p in peers)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -
         rest = [p for p in range(N) if p != victim and p != f["rank"]]
         parked_by = began + 1.2  # deadline_s is 1
         assert met(f, ended, rest) > met(f, parked_by, rest) + 5, f"no exchanges meanwhile; {where}"
-        assert f["partners"][victim] >= met(f, ended, [victim]) + 3, f"none afterwards; {where}"
+        assert f["peers"][victim] >= met(f, ended, [victim]) + 3, f"none afterwards; {where}"
         assert f["worst"]["float32"] <= 1e-6, f["worst"]
         assert f["worst"]["float64"] <= 1e-12, f["worst"]
     assert "is silent" in result.stderr, result.stderr
@@ -162,9 +162,9 @@ def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
     assert [f["rank"] for f in facts] == [0, 2, 3], result.report()
     for f in facts:
         rest = [p for p in range(N) if p != victim and p != f["rank"]]
-        assert sum(f["partners"][p] for p in rest) > met(f, killed + 2, rest) + 5, result.report()
+        assert sum(f["peers"][p] for p in rest) > met(f, killed + 2, rest) + 5, result.report()
         assert f["times"][-1] > killed + 2
-    lines = [line for line in result.stderr.splitlines() if "is lost" in line]
+    lines = [line for line in result.stderr.splitlines() if "has failed" in line]
     assert len(lines) == N - 1, result.report()
     assert all("learner 1" in line for line in lines)
 
@@ -183,11 +183,11 @@ def test_two_go_on_when_all_others_are_killed_one_by_one(tmp_path: Path) -> None
         result = run.result()
     facts = told(tmp_path)
     assert [f["rank"] for f in facts] == [2, 5], result.report()
-    for f, partner in zip(facts, [5, 2], strict=True):
-        assert f["partners"][partner] > met(f, killed + 1.5, [partner]) + 5, result.report()
+    for f, peer in zip(facts, [5, 2], strict=True):
+        assert f["peers"][peer] > met(f, killed + 1.5, [peer]) + 5, result.report()
         assert f["times"][-1] > killed + 2, "too little time for the survivors"
     for victim in victims:
-        assert f"(learner {victim}) is lost" in result.stderr, result.report()
+        assert f"(learner {victim}) has failed" in result.stderr, result.report()
 
 
 # ---- promise 6: every run ends ------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 FILE = Path(__file__).with_name("schemes.json")
 TESTS = Path(__file__).parents[1]
 LEFT_OUT = (
-    "runs of random_pairs, fixed_ring, random_ring, global_average and a2cid2 at the machine's own times: "
+    "runs of random_pairs, fixed_ring, random_ring, gossip_pga and a2cid2 at the machine's own times: "
     "which models meet depends on timing, so no two are alike. Their cases, named events, are at times "
     "drawn from a seed (tests/mpi/events.py)."
 )

@@ -1,7 +1,7 @@
 """The schemes that run freely, at events drawn from a seed: who does what next, and the law in numpy.
 
 A run of theirs depends on timing. Here the times are given: each super learner makes steps of uneven
-length, at a pace of its own, and asks the next partner of its plan at the times of a Poisson process.
+length, at a pace of its own, and asks the next peer of its plan at the times of a Poisson process.
 Exchanges come while gradients are computed; what they owe a model is added at the end of its step.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 import numpy as np
 from simulation import Array, Setting, gradient
 
-from hvd_adpsgd.strategies import GlobalAverageEvery, Strategy, parse
+from hvd_adpsgd.strategies import GossipPGA, Strategy, parse
 
 FREE = (
     "random_pairs:seed=1",
     "fixed_ring",
     "random_ring:seed=2",
-    "global_average:every=5+random_pairs:seed=1",
+    "gossip_pga:period=5+random_pairs:seed=1",
     "a2cid2+fixed_ring",
 )
 STEPS = 14
@@ -35,8 +35,8 @@ Event = tuple[int, int | None]  # this one steps, or asks that one
 def events(spec: str) -> Iterator[Event]:
     """In the order of time, for one super learner per pace. All make STEPS steps."""
     strategy, rng, n = parse(spec), np.random.default_rng(SEED), len(PACES)
-    partners = [_partners(strategy, i, n) for i in range(n)]
-    period = strategy.every if isinstance(strategy, GlobalAverageEvery) else STEPS
+    peers = [_partners(strategy, i, n) for i in range(n)]
+    period = strategy.period if isinstance(strategy, GossipPGA) else STEPS
     for first in range(0, STEPS, period):
         count = min(period, STEPS - first)
         steps = [np.cumsum(rng.exponential(1 / pace, count)) for pace in PACES]
@@ -51,8 +51,8 @@ def events(spec: str) -> Iterator[Event]:
             others = [j for j in range(n) if j != i and since[j] < time < until[j]]
             if not asking:
                 yield i, None
-            elif set(partners[i][1]) & set(others):
-                yield i, next(j for j in partners[i][0] if j in others)
+            elif set(peers[i][1]) & set(others):
+                yield i, next(j for j in peers[i][0] if j in others)
 
 
 def _partners(strategy: Strategy, i: int, n: int) -> tuple[Iterator[int], set[int]]:
@@ -119,6 +119,6 @@ class FreeRun:
         self.owed[i] = 0
 
     def mean_is_due(self) -> bool:
-        if not isinstance(self.strategy, GlobalAverageEvery):
+        if not isinstance(self.strategy, GossipPGA):
             return False
-        return len(set(self.made)) == 1 and self.made[0] % self.strategy.every == 0
+        return len(set(self.made)) == 1 and self.made[0] % self.strategy.period == 0

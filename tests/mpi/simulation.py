@@ -23,12 +23,12 @@ LAWS = (
     "periodic_averaging:period=3",
     "periodic_averaging:period=3,block_momentum=0.75",
     "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
-    "lock_step:order=awc+fixed_ring",
-    "lock_step:order=atc+fixed_ring",
-    "lock_step:order=awc+random_ring:seed=2",
-    "lock_step:order=atc+random_ring:seed=2",
-    "lock_step:order=awc+random_pairs:seed=1",
-    "lock_step:order=atc+random_pairs:seed=1",
+    "synchronous_gossip:order=awc+fixed_ring",
+    "synchronous_gossip:order=atc+fixed_ring",
+    "synchronous_gossip:order=awc+random_ring:seed=2",
+    "synchronous_gossip:order=atc+random_ring:seed=2",
+    "synchronous_gossip:order=awc+random_pairs:seed=1",
+    "synchronous_gossip:order=atc+random_pairs:seed=1",
     "noloco:period=3",
     "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
 )
@@ -86,9 +86,9 @@ def mixing_matrix(spec: str, n: int, round_: int) -> Array:
     if strategy.name == "random_ring":
         order = topology.ring_order(n, strategy.seed, round_)
     matrix = np.zeros((n, n))
-    for seat in range(n):
+    for placement in range(n):
         for near in {-1, 0, 1} if n > 2 else {0, 1}:
-            matrix[order[seat], order[(seat + near) % n]] += 1 / min(n, 3)
+            matrix[order[placement], order[(placement + near) % n]] += 1 / min(n, 3)
     return matrix
 
 
@@ -175,7 +175,7 @@ class Simulation:
             self.W = self.mix(step - 1)
             self.descend(G)
             self.pending = True
-        elif strategy.name == "lock_step":
+        elif strategy.name == "synchronous_gossip":
             self.descend(G)
             self.W = mixing_matrix(strategy.of.spec(), self.n, step) @ self.W
         else:

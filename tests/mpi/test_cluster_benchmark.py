@@ -45,7 +45,7 @@ def _far_learners(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     out = folder / "told.json"
     small = {"sizes": [4, 32, 3], "rate": 0.05, "momentum": 0.9, "seed": 5, **options}
     command = ["horovodrun", "-np", "2", *jobs.learner("far_learner", small, out)]
-    jobs.run(command, stragglers.KNOBS, 120, folder / "log")
+    jobs.run(command, stragglers.ENVIRONMENT, 120, folder / "log")
     return jobs.told(out)
 
 

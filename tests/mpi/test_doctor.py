@@ -140,7 +140,7 @@ def test_mpi_without_threads():
         ("HVD_ADPSGD_AVERAGING", "random_pears"),
     ],
 )
-def test_a_malformed_knob(name, value):
+def test_a_malformed_option(name, value):
     report = doctor("--quick", env={name: value})
     assert report.levels(FAIL) == {"HVD_ADPSGD_*"}
     report.require("HVD_ADPSGD_*", FAIL, value if name.endswith("AVERAGING") else name)

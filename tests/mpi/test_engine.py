@@ -24,7 +24,7 @@ def learners(n: int, program: str, *args: object, timeout: float = 90) -> list[d
 # ---- promise 1: nothing lost --------------------------------------------------------------------
 
 SHARED, SENT = (), ("--no-share",)
-LEFT = 2  # as in Loop.partners
+LEFT = 2  # as in Loop.peers
 
 
 def run_mean(n: int, *args: object) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
     told = learners(3, "left_behind.py", "--leave-s", 10, *way)
     assert told[0]["left_behind"] == 1 and told[0]["leave_s"] < 8, told
     assert told[1]["rests"] and told[1]["leave_s"] < 8, told
-    assert told[2]["partners"] == [LEFT, LEFT], told
+    assert told[2]["peers"] == [LEFT, LEFT], told
 
 
 def test_one_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other() -> None:
@@ -156,13 +156,14 @@ def test_one_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other(
     lines = [line for one in told for line in one["warned"]]
     assert len(lines) == 2, told
     assert (
-        "super learner 3 (3) is lost" in lines[0] and "super learner 0 (0) is lost" in lines[1]
+        "super learner 3 (3) has failed" in lines[0]
+        and "super learner 0 (0) has failed" in lines[1]
     ), told
     assert [len(one["warned"]) for one in told] == [1, 1, 0, 0], told
 
 
 def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
-    """Chunks of another size than the partner's are not merged, and whoever notices says so."""
+    """Chunks of another size than the peer's are not merged, and whoever notices says so."""
     said = learners(2, "quiet.py", "--elsewhere")
     errors = {facts["error"] for facts in said}
     assert "ModelMismatchError" in errors, said

@@ -18,9 +18,9 @@ PLACES = ("4x1", "2x2")  # super learners x learners of each
 IN_STEP = (
     "delay_by_one",
     "periodic_averaging:period=2",
-    "global_average:every=2+random_pairs",
-    "lock_step:order=awc+random_pairs",
-    "lock_step:order=atc+fixed_ring",
+    "gossip_pga:period=2+random_pairs",
+    "synchronous_gossip:order=awc+random_pairs",
+    "synchronous_gossip:order=atc+fixed_ring",
     "noloco:period=2,rate=1,momentum=0",
 )
 NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"
@@ -94,7 +94,7 @@ def test_only_the_outer_end_of_settled_sets_the_engine_going(place: str) -> None
         assert facts["paused"] == [True, True, False]
 
 
-@pytest.mark.parametrize("policy", ["raise", "stay_out"])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("place", PLACES)
 def test_average_model_does_not_spread_what_is_not_finite(place: str, policy: str) -> None:
     n, k = map(int, place.split("x"))

@@ -1,7 +1,7 @@
 """The schemes in step against their closed forms: contraction, and the spread that noise leaves.
 
 All random numbers, those of rings and pairs too, follow from seeds, and every round has the same
-partners in every run: what is asserted passes always or never.
+peers in every run: what is asserted passes always or never.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.mpi
 PROGRAM = Path(__file__).parent / "programs" / "in_step.py"
 SIZES = (4, 8, 16)
 RANDOM_LAWS = {
-    "lock_step+random_ring:seed=8": mixing.randomised_ring_contraction,
-    "lock_step+random_pairs:seed=8": mixing.matching_contraction,
+    "synchronous_gossip+random_ring:seed=8": mixing.randomised_ring_contraction,
+    "synchronous_gossip+random_pairs:seed=8": mixing.matching_contraction,
 }
 
 
@@ -34,7 +34,7 @@ def run_in_step(n: int, *args: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_fixed_ring_in_lock_step_shrinks_its_slowest_mode_by_lambda_2(n: int) -> None:
-    spec = "lock_step+fixed_ring"
+    spec = "synchronous_gossip+fixed_ring"
     result = run_in_step(n, "--strategy", spec, "--factors", 8, "--start", "fourier")
     per_round = np.sqrt(result[spec])
     np.testing.assert_allclose(per_round, mixing.ring_eigenvalues(n)[1], rtol=0, atol=1e-6)
@@ -59,9 +59,9 @@ def test_noise_leaves_the_spread_of_the_closed_forms(n: int) -> None:
     """kappa within 5 %, and the mean moves by the noise alone."""
     pairs = mixing.kappa_random(n, mixing.matching_contraction(n))
     expected = {
-        "lock_step+fixed_ring": mixing.kappa_fixed(n),
-        "lock_step+random_ring:seed=3": mixing.kappa_random(n),
-        "lock_step+random_pairs:seed=3": pairs,
+        "synchronous_gossip+fixed_ring": mixing.kappa_fixed(n),
+        "synchronous_gossip+random_ring:seed=3": mixing.kappa_random(n),
+        "synchronous_gossip+random_pairs:seed=3": pairs,
         "delay_by_one": limits.kappa_delay_by_one(n),
     }
     result = run_in_step(n, "--strategy", *expected, "--kappa", 60)

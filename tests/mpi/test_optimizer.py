@@ -323,7 +323,7 @@ def test_model_that_is_not_finite_raises_on_its_super_learner_only() -> None:
 
 
 def test_model_that_is_not_finite_stays_out() -> None:
-    said = refused()["stay_out"]
+    said = refused()["skip"]
     assert [facts["nonfinite_steps"] for facts in said] == [6, 6, 0, 0]
     assert all(facts["finite"] and facts["same"] for facts in said)
 
@@ -362,7 +362,7 @@ KEYS_OF_ALL = (
 ).split()
 KEYS_OF_LEADERS = (
     "exchanges exchanges_active exchanges_passive refused declined parked bytes_sent "
-    "bytes_received staleness staleness_mean consensus_distance partners engine_cpu_s"
+    "bytes_received staleness staleness_mean consensus_distance peers engine_cpu_s"
 ).split()
 CHUNKS, ELEMENTS = 7, 100_000  # of counts.py
 
@@ -395,7 +395,7 @@ def test_metrics_add_up(timeline: Path, which: str, itemsize: int) -> None:
     for numbers in leaders:
         exchanges = numbers["exchanges"]
         assert exchanges == numbers["exchanges_active"] + numbers["exchanges_passive"] > 0
-        assert exchanges == sum(numbers["partners"])
+        assert exchanges == sum(numbers["peers"])
         assert numbers["void_chunks"] == numbers["parked"] == 0
         assert numbers["chunks"] == exchanges * CHUNKS == sum(numbers["staleness"])
         assert numbers["bytes_sent"] == exchanges * ELEMENTS * itemsize

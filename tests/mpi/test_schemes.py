@@ -141,7 +141,7 @@ def test_schemes_are_told_apart(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_global_average_keeps_the_mean_and_makes_all_alike(place: str, gossip: str) -> None:
     run, _, k = at(place)
-    case = f"{place}/global_average:every=4+{gossip}"
+    case = f"{place}/gossip_pga:period=4+{gossip}"
     expected = simulation(place, Setting("delay_by_one", curvature=0.0)).run().mean(axis=1)
     for facts in run.said[case]:
         assert facts["alike"] == [True] * 3, facts
@@ -168,7 +168,7 @@ def at_events(spec: str) -> FreeRun:
 
 @pytest.mark.parametrize("spec", AT_EVENTS)
 def test_free_running_schemes_follow_the_law_at_given_events(spec: str) -> None:
-    """Exchanges between steps, of partners that are steps apart, and owed until the next step's end."""
+    """Exchanges between steps, of peers that are steps apart, and owed until the next step's end."""
     run, case = trained("laws", 4), f"4x1/events/{spec}"
     expected = at_events(spec).run()
     assert np.abs(expected[-1]).max() > 0.5, "nothing was trained"
@@ -271,7 +271,8 @@ def test_averaging_after_every_step_is_synchronous_sgd(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["4x1", "2x2"])
 @pytest.mark.parametrize(
-    "spec", ["delay_by_one", "periodic_averaging:period=1", "lock_step:order=awc+random_pairs"]
+    "spec",
+    ["delay_by_one", "periodic_averaging:period=1", "synchronous_gossip:order=awc+random_pairs"],
 )
 def test_identical_shards_give_the_trajectory_of_one_learner_to_the_bit(
     place: str, spec: str
@@ -301,7 +302,7 @@ def test_delay_by_one_begins_with_the_step_of_synchronous_sgd(place: str) -> Non
 def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
     """Rings of 2 and 3 mix with 11^T/n."""
     run, _, _ = at(place)
-    ring = run.models[f"{place}/exact/lock_step:order=awc+fixed_ring"]
+    ring = run.models[f"{place}/exact/synchronous_gossip:order=awc+fixed_ring"]
     means = run.models[f"{place}/exact/delay_by_one"]
     np.testing.assert_allclose(ring, means, rtol=0, atol=ROUNDING)
     if place == "2x2":
@@ -312,7 +313,7 @@ def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
 def test_averaging_after_the_step_on_a_complete_ring_is_model_averaging(place: str) -> None:
     run, _, k = at(place)
     setting = Setting("periodic_averaging:period=1", momentum=0.9 if k == 1 else 0.0)
-    found = run.super_learners(f"{place}/lock_step:order=atc+fixed_ring")
+    found = run.super_learners(f"{place}/synchronous_gossip:order=atc+fixed_ring")
     expected = simulation(place, setting).run()
     np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
 
@@ -346,7 +347,7 @@ def test_one_learner_is_the_plain_optimizer(name: str) -> None:
 # ---- the same in the node -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*LAWS, *GOSSIP, "global_average:every=5"])
+@pytest.mark.parametrize("spec", [*LAWS, *GOSSIP, "gossip_pga:period=5"])
 def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str) -> None:
     said = trained("later", 4).said[f"2x2/free/{spec}"]
     assert [facts["same"] for facts in said] == [True] * 4
@@ -368,8 +369,8 @@ HOLDS = {"delay_by_one:reading=b": ["late"], "noloco:period=3": ["momentum", "sl
 RESUMED = (
     "delay_by_one:reading=a",
     "delay_by_one:reading=b",
-    "lock_step:order=awc+random_ring:seed=2",
-    "lock_step:order=atc+random_pairs:seed=1",
+    "synchronous_gossip:order=awc+random_ring:seed=2",
+    "synchronous_gossip:order=atc+random_pairs:seed=1",
     "noloco:period=3",
     "periodic_averaging:period=4",
     "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
@@ -393,7 +394,7 @@ def test_a_scheme_in_step_goes_on_from_its_checkpoint_to_the_bit(spec: str) -> N
 
 
 @pytest.mark.parametrize(
-    "spec", ["delay_by_one:reading=a", "lock_step:order=awc+random_ring:seed=2"]
+    "spec", ["delay_by_one:reading=a", "synchronous_gossip:order=awc+random_ring:seed=2"]
 )
 def test_settling_changes_what_is_delayed(spec: str) -> None:
     """So the law that the checkpoints are held to is not that of an undisturbed run."""
@@ -402,7 +403,7 @@ def test_settling_changes_what_is_delayed(spec: str) -> None:
     assert np.abs(simulated[0].run() - simulated[1].run(settle_after=HALF - 1)).max() > 1e-3
 
 
-FREE = ("random_pairs", "random_ring", "a2cid2", "global_average:every=7")
+FREE = ("random_pairs", "random_ring", "a2cid2", "gossip_pga:period=7")
 
 
 def mean_of_known_gradients(run: Trained, first: int, last: int, k: int = 1) -> Any:
@@ -446,7 +447,7 @@ def test_the_mean_model_goes_on_from_the_checkpoints(spec: str, place: str) -> N
 # ---- distance -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["random_pairs", "delay_by_one", "lock_step"])
+@pytest.mark.parametrize("spec", ["random_pairs", "delay_by_one", "synchronous_gossip"])
 @pytest.mark.parametrize("place", PLACES)
 def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None:
     run, _, k = at(place)
@@ -468,9 +469,9 @@ def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None
 REFUSED = {
     "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),
     "a2cid2": ("ConfigError", ("nothing to accelerate", "4 or more")),
-    "global_average+synchronous": (
+    "gossip_pga+synchronous": (
         "ConfigError",
-        ("global_average", "synchronous", "random_pairs"),
+        ("gossip_pga", "synchronous", "random_pairs"),
     ),
     "adasum": ("ConfigError", ("Adasum", "reading=a")),
     "class": ("ConfigError", ("RandomPairs",)),
@@ -505,7 +506,7 @@ def finite(models: Any) -> Any:
 def test_the_mean_is_made_without_a_model_that_is_not_finite(spec: str) -> None:
     run = trained("later", 4)
     models = run.super_learners(f"4x1/nan/{spec}")
-    assert not finite(models[1:, 0]).any(), "super learner 0 was to be lost"
+    assert not finite(models[1:, 0]).any(), "super learner 0 was to have failed"
     assert finite(models[:, 1:]).all()
     expected = Simulation(Setting(spec, steps=8), 4, 1, run.index)
     after = []
@@ -520,10 +521,10 @@ def test_the_mean_is_made_without_a_model_that_is_not_finite(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "lock_step:order=awc+random_pairs",
-        "lock_step:order=atc+fixed_ring",
+        "synchronous_gossip:order=awc+random_pairs",
+        "synchronous_gossip:order=atc+fixed_ring",
         "noloco:period=2",
-        "global_average:every=2",
+        "gossip_pga:period=2",
     ],
 )
 def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
@@ -545,7 +546,7 @@ def uneven() -> dict[str, list[Facts]]:
         ("delay_by_one:reading=b", 1),
         ("periodic_averaging:period=2", 2),
         ("periodic_averaging:period=1,block_momentum=0.5", 1),
-        ("global_average:every=2", 2),
+        ("gossip_pga:period=2", 2),
     ],
 )
 def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: int) -> None:
@@ -553,7 +554,7 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
     assert "error" not in first, first
     assert first["steps"] == 3
     for facts in others:
-        assert facts["error"] == "PeerLostError", facts
+        assert facts["error"] == "PeerFailedError", facts
         assert "learner 0 has left" in facts["text"]
         assert "as many steps" in facts["text"]
         assert 3 <= facts["steps"] <= 3 + period
@@ -562,7 +563,11 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
 
 @pytest.mark.parametrize(
     "spec",
-    ["lock_step:order=awc+fixed_ring", "lock_step:order=atc+random_pairs", "noloco:period=1"],
+    [
+        "synchronous_gossip:order=awc+fixed_ring",
+        "synchronous_gossip:order=atc+random_pairs",
+        "noloco:period=1",
+    ],
 )
 def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
     said = uneven()[spec]

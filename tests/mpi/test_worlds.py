@@ -6,7 +6,7 @@ import pytest
 from launcher import Result, run_learners
 
 from hvd_adpsgd.errors import TopologyError
-from hvd_adpsgd.runtime.world import Seat, form_super_learners
+from hvd_adpsgd.runtime.world import Placement, form_super_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -159,23 +159,23 @@ def test_unequal_super_learners() -> None:
     assert [f["all"] for f in said] == [31.0] * 5
 
 
-def seats(*hosts: int) -> list[Seat]:
+def placements(*hosts: int) -> list[Placement]:
     """Hosts with so many learners each, ranks host by host."""
     first = [sum(hosts[:i]) for i in range(len(hosts))]
     return [
-        Seat(start, f"node{i}", r, n)
+        Placement(start, f"node{i}", r, n)
         for i, (start, n) in enumerate(zip(first, hosts, strict=True))
         for r in range(n)
     ]
 
 
 def test_form_super_learners() -> None:
-    assert form_super_learners(seats(2, 3), None) == ((0, 1), (2, 3, 4))
-    assert form_super_learners(seats(4, 2), 2) == ((0, 1), (2, 3), (4, 5))
-    assert form_super_learners(seats(1), None) == ((0,),)
-    assert form_super_learners(seats(2, 3), 2, joined=True) == ((0, 1, 2, 3, 4),)
+    assert form_super_learners(placements(2, 3), None) == ((0, 1), (2, 3, 4))
+    assert form_super_learners(placements(4, 2), 2) == ((0, 1), (2, 3), (4, 5))
+    assert form_super_learners(placements(1), None) == ((0,),)
+    assert form_super_learners(placements(2, 3), 2, joined=True) == ((0, 1, 2, 3, 4),)
     with pytest.raises(TopologyError, match=r"node1.*SIZE=2.*3 learners"):
-        form_super_learners(seats(2, 3), 2)
+        form_super_learners(placements(2, 3), 2)
 
 
 # ---- again, and out -----------------------------------------------------------------------------
@@ -316,9 +316,9 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
     for facts in said:
         assert facts["first"] == 6.0
         assert facts["sums"] == [5.0] * 3
-        assert facts["lost"] == "PeerLostError"
+        assert facts["lost"] == "PeerFailedError"
         assert facts["quick"]
-    assert "lost learners [1]" in result.stderr
+    assert "failed learners [1]" in result.stderr
 
 
 def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
@@ -328,17 +328,17 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         import hvd_adpsgd.torch as hvd
         hvd.init()
         rank = hvd.rank()
-        firsts = [hvd.is_first()]
+        firsts = [hvd.is_coordinator()]
         hvd.barrier()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         ends = time.monotonic() + 30
-        while not hvd.lost_learners() and time.monotonic() < ends:
+        while not hvd.failed_ranks() and time.monotonic() < ends:
             time.sleep(0.01)
-        firsts.append(hvd.is_first())
+        firsts.append(hvd.is_coordinator())
         outcomes = []
-        for what in ("raise", "go_on", "raise"):
-            with hvd.on_loss(what):
+        for what in ("raise", "continue", "raise"):
+            with hvd.on_failure(what):
                 try:
                     outcomes.append(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item())
                 except Exception as error:
@@ -346,17 +346,17 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         object = hvd.broadcast_object(f"of {rank}", root_rank=None)
         model = torch.nn.Linear(1, 1)
         hvd.broadcast_parameters(model.state_dict(), root_rank=None)
-        say(rank=rank, lost=hvd.lost_learners(), firsts=firsts, outcomes=outcomes, object=object)
+        say(rank=rank, lost=hvd.failed_ranks(), firsts=firsts, outcomes=outcomes, object=object)
     """
     result = run_learners(4, program, env={SIZE: "2"}, timeout=90)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [1, 2, 3], result.report()
     for facts in said:
-        assert facts["lost"] == [0, 1], "a super learner is lost with any of its learners"
+        assert facts["lost"] == [0, 1], "a super learner has failed with any of its learners"
         assert facts["firsts"] == [False, facts["rank"] == 2]
         for kind, text in facts["outcomes"][::2]:
-            assert kind == "PeerLostError"
-            assert "learners [0] of 4 are lost" in text
+            assert kind == "PeerFailedError"
+            assert "learners [0] of 4 have failed" in text
         assert facts["outcomes"][1] == 6.0
         assert facts["object"] == "of 1", "the first that lives"
 
@@ -382,7 +382,7 @@ def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
     assert [facts["rank"] for facts in said] == [0, 2], result.report()
     for facts in said:
         assert facts["kind"] == "WorldError", result.report()
-        assert "learners [1] of 3 are lost" in facts["text"]
+        assert "learners [1] of 3 have failed" in facts["text"]
 
 
 # ---- isolation ----------------------------------------------------------------------------------

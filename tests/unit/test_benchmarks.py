@@ -89,7 +89,7 @@ def test_folders_tell_settings_apart(tmp_path, data):
             {"strategy": "x"},
             {"learners": 2},
             {"options": ("--epochs", "7")},
-            {"knobs": {}},
+            {"options": {}},
         )
     ]
     (data / "settings.json").write_text(json.dumps({"digest": "other"}))

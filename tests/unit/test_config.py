@@ -22,7 +22,7 @@ DEFAULTS = {
     "chunk_kib": 256,
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
-    "on_loss": "go_on",
+    "on_failure": "continue",
     "state_dir": None,
     "timeline": None,
     "log_level": "warning",
@@ -39,7 +39,7 @@ ALLOWED = [
     ("wire_dtype", "BFloat16", "bfloat16"),
     ("wire_dtype", "None", None),
     ("all_reduce", "Butterfly", "butterfly"),
-    ("nonfinite", "stay_out", "stay_out"),
+    ("nonfinite", "skip", "skip"),
     ("chunk_kib", "64", 64),
     ("chunk_kib", "65536", 65536),
     ("deadline_s", "0.05", 0.05),
@@ -168,7 +168,7 @@ def test_frozen():
         Config().chunk_kib = 128  # type: ignore[misc]
 
 
-def test_table_has_a_row_per_knob():
+def test_table_has_a_row_per_option():
     rows = Config.table()
     assert [row.name for row in rows] == list(DEFAULTS)
     assert [row.default for row in rows] == [str(v) for v in DEFAULTS.values()]

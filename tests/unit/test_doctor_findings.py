@@ -82,18 +82,18 @@ def test_packages(name, version, level, words):
         {"HVD_ADPSGD_DEADLINE_S": "0"},
     ],
 )
-def test_knobs(environ):
+def test_options(environ):
     with pytest.raises(ConfigError) as problem:
         Config.from_environment(environ)
-    finding = f.judge_knobs(1, str(problem.value))
+    finding = f.judge_options(1, str(problem.value))
     require(finding, FAIL, next(iter(environ)))
     assert not finding.found.endswith(".")
     assert finding.cure.endswith(".")
 
 
 def test_knobs_that_are_good():
-    require(f.judge_knobs(0, None), OK, "none")
-    require(f.judge_knobs(2, None), OK, "2 set")
+    require(f.judge_options(0, None), OK, "none")
+    require(f.judge_options(2, None), OK, "2 set")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ BASES = {
     "NonFiniteModelError": (ArithmeticError,),
     "DeviceMovedError": (RuntimeError,),
     "TransportError": (RuntimeError,),
-    "PeerLostError": (errors.TransportError,),
-    "LearnerLostError": (errors.PeerLostError,),
+    "PeerFailedError": (errors.TransportError,),
+    "LearnerFailedError": (errors.PeerFailedError,),
     "InnerOnlyError": (ValueError,),
     "CopyError": (TypeError,),
 }
@@ -41,14 +41,14 @@ def test_bases_and_docstring(name):
     assert len(error.__doc__.strip().splitlines()) >= 3
 
 
-@pytest.mark.parametrize("error", [errors.TransportError, errors.PeerLostError])
+@pytest.mark.parametrize("error", [errors.TransportError, errors.PeerFailedError])
 def test_transport_error_keeps_code_and_partner(error):
-    raised = error("no answer", code=54, partner=3)
+    raised = error("no answer", code=54, peer=3)
     for one in (raised, pickle.loads(pickle.dumps(raised))):
-        assert (type(one), str(one), one.code, one.partner) == (error, "no answer", 54, 3)
+        assert (type(one), str(one), one.code, one.peer) == (error, "no answer", 54, 3)
 
 
 def test_transport_error_without_details():
     raised = errors.TransportError("broken")
     assert raised.code is None
-    assert raised.partner is None
+    assert raised.peer is None

@@ -22,7 +22,7 @@ from hvd_adpsgd.runtime.shutdown import _is_last
         (1, [0, 1, 2], {0}, {0}, None),  # the first that lives
         (1, [0, 1, 2], set(), {0}, None),  # 0 fails, and ends by a signal
         (0, [0], set(), set(), True),
-        # learners 1 and 2 were lost, 2 has been replaced: nobody waits for 1
+        # learners 1 and 2 failed, 2 has been replaced: nobody waits for 1
         (0, [0, 2, 3], {2, 3}, {2}, True),
         (2, [0, 2, 3], {0}, {0}, None),
         (3, [0, 2, 3], {0}, {0}, False),

@@ -38,13 +38,13 @@ def test_one_process_in_full(tmp_path):
     timeline = Timeline(path, rank=0, clock=clock, origin_s=10.0, create=True, label="node01:0")
     with timeline.span("optimizer", step=3):
         clock.now = 10.25
-    timeline.complete("exchange", "engine", 10.1, 10.3, partner=2, share=0.5)
+    timeline.complete("exchange", "engine", 10.1, 10.3, peer=2, share=0.5)
     timeline.close()
     assert events(path) == [
         {"name": "optimizer", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 250000.0,
          "args": {"step": 3}},
         {"name": "exchange", "ph": "X", "pid": 0, "tid": 1, "ts": 100000.0, "dur": 200000.0,
-         "args": {"partner": 2, "share": 0.5}},
+         "args": {"peer": 2, "share": 0.5}},
     ]  # fmt: skip
     names = [(e["name"], e["tid"], e["args"].get("name")) for e in events(path, "M")]
     assert names == [

@@ -81,11 +81,11 @@ def test_permuted_ring_matrix_joins_permuted_neighbours(n, seed, round_):
 
 @given(SIZES, st.integers(0, 99))
 def test_matching_matrix_averages_each_pair(n, seed):
-    partners = topology.perfect_matching(n, seed, 0)
+    peers = topology.perfect_matching(n, seed, 0)
     models = np.random.default_rng(seed).normal(size=(n, 3))
     expected = [models[i] if j is None else (models[i] + models[j]) / 2
-                for i, j in enumerate(partners)]  # fmt: skip
-    mixed = mixing.matching_matrix(partners) @ models
+                for i, j in enumerate(peers)]  # fmt: skip
+    mixed = mixing.matching_matrix(peers) @ models
     np.testing.assert_allclose(mixed, np.reshape(expected, (n, 3)), atol=1e-15)
 
 
@@ -153,10 +153,10 @@ def all_matchings(ranks):
 def test_matching_contraction_is_exact_for_every_state(n):
     tables = []
     for pairs in all_matchings(list(range(n))):
-        partners = [None] * n
+        peers = [None] * n
         for i, j in pairs:
-            partners[i], partners[j] = j, i
-        tables.append(partners)
+            peers[i], peers[j] = j, i
+        tables.append(peers)
     assert len({tuple(t) for t in tables}) == len(tables)
     square = expected_square(n, tables, mixing.matching_matrix)
     away = np.eye(n) - np.ones((n, n)) / n

@@ -364,7 +364,7 @@ def test_a_first_pass_of_zeros_then_one_that_is_not():
 
 
 def test_rows_that_almost_vanish_keep_their_norm_in_float32():
-    """One direction, which the estimate knows: what is left of it must not be lost to rounding."""
+    """One direction, which the estimate knows: what is left of it must not have failed to rounding."""
     model = nn.Linear(30, 4, bias=False)
     optimizer = unlimited(model, alpha=0.0)
     x = normal(0, 2000, 1, dtype=torch.float32) * normal(1, 1, 30, dtype=torch.float32)

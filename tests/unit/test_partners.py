@@ -1,4 +1,4 @@
-"""Partner states: every pair of state and event, and one message per news."""
+"""Peer states: every pair of state and event, and one message per news."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from hvd_adpsgd.engine.peers import (
     LAST_WORDS_S,
     Event,
     Losses,
-    PartnerState,
-    PartnerTable,
+    PeerState,
+    PeerTable,
     next_state,
 )
 from hvd_adpsgd.errors import TopologyError, WorldError
 
-ALIVE, SUSPECT, LEFT, LOST = PartnerState
+ALIVE, SUSPECT, LEFT, FAILED = PeerState
 MISSED, ANSWERED, GOODBYE, FAILED = Event
 
 # the whole law, row by row; None raises
 LAW = {
-    ALIVE: {MISSED: SUSPECT, ANSWERED: ALIVE, GOODBYE: LEFT, FAILED: LOST},
-    SUSPECT: {MISSED: SUSPECT, ANSWERED: ALIVE, GOODBYE: LEFT, FAILED: LOST},
+    ALIVE: {MISSED: SUSPECT, ANSWERED: ALIVE, GOODBYE: LEFT, FAILED: FAILED},
+    SUSPECT: {MISSED: SUSPECT, ANSWERED: ALIVE, GOODBYE: LEFT, FAILED: FAILED},
     LEFT: {MISSED: LEFT, ANSWERED: None, GOODBYE: LEFT, FAILED: LEFT},
-    LOST: {MISSED: LOST, ANSWERED: None, GOODBYE: LOST, FAILED: LOST},
+    FAILED: {MISSED: FAILED, ANSWERED: None, GOODBYE: FAILED, FAILED: FAILED},
 }
 
 
-def tell(table, partner, event, **kwargs):
+def tell(table, peer, event, **kwargs):
     method = {
         MISSED: table.missed_deadline,
         ANSWERED: table.answered,
         GOODBYE: table.said_goodbye,
         FAILED: table.failed,
     }[event]
-    return method(partner, **kwargs)
+    return method(peer, **kwargs)
 
 
 @pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize("state", PartnerState)
+@pytest.mark.parametrize("state", PeerState)
 def test_law(state, event):
     expected = LAW[state][event]
     if expected is None:
@@ -51,28 +51,28 @@ def test_law(state, event):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(Event)), max_size=40))
 def test_any_story(story):
-    table, states, told = PartnerTable(3), [ALIVE] * 3, set()
-    for partner, event in story:
-        expected = LAW[states[partner]][event]
+    table, states, told = PeerTable(3), [ALIVE] * 3, set()
+    for peer, event in story:
+        expected = LAW[states[peer]][event]
         if expected is None:
             with pytest.raises(WorldError):
-                tell(table, partner, event)
+                tell(table, peer, event)
             continue
-        got = tell(table, partner, event)
-        assert (got.partner, got.event) == (partner, event)
-        assert (got.before, got.after) == (states[partner], expected)
-        assert got.changed == (states[partner] is not expected)
-        assert (got.message is not None) == (got.changed and (partner, expected) not in told)
+        got = tell(table, peer, event)
+        assert (got.peer, got.event) == (peer, event)
+        assert (got.before, got.after) == (states[peer], expected)
+        assert got.changed == (states[peer] is not expected)
+        assert (got.message is not None) == (got.changed and (peer, expected) not in told)
         if got.message:
-            told.add((partner, expected))
-        states[partner] = expected
+            told.add((peer, expected))
+        states[peer] = expected
         assert [table.state(i) for i in range(3)] == states
-    for state in PartnerState:
+    for state in PeerState:
         assert table.among(state) == tuple(i for i in range(3) if states[i] is state)
 
 
 def test_messages_say_who_when_and_what_now():
-    table = PartnerTable(2, ["node01", "node07"])
+    table = PeerTable(2, ["node01", "node07"])
     silent = table.missed_deadline(1, step=1842, detail="1.3 s of deadline_s = 1.0")
     assert silent.message == (
         "super learner 1 (node07) is silent at step 1842: 1.3 s of deadline_s = 1.0. Averaging "
@@ -83,28 +83,28 @@ def test_messages_say_who_when_and_what_now():
     assert table.answered(1).message is None
     lost = table.failed(1, step=9)
     assert lost.message == (
-        "super learner 1 (node07) is lost at step 9. Training goes on without it."
+        "super learner 1 (node07) has failed at step 9. Training goes on without it."
     )
     assert table.failed(1).message is None
     assert table.state(0) is ALIVE
 
 
 def test_messages_without_names_and_of_a_goodbye():
-    message = PartnerTable(4).said_goodbye(3).message
+    message = PeerTable(4).said_goodbye(3).message
     assert message == "super learner 3 has left. Averaging goes on among the others."
     assert "\n" not in message
 
 
 def test_sizes_and_ranks():
-    assert len(PartnerTable(5)) == 5
-    assert PartnerTable(5).among(ALIVE, SUSPECT) == (0, 1, 2, 3, 4)
+    assert len(PeerTable(5)) == 5
+    assert PeerTable(5).among(ALIVE, SUSPECT) == (0, 1, 2, 3, 4)
     with pytest.raises(TopologyError):
-        PartnerTable(0)
-    for partner in (-1, 2):
+        PeerTable(0)
+    for peer in (-1, 2):
         with pytest.raises(TopologyError):
-            PartnerTable(2).state(partner)
+            PeerTable(2).state(peer)
         with pytest.raises(TopologyError):
-            PartnerTable(2).failed(partner)
+            PeerTable(2).failed(peer)
 
 
 # ---- who tells of a loss -------------------------------------------------------------------------
@@ -113,11 +113,11 @@ SOON, LATE = LAST_WORDS_S / 2, 2 * LAST_WORDS_S
 
 
 def warnings(rank: int, *story: tuple[float, list[int], list[int]]) -> list[str]:
-    """What the leader `rank` warns of, in a story of (when, who is noticed to be lost, who lives)."""
+    """What the leader `rank` warns of, in a story of (when, who is noticed to have failed, who lives)."""
     losses, told = Losses(rank), []
     for when, lost, alive in story:
-        for partner in lost:
-            losses.noticed(partner, str(partner), when)
+        for peer in lost:
+            losses.noticed(peer, str(peer), when)
         told += [message for warn, message in losses.to_tell(alive) if warn]
     return told
 
@@ -130,7 +130,7 @@ def test_the_first_living_leader_warns_and_nobody_else():
 
 @pytest.mark.parametrize("order", [[0, 2], [2, 0]])
 def test_all_lost_at_once_are_told_by_the_first_that_lives(order):
-    assert warnings(1, (0.0, order, [1, 3])) == [str(partner) for partner in order]
+    assert warnings(1, (0.0, order, [1, 3])) == [str(peer) for peer in order]
     assert warnings(3, (0.0, order, [1, 3]), (SOON, [], [1, 3])) == []
 
 

@@ -187,7 +187,7 @@ def test_newbob_counts_gain_from_the_best():
     assert fed(schedule, [10.0]) == [(0.5, "finished")]
 
 
-def test_newbob_with_other_knobs():
+def test_newbob_with_other_options():
     schedule = Newbob(optimizer(1.0), threshold=0.5, stop=0.2, factor=0.1)
     assert fed(schedule, [10, 4, 3, 2.7]) == [
         (1, "constant"),

@@ -114,7 +114,7 @@ def _final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _as_horovod_wraps(optimizer, named_parameters=None):
-    """A new optimizer over the same parameters, as Horovod's: momentum loaded before is lost."""
+    """A new optimizer over the same parameters, as Horovod's: momentum loaded before has failed."""
     return type(optimizer)(optimizer.param_groups, **optimizer.defaults)
 
 

@@ -16,8 +16,7 @@ from hvd_adpsgd.strategies import (
     A2CiD2,
     DelayByOne,
     FixedRing,
-    GlobalAverageEvery,
-    LockStep,
+    GossipPGA,
     NoLoCo,
     PeriodicAveraging,
     Plan,
@@ -25,6 +24,7 @@ from hvd_adpsgd.strategies import (
     RandomRing,
     Rounds,
     Synchronous,
+    SynchronousGossip,
     parse,
     same,
 )
@@ -43,11 +43,11 @@ ALL = st.one_of(
     st.just(A2CiD2()),
     st.sampled_from("ab").map(DelayByOne),
     st.builds(PeriodicAveraging, PERIODS, MOMENTA, RATES, st.booleans()),
-    st.builds(GlobalAverageEvery, PERIODS, GOSSIP),
-    st.builds(LockStep, st.sampled_from([DURING, AFTER]), GOSSIP),
+    st.builds(GossipPGA, PERIODS, GOSSIP),
+    st.builds(SynchronousGossip, st.sampled_from([DURING, AFTER]), GOSSIP),
     st.builds(NoLoCo, PERIODS, RATES, MOMENTA, SEEDS),
 )
-IN_PAIRS = (LockStep, NoLoCo)
+IN_PAIRS = (SynchronousGossip, NoLoCo)
 TOO_FEW = {A2CiD2: (2, 3)}  # super learners
 
 
@@ -72,7 +72,7 @@ def test_plans_ask_others_in_range(strategy, n, data):
         require_rounds_of_pairs(plan, rank, n)
         return
     if n == 1 or not isinstance(
-        strategy, FixedRing | RandomRing | RandomPairs | A2CiD2 | GlobalAverageEvery
+        strategy, FixedRing | RandomRing | RandomPairs | A2CiD2 | GossipPGA
     ):
         assert (plan.width, plan.weight) == (0, 0.0)
         return
@@ -84,7 +84,7 @@ def test_plans_ask_others_in_range(strategy, n, data):
 
 
 def require_rounds_of_pairs(plan, rank, n):
-    table = plan.in_step.partners
+    table = plan.in_step.peers
     assert table.dtype == np.int32
     assert not table.flags.writeable
     assert table.shape[1] == 2
@@ -97,7 +97,7 @@ def require_rounds_of_pairs(plan, rank, n):
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_rounds_in_lock_step_make_the_matrix(of, n):
     """Who asks whom is known on both sides, and the exchanges together are T."""
-    plans = [LockStep(AFTER, of).plan(rank, n) for rank in range(n)]
+    plans = [SynchronousGossip(AFTER, of).plan(rank, n) for rank in range(n)]
     for round_ in (0, 1, 1023, 1024):
         matrix = np.eye(n)
         for rank, plan in enumerate(plans):
@@ -110,15 +110,17 @@ def test_rounds_in_lock_step_make_the_matrix(of, n):
                 matrix[asked, rank] += plan.weight
             if asker != NOBODY:
                 assert plans[asker].in_step.row(round_)[0] == rank
-        np.testing.assert_allclose(matrix, LockStep(AFTER, of).mixing_matrix(n, round_), atol=1e-15)
+        np.testing.assert_allclose(
+            matrix, SynchronousGossip(AFTER, of).mixing_matrix(n, round_), atol=1e-15
+        )
 
 
 def test_what_is_done_in_step():
     """Who with whom, when, and what each does then to its own model."""
     plans = {spec: parse(spec).plan(0, 4) for spec in SCHEDULED}
     assert {spec: (p.in_step.period, p.in_step.order) for spec, p in plans.items()} == SCHEDULED
-    paired = [spec for spec, p in plans.items() if p.in_step.partners is not None]
-    assert paired == ["lock_step", "lock_step:order=atc+random_pairs", "noloco"]
+    paired = [spec for spec, p in plans.items() if p.in_step.peers is not None]
+    assert paired == ["synchronous_gossip", "synchronous_gossip:order=atc+random_pairs", "noloco"]
     rules = {spec: p.rule for spec, p in plans.items() if p.rule is not None}
     assert rules == {
         "delay_by_one:reading=b": DelayGradients(),
@@ -136,9 +138,9 @@ SCHEDULED = {
     "periodic_averaging": (10, AFTER),
     "periodic_averaging:block_momentum=0.75,nesterov=1": (10, AFTER),
     "periodic_averaging:block_rate=0.5": (10, AFTER),
-    "global_average:every=7+fixed_ring": (7, AFTER),
-    "lock_step": (1, DURING),
-    "lock_step:order=atc+random_pairs": (1, AFTER),
+    "gossip_pga:period=7+fixed_ring": (7, AFTER),
+    "synchronous_gossip": (1, DURING),
+    "synchronous_gossip:order=atc+random_pairs": (1, AFTER),
     "noloco": (50, AFTER),
 }
 
@@ -163,9 +165,9 @@ def test_ring_plans_of_all_make_the_lock_step_matrix(strategy, n):
     for round_ in (0, 1, plans[0].rounds - 1):
         matrix = np.eye(n)
         for rank, plan in enumerate(plans):
-            for partner in plan.schedule[round_ % plan.rounds]:
+            for peer in plan.schedule[round_ % plan.rounds]:
                 matrix[rank, rank] -= plan.weight
-                matrix[rank, partner] += plan.weight
+                matrix[rank, peer] += plan.weight
         np.testing.assert_allclose(matrix, strategy.mixing_matrix(n, round_), atol=1e-15)
 
 
@@ -175,10 +177,11 @@ def test_rounds_widths_and_weights():
         "random_pairs": (4096, 1),
         "fixed_ring": (1, 2),
         "random_ring": (1024, 2),
-        "global_average": (4096, 1),
+        "gossip_pga": (4096, 1),
         "a2cid2": (1, 2),
         **dict.fromkeys(
-            ("synchronous", "delay_by_one", "periodic_averaging", "lock_step", "noloco"), (1, 0)
+            ("synchronous", "delay_by_one", "periodic_averaging", "synchronous_gossip", "noloco"),
+            (1, 0),
         ),
     }
     assert [FixedRing().plan(0, n).weight for n in (1, 2, 3, 4)] == [0, 1 / 2, 1 / 3, 1 / 3]
@@ -220,17 +223,17 @@ def test_spec_is_read_back(strategy):
             PeriodicAveraging(20, nesterov=True),
             "periodic_averaging:period=20,block_momentum=0.0,block_rate=1.0,nesterov=1,warm_up=0",
         ),
-        ("lock_step", LockStep(), "lock_step:order=awc+fixed_ring"),
+        ("synchronous_gossip", SynchronousGossip(), "synchronous_gossip:order=awc+fixed_ring"),
         (
-            "lock_step:order=atc + random_pairs:seed=2",
-            LockStep(AFTER, RandomPairs(2)),
-            "lock_step:order=atc+random_pairs:seed=2",
+            "synchronous_gossip:order=atc + random_pairs:seed=2",
+            SynchronousGossip(AFTER, RandomPairs(2)),
+            "synchronous_gossip:order=atc+random_pairs:seed=2",
         ),
         ("a2cid2", A2CiD2(), "a2cid2+fixed_ring"),
         (
-            "global_average:every=5+random_ring:seed=1",
-            GlobalAverageEvery(5, RandomRing(1)),
-            "global_average:every=5+random_ring:seed=1",
+            "gossip_pga:period=5+random_ring:seed=1",
+            GossipPGA(5, RandomRing(1)),
+            "gossip_pga:period=5+random_ring:seed=1",
         ),
         (
             "noloco:period=3",
@@ -266,22 +269,22 @@ def test_parse(text, strategy, spec):
         ("random_ring:seed=4294967296", "< 4294967296"),
         ("random_pairs+fixed_ring", "random_pairs in averaging spec .* not on top of another"),
         ("noloco+fixed_ring", "Put it last"),
-        ("lock_step+", "Did you mean"),
+        ("synchronous_gossip+", "Did you mean"),
         ("+fixed_ring", "Did you mean"),
-        ("lock_step+rings", "fixed_ring"),
-        ("lock_step:order=act", "bad order .*'awc'.*'atc'"),
-        ("lock_step:of=fixed_ring", "order=<str>"),
-        ("lock_step+synchronous", "on top of gossip, not of 'synchronous'"),
-        ("lock_step+global_average", "on top of gossip, not of 'global_average'"),
-        ("lock_step+a2cid2", "on top of gossip"),
-        ("global_average+synchronous", "on top of gossip"),
-        ("global_average+delay_by_one", "on top of gossip"),
-        ("global_average+lock_step", "on top of gossip"),
-        ("global_average:every=2+global_average:every=3", "on top of gossip"),
-        ("global_average:every=0", "every.*int >= 1"),
+        ("synchronous_gossip+rings", "fixed_ring"),
+        ("synchronous_gossip:order=act", "bad order .*'awc'.*'atc'"),
+        ("synchronous_gossip:base=fixed_ring", "order=<str>"),
+        ("synchronous_gossip+synchronous", "on top of gossip, not of 'synchronous'"),
+        ("synchronous_gossip+gossip_pga", "on top of gossip, not of 'gossip_pga'"),
+        ("synchronous_gossip+a2cid2", "on top of gossip"),
+        ("gossip_pga+synchronous", "on top of gossip"),
+        ("gossip_pga+delay_by_one", "on top of gossip"),
+        ("gossip_pga+synchronous_gossip", "on top of gossip"),
+        ("gossip_pga:period=2+gossip_pga:period=3", "on top of gossip"),
+        ("gossip_pga:period=0", "period.*int >= 1"),
         ("a2cid2+random_pairs", "sparse graphs.*everybody meets everybody"),
         ("a2cid2+random_ring", "sparse graphs"),
-        ("a2cid2+lock_step", "sparse graphs"),
+        ("a2cid2+synchronous_gossip", "sparse graphs"),
         ("delay_by_one:reading=c", "'a' or 'b'"),
         ("periodic_averaging:period=0", "period.*>= 1"),
         ("periodic_averaging:period=1.5", "period=<int>"),
@@ -376,9 +379,9 @@ def test_plan_copies_and_compares():
         ((-1, DURING, None), "period -1"),
         ((1, "later", None), "order 'later'"),
         ((2, DURING, None), "one step later"),
-        ((1, AFTER, np.empty((0, 2))), "partners of shape"),
-        ((1, AFTER, [[1]]), "partners of shape"),
-        ((1, AFTER, [1, 2]), "partners of shape"),
+        ((1, AFTER, np.empty((0, 2))), "peers of shape"),
+        ((1, AFTER, [[1]]), "peers of shape"),
+        ((1, AFTER, [1, 2]), "peers of shape"),
     ],
 )
 def test_rounds_refuse(arguments, said):
@@ -427,15 +430,18 @@ def test_weights_of_rounds_are_those_of_pairs(in_step, weight):
 @pytest.mark.parametrize("name", ["delay_by_one", "periodic_averaging", "synchronous"])
 def test_rounds_of_pairs_only_where_there_are_pairs(name):
     with pytest.raises(ConfigError, match="no rounds of pairs"):
-        parse(name).round_partners(4, 0, 0)
+        parse(name).round_peers(4, 0, 0)
 
 
 @pytest.mark.parametrize(
     ("make", "cure"),
     [
-        (lambda: LockStep(AFTER, "fixed_ring"), "bad of .*'fixed_ring', allowed is a strategy"),
-        (lambda: LockStep(AFTER, FixedRing), "bad of for lock_step"),
-        (lambda: GlobalAverageEvery(3, None), "None, allowed is a strategy"),
+        (
+            lambda: SynchronousGossip(AFTER, "fixed_ring"),
+            "bad of .*'fixed_ring', allowed is a strategy",
+        ),
+        (lambda: SynchronousGossip(AFTER, FixedRing), "bad of for synchronous_gossip"),
+        (lambda: GossipPGA(3, None), "None, allowed is a strategy"),
         (lambda: A2CiD2("fixed_ring"), "bad of .*'fixed_ring'.*a2cid2\\+fixed_ring"),
         (lambda: PeriodicAveraging(True), "period"),
         (lambda: PeriodicAveraging(2.0), "period"),
@@ -466,7 +472,11 @@ def test_flags_are_read(text):
             True,
         ),
         ("periodic_averaging:warm_up=1", "periodic_averaging", False),
-        ("lock_step:order=atc+fixed_ring", "lock_step:order=awc+fixed_ring", False),
+        (
+            "synchronous_gossip:order=atc+fixed_ring",
+            "synchronous_gossip:order=awc+fixed_ring",
+            False,
+        ),
         ("mine", "mine", True),
         ("mine", "fixed_ring", False),
         ("None", "fixed_ring", False),

@@ -1,4 +1,4 @@
-"""Rings, matchings and random partners, against enumeration and counts."""
+"""Rings, matchings and random peers, against enumeration and counts."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def test_permuted_neighbours_are_mutual_and_form_one_ring(n, seed, round_):
 
 @given(SIZES, SEEDS, ROUNDS)
 def test_perfect_matching_is_mutual_and_leaves_out_at_most_one(n, seed, round_):
-    partners = topology.perfect_matching(n, seed, round_)
-    assert partners.count(None) == n % 2
-    assert all(partners[j] == i != j for i, j in enumerate(partners) if j is not None)
+    peers = topology.perfect_matching(n, seed, round_)
+    assert peers.count(None) == n % 2
+    assert all(peers[j] == i != j for i, j in enumerate(peers) if j is not None)
 
 
 @given(st.integers(1, 8).map(lambda half: 2 * half), st.integers(0, 3))
 def test_odd_even_matching_walks_the_ring(n, phase):
-    partners = topology.odd_even_matching(n, phase)
-    for i, j in enumerate(partners):
-        assert partners[j] == i
+    peers = topology.odd_even_matching(n, phase)
+    for i, j in enumerate(peers):
+        assert peers[j] == i
         assert j in topology.ring_neighbours(n, i)
         assert j == (i + (1 if i % 2 == phase % 2 else -1)) % n
 
@@ -71,12 +71,12 @@ def test_odd_even_matching_walks_the_ring(n, phase):
 @given(st.integers(2, 17), SEEDS, st.data())
 def test_random_partners_are_others_in_range(n, seed, data):
     i = data.draw(st.integers(0, n - 1))
-    partners = topology.random_partners(n, i, seed, 257)
-    assert partners.dtype == np.int32
-    assert partners.shape == (257,)
-    assert partners.min() >= 0
-    assert partners.max() < n
-    assert not (partners == i).any()
+    peers = topology.random_partners(n, i, seed, 257)
+    assert peers.dtype == np.int32
+    assert peers.shape == (257,)
+    assert peers.min() >= 0
+    assert peers.max() < n
+    assert not (peers == i).any()
 
 
 @pytest.mark.parametrize("i", [0, 2, 4])

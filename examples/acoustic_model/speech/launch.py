@@ -39,7 +39,7 @@ class Training:
         folder: for what it leaves.
         learners: how many processes; 1 is started without horovodrun.
         options: more of train.py's.
-        knobs: HVD_ADPSGD_... variables.
+        variables: HVD_ADPSGD_... variables.
     """
 
     scheme: str
@@ -48,7 +48,7 @@ class Training:
     folder: Path
     learners: int = 1
     options: tuple[str, ...] = ()
-    knobs: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def is_finished(self) -> bool:
         """Whether its model is there."""
@@ -85,7 +85,7 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
     script += one.options
     if resume and (one.folder / "checkpoint.pt").exists():
         script.append("--resume")
-    _stream(_launcher(one.learners) + script, _environment(one.knobs), one.scheme)
+    _stream(_launcher(one.learners) + script, _environment(one.variables), one.scheme)
 
 
 def decode(one: Training, data: Path) -> dict:
@@ -100,7 +100,7 @@ def decode(one: Training, data: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def module(name: str, words: Iterable[str], what: str, learners: int = 1, **knobs: str) -> None:
+def module(name: str, words: Iterable[str], what: str, learners: int = 1, **variables: str) -> None:
     """Run any module as so many learners, showing what they say.
 
     Args:
@@ -108,13 +108,13 @@ def module(name: str, words: Iterable[str], what: str, learners: int = 1, **knob
         words: its arguments.
         what: it is called in an error.
         learners: how many processes; 1 is started without horovodrun.
-        knobs: HVD_ADPSGD_... variables.
+        variables: HVD_ADPSGD_... variables.
 
     Raises:
         Problem: if it fails.
     """
     command = [*_launcher(learners), sys.executable, "-m", name, *words]
-    _stream(command, _environment(knobs), what)
+    _stream(command, _environment(variables), what)
 
 
 def versions() -> dict[str, str]:
@@ -144,9 +144,9 @@ def _launcher(learners: int) -> list[str]:
     return ["horovodrun", "-np", str(learners), *extra]
 
 
-def _environment(knobs: Mapping[str, str]) -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     """One thread per learner."""
-    return os.environ | paths() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | knobs
+    return os.environ | paths() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
 
 
 def _stream(command: list[str], environment: Mapping[str, str], what: str) -> None:

@@ -87,10 +87,10 @@ def _perform(job: Job, place: Path) -> dict[str, Any]:
     return record
 
 
-def environment(knobs: Mapping[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables of this process but for Horovod's and MPI's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
-    return kept | launch.paths() | {"OMP_NUM_THREADS": "1"} | knobs
+    return kept | launch.paths() | {"OMP_NUM_THREADS": "1"} | variables
 
 
 def learner(program: str, options: Mapping[str, object], out: Path) -> list[str]:
@@ -102,7 +102,7 @@ def learner(program: str, options: Mapping[str, object], out: Path) -> list[str]
     return [sys.executable, "-m", f"{__package__}.{program}", *words]
 
 
-def run(command: Sequence[str], knobs: Mapping[str, str], deadline_s: float, log: Path) -> None:
+def run(command: Sequence[str], variables: Mapping[str, str], deadline_s: float, log: Path) -> None:
     """Run a command to its end; its output goes to `log`.
 
     Raises:
@@ -110,7 +110,7 @@ def run(command: Sequence[str], knobs: Mapping[str, str], deadline_s: float, log
     """
     with log.open("w") as out:
         child = subprocess.Popen(
-            list(command), env=environment(knobs), stdin=subprocess.DEVNULL,
+            list(command), env=environment(variables), stdin=subprocess.DEVNULL,
             stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:

@@ -31,11 +31,11 @@ SCHEMES = (
     "random_ring",
     "periodic_averaging:period=10",
     "delay_by_one",
-    "lock_step:order=awc+fixed_ring",
+    "synchronous_gossip:order=awc+fixed_ring",
     "synchronous",
 )
 GOAL = 0.97  # of their undisturbed speed, for the healthy learners, with gossip
-KNOBS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 
 Block = list[dict[str, Any]]  # what each learner counted; the last one is the slow one
 Found = dict[str, dict[float, list[dict[str, float]]]]  # by scheme and slowdown, per repetition
@@ -58,7 +58,7 @@ def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jo
         command = ["horovodrun", "-np", str(settings["learners"])]
         command += jobs.learner("slow_learner", options, folder / "told.json")
         deadline_s = 120 + 3 * (len(told["slowdowns"]) * settings["block_s"] + longest)
-        jobs.run(command, KNOBS, deadline_s, folder / "log.txt")
+        jobs.run(command, ENVIRONMENT, deadline_s, folder / "log.txt")
         return jobs.told(folder / "told.json")
 
     return jobs.Job(f"stragglers, {scheme}, repetition {repetition}", told, act)

@@ -22,7 +22,7 @@ cdef struct Sum:            # one on its way
     mpi.MPI_Request arriving    # or MPI's own all-reduce
 
 cdef struct Step:           # what a learner does in a stage
-    int partner             # NOBODY: nothing
+    int peer             # NOBODY: nothing
     bint sends
     bint receives
     bint adds               # what it receives; else it takes it as it is

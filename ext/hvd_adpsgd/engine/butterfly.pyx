@@ -5,11 +5,11 @@
 MPI's own non-blocking all-reduce, or a butterfly of pairwise exchanges (recursive doubling):
 
     learner    0     1     2     3
-    stage 1    0+1   0+1   2+3   2+3        partner: rank XOR 1
-    stage 2    all   all   all   all        partner: rank XOR 2
+    stage 1    0+1   0+1   2+3   2+3        peer: rank XOR 1
+    stage 2    all   all   all   all        peer: rank XOR 2
 
 log2 n stages for n a power of two. Otherwise n - p learners, p the largest power of two in n, first give
-their numbers to a neighbour and take the sum from it in the end: two stages more. Both partners add the
+their numbers to a neighbour and take the sum from it in the end: two stages more. Both peers add the
 same two numbers, and addition commutes to the last bit, so everybody has the same bits.
 
 Source: Su and Chen, arXiv:1507.01239 (the butterfly); Thakur, Rabenseifner and Gropp, IJHPCA 2005
@@ -54,10 +54,10 @@ cdef Step step_of(Network* n, int stage) noexcept nogil:
     cdef bint paired = n.rank < 2 * n.folded, gives = n.rank % 2 == 0
     cdef bint last = stage == n.stages - 1
     cdef int place
-    step.partner = NOBODY
+    step.peer = NOBODY
     if stage == 0 or last:
         if paired:
-            step.partner = n.rank + 1 if gives else n.rank - 1
+            step.peer = n.rank + 1 if gives else n.rank - 1
         step.sends = gives != last
         step.receives = not step.sends
         step.adds = not last
@@ -66,7 +66,7 @@ cdef Step step_of(Network* n, int stage) noexcept nogil:
     if not (paired and gives):
         place = n.rank // 2 if paired else n.rank - n.folded
         place ^= 1 << (stage - 1)
-        step.partner = 2 * place + 1 if place < n.folded else place + n.folded
+        step.peer = 2 * place + 1 if place < n.folded else place + n.folded
     return step
 
 
@@ -126,7 +126,7 @@ cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
         return nbytes
     for stage in range(n.stages):
         step = step_of(n, stage)
-        if step.partner != NOBODY and step.sends:
+        if step.peer != NOBODY and step.sends:
             sent += nbytes
     return sent
 
@@ -139,7 +139,7 @@ cdef int enter_next(Network* n, Sum* s) noexcept nogil:
     s.stage += 1
     while s.stage < n.stages:
         step = step_of(n, s.stage)
-        if step.partner != NOBODY:
+        if step.peer != NOBODY:
             return post_step(n, s, step)
         s.stage += 1
     return mpi.MPI_SUCCESS
@@ -148,10 +148,10 @@ cdef int enter_next(Network* n, Sum* s) noexcept nogil:
 cdef int post_step(Network* n, Sum* s, Step step) noexcept nogil:
     cdef int code = mpi.MPI_SUCCESS
     if step.receives:
-        code = mpi.MPI_Irecv(s.incoming, s.count, kind(s), step.partner, s.tag + s.stage, n.comm,
+        code = mpi.MPI_Irecv(s.incoming, s.count, kind(s), step.peer, s.tag + s.stage, n.comm,
                              &s.arriving)
     if step.sends and code == mpi.MPI_SUCCESS:
-        code = mpi.MPI_Isend(s.total, s.count, kind(s), step.partner, s.tag + s.stage, n.comm,
+        code = mpi.MPI_Isend(s.total, s.count, kind(s), step.peer, s.tag + s.stage, n.comm,
                              &s.outgoing)
     return code
 

@@ -1,18 +1,18 @@
-# Exchanges of pairs, and who is lost, on the engine's thread.
+# Exchanges of pairs, and who has failed, on the engine's thread.
 from hvd_adpsgd.engine.state cimport Kind, State
 
 cdef double RETRY_FIRST_S
 
 cdef void listen(State* e) noexcept nogil
-cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexcept nogil
+cdef void say(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
 cdef bint reap_outgoing(State* e) noexcept nogil
 cdef bint read_inbox(State* e) noexcept nogil
-cdef void cut(State* e, int partner) noexcept nogil
-cdef bint advance(State* e, int partner) noexcept nogil
-cdef bint under_way(State* e, int partner) noexcept nogil
+cdef void cut(State* e, int peer) noexcept nogil
+cdef bint advance(State* e, int peer) noexcept nogil
+cdef bint under_way(State* e, int peer) noexcept nogil
 cdef bint due(State* e) noexcept nogil
 cdef bint ask_if_due(State* e) noexcept nogil
-cdef bint retire(State* e, int partner) noexcept nogil
+cdef bint retire(State* e, int peer) noexcept nogil
 cdef void take_census(State* e) noexcept nogil
-cdef void handle_failure(State* e, int code, int partner) noexcept nogil
+cdef void handle_failure(State* e, int code, int peer) noexcept nogil
 cdef void lose_acknowledged(State* e) noexcept nogil

@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Exchanges of pairs: who asks whom, chunks to and fro, and what becomes of them when a partner goes.
+"""Exchanges of pairs: who asks whom, chunks to and fro, and what becomes of them when a peer goes.
 
     asker                         asked
     ASK   ------------------->    (free, fit and not leaving?)
@@ -9,16 +9,16 @@
     ...                           (weight w: w times the difference)
 
 Every engine answers while it waits, so no cycle of askers can block. A super learner is on the
-asking side of at most one exchange and on the asked side of at most one; two partners have at
+asking side of at most one exchange and on the asked side of at most one; two peers have at
 most one exchange between them. If both ask each other, the lower rank's question stands.
 
-On one host a chunk is not copied by MPI: the snapshot is written into memory that the partner has
+On one host a chunk is not copied by MPI: the snapshot is written into memory that the peer has
 mapped, and the message only says where. A lane has two such buffers in turn, for a message about
-chunk c + LANES tells that the partner has merged chunk c; a last empty message tells that it has
+chunk c + LANES tells that the peer has merged chunk c; a last empty message tells that it has
 merged all.
 
-A partner that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
-finished when the partner answers, but the side it occupied is free again.
+A peer that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
+finished when the peer answers, but the side it occupied is free again.
 
 In rounds the trainer says who asks whom; an engine says NO to the question of another round.
 """
@@ -29,11 +29,11 @@ from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd.engine.store cimport memory_merge, memory_nbytes, memory_snapshot
 from hvd_adpsgd.engine.state cimport *
-from hvd_adpsgd.engine.transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_PARTNER, FAILURE_PENDING, TAG_CONTROL,
+from hvd_adpsgd.engine.transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_PEER, FAILURE_PENDING, TAG_CONTROL,
                                     Arrival, Failure, acknowledge_failures, classify, data_tag, let_go,
                                     post_receive, post_send, test)
 
-cdef double CENSUS_S = 1.0          # between looks at who is lost, also if no message says so
+cdef double CENSUS_S = 1.0          # between looks at who has failed, also if no message says so
 RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last
 cdef double RETRY_LAST_S = 2e-3
 
@@ -47,12 +47,12 @@ cdef void listen(State* e) noexcept nogil:
         handle_failure(e, code, NOBODY)
 
 
-cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexcept nogil:
+cdef void say(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
     cdef Outgoing* out = <Outgoing*>calloc(1, sizeof(Outgoing))
     cdef Generation* generation = &e.generations[e.ngenerations - 1]
     cdef int code
     if out == NULL:
-        latch(e, FAULT_MEMORY, 0, partner)
+        latch(e, FAULT_MEMORY, 0, peer)
         return
     out.message.kind = kind
     out.message.exchange = exchange
@@ -62,10 +62,10 @@ cdef void say(State* e, int partner, Kind kind, int exchange, int nchunks) noexc
     out.message.weight = e.weight
     out.message.round = e.round
     out.message.lost = e.lost
-    code = post_send(&e.transport, &out.message, sizeof(Message), partner, TAG_CONTROL, &out.request)
+    code = post_send(&e.transport, &out.message, sizeof(Message), peer, TAG_CONTROL, &out.request)
     if code != mpi.MPI_SUCCESS:
         free(out)
-        handle_failure(e, code, partner)
+        handle_failure(e, code, peer)
         return
     out.next = e.outgoing
     e.outgoing = out
@@ -105,39 +105,39 @@ cdef bint read_inbox(State* e) noexcept nogil:
     return True
 
 
-cdef void hear(State* e, int partner, Message* m) noexcept nogil:
-    if e.partners[partner] == LOST:
+cdef void hear(State* e, int peer, Message* m) noexcept nogil:
+    if e.peers[peer] == FAILED:
         return                      # written before its end was noticed
-    if e.partners[partner] == SUSPECT:
-        set_partner(e, partner, ALIVE)
-        e.exchanges[partner].moved = now()
+    if e.peers[peer] == SUSPECT:
+        set_partner(e, peer, ALIVE)
+        e.exchanges[peer].moved = now()
     if m.kind == ASK:
-        hear_ask(e, partner, m)
+        hear_ask(e, peer, m)
     elif m.kind == YES:
-        hear_yes(e, partner, m)
+        hear_yes(e, peer, m)
     elif m.kind == NO:
-        hear_no(e, partner, m)
+        hear_no(e, peer, m)
     elif m.kind == BYE:
-        e.last_words[partner] = m.lost
-        e.broken_partners[partner] = m.nchunks      # who sees that, reads the last words
+        e.last_words[peer] = m.lost
+        e.broken_partners[peer] = m.nchunks      # who sees that, reads the last words
         if m.nchunks:
-            e.lost |= bit(partner)
-        set_partner(e, partner, LEFT)
-        e.farewells[partner] = 0
-        say(e, partner, BYE_SEEN, 0, 0)
-        dismiss(e, partner)
+            e.lost |= bit(peer)
+        set_partner(e, peer, LEFT)
+        e.farewells[peer] = 0
+        say(e, peer, BYE_SEEN, 0, 0)
+        dismiss(e, peer)
     elif m.kind == BYE_SEEN:
-        e.farewells[partner] = 0
+        e.farewells[peer] = 0
     elif m.kind == CUT:
-        say(e, partner, CUT_SEEN, m.exchange, shorten(e, partner, m))
+        say(e, peer, CUT_SEEN, m.exchange, shorten(e, peer, m))
     elif m.kind == CUT_SEEN:
-        shorten(e, partner, m)
+        shorten(e, peer, m)
 
 
-cdef void dismiss(State* e, int partner) noexcept nogil:
+cdef void dismiss(State* e, int peer) noexcept nogil:
     """Who left answers nothing more; what it sent before may still come."""
-    cdef Exchange* x = &e.exchanges[partner]
-    vacate(e, partner)
+    cdef Exchange* x = &e.exchanges[peer]
+    vacate(e, peer)
     if x.phase == ASKED:
         x.phase = IDLE
     elif x.phase == RUNNING:
@@ -145,72 +145,72 @@ cdef void dismiss(State* e, int partner) noexcept nogil:
         x.moved = now()
 
 
-cdef void cut(State* e, int partner) noexcept nogil:
+cdef void cut(State* e, int peer) noexcept nogil:
     """Ask for an early end of an exchange: there is no time for all of it."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and not x.cut:
         x.cut = x.held = True
-        say(e, partner, CUT, x.number, x.next)
+        say(e, peer, CUT, x.number, x.next)
 
 
-cdef int shorten(State* e, int partner, Message* m) noexcept nogil:
+cdef int shorten(State* e, int peer, Message* m) noexcept nogil:
     """End after the chunks that either side has begun: each is averaged on both, or on neither.
 
     Where both ask, both come to the same number; who has finished already keeps all."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and x.number == m.exchange:
         x.nchunks = min(x.nchunks, max(m.nchunks, x.next))
         x.held = False
     return x.nchunks
 
 
-cdef bint same_model(State* e, int partner, Message* m) noexcept nogil:
+cdef bint same_model(State* e, int peer, Message* m) noexcept nogil:
     """Do both sides average the same tensors, with the same weight?"""
     if m.weight != e.weight:
-        latch(e, FAULT_WEIGHT, 0, partner)
+        latch(e, FAULT_WEIGHT, 0, peer)
         return False
     if m.generation < e.ngenerations and e.generations[m.generation].fingerprint != m.fingerprint:
-        latch(e, FAULT_LAYOUT, 0, partner)
+        latch(e, FAULT_LAYOUT, 0, peer)
         return False
     return True
 
 
-cdef void hear_ask(State* e, int partner, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void hear_ask(State* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[peer]
     cdef int mine = e.generations[e.ngenerations - 1].nchunks
-    cdef bint crossed = x.phase == ASKED and e.transport.rank > partner
+    cdef bint crossed = x.phase == ASKED and e.transport.rank > peer
     if (not able(e) or m.round != e.round or e.serving != NOBODY
             or not (x.phase == IDLE or crossed)
-            or not has_room(e, partner)
-            or not same_model(e, partner, m)):
+            or not has_room(e, peer)
+            or not same_model(e, peer, m)):
         e.counters.declined += 1
-        say(e, partner, NO, m.exchange, 0)
+        say(e, peer, NO, m.exchange, 0)
         return
-    if crossed and e.asking == partner:
+    if crossed and e.asking == peer:
         e.asking = NOBODY           # our own question will be answered with NO
-    e.serving = partner
-    say(e, partner, YES, m.exchange, min(m.nchunks, mine))
-    if e.partners[partner] != LOST:
-        begin(e, partner, m.exchange, min(m.nchunks, mine), False)
+    e.serving = peer
+    say(e, peer, YES, m.exchange, min(m.nchunks, mine))
+    if e.peers[peer] != FAILED:
+        begin(e, peer, m.exchange, min(m.nchunks, mine), False)
 
 
-cdef void hear_yes(State* e, int partner, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void hear_yes(State* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED or x.number != m.exchange:
         return
-    same_model(e, partner, m)
+    same_model(e, peer, m)
     e.retry_s = RETRY_FIRST_S
-    begin(e, partner, m.exchange, m.nchunks, True)
+    begin(e, peer, m.exchange, m.nchunks, True)
 
 
-cdef void hear_no(State* e, int partner, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void hear_no(State* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED or x.number != m.exchange:
         return
     x.phase = IDLE
     e.counters.refused += 1
-    same_model(e, partner, m)       # a partner with another model says NO for ever
-    if e.asking == partner:
+    same_model(e, peer, m)       # a peer with another model says NO for ever
+    if e.asking == peer:
         e.asking = NOBODY
         e.ask_after = now() + e.retry_s
         e.retry_s = min(2 * e.retry_s, RETRY_LAST_S)
@@ -248,23 +248,23 @@ cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
     free(buffers)
 
 
-cdef bint has_room(State* e, int partner) noexcept nogil:
-    """Are there buffers for an exchange with `partner`, and for one more on our other side?
+cdef bint has_room(State* e, int peer) noexcept nogil:
+    """Are there buffers for an exchange with `peer`, and for one more on our other side?
 
-    Questions that are not yet answered count, for a silent partner may still say yes."""
+    Questions that are not yet answered count, for a silent peer may still say yes."""
     cdef int i, room = 0
-    if e.mapped[partner] == NULL:
+    if e.mapped[peer] == NULL:
         return True
     for i in range(SETS):
         room += not e.taken[i]
     for i in range(e.transport.size):
-        room -= i != partner and e.exchanges[i].phase == ASKED and e.mapped[i] != NULL
+        room -= i != peer and e.exchanges[i].phase == ASKED and e.mapped[i] != NULL
     return room >= 2
 
 
-cdef bint equip(State* e, int partner) noexcept nogil:
+cdef bint equip(State* e, int peer) noexcept nogil:
     """Give an exchange its buffers."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     cdef int i
     x.set = NOBODY
     x.buffers = take_buffers(e)
@@ -278,7 +278,7 @@ cdef bint equip(State* e, int partner) noexcept nogil:
         x.lanes[i].receive_request = mpi.MPI_REQUEST_NULL
     x.last_send = mpi.MPI_REQUEST_NULL
     x.last_receive = mpi.MPI_REQUEST_NULL
-    if e.mapped[partner] == NULL:
+    if e.mapped[peer] == NULL:
         return True
     for i in range(SETS):
         if not e.taken[i]:
@@ -288,23 +288,23 @@ cdef bint equip(State* e, int partner) noexcept nogil:
     return False
 
 
-cdef void begin(State* e, int partner, int number, int nchunks, bint active) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void begin(State* e, int peer, int number, int nchunks, bint active) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[peer]
     cdef int i
-    if not equip(e, partner):
-        latch(e, FAULT_MEMORY, 0, partner)
+    if not equip(e, peer):
+        latch(e, FAULT_MEMORY, 0, peer)
         return
     for i in range(LANES):
         x.lanes[i].busy = False
     x.closing = x.cut = x.held = False
     x.phase = RUNNING
     x.active = active
-    x.parked = active and e.asking != partner
+    x.parked = active and e.asking != peer
     x.number = number
     x.nchunks = nchunks
     x.next = 0
     x.done = 0
-    x.tag = data_tag(number, active == (e.transport.rank > partner))
+    x.tag = data_tag(number, active == (e.transport.rank > peer))
     x.began = now()
     x.moved = x.began
     x.square = 0
@@ -312,14 +312,14 @@ cdef void begin(State* e, int partner, int number, int nchunks, bint active) noe
     x.nbytes = 0
     pthread_mutex_lock(&e.gate)
     e.credit = max(e.credit - 1.0, -2.0 * max(e.rate, 1.0))
-    if active and e.wanted == partner:
+    if active and e.wanted == peer:
         e.wanted = NOBODY
     pthread_mutex_unlock(&e.gate)
 
 
-cdef bint start_lane(State* e, int partner) noexcept nogil:
-    """Send the snapshot of the next chunk and expect the partner's."""
-    cdef Exchange* x = &e.exchanges[partner]
+cdef bint start_lane(State* e, int peer) noexcept nogil:
+    """Send the snapshot of the next chunk and expect the peer's."""
+    cdef Exchange* x = &e.exchanges[peer]
     cdef Lane* lane = &x.lanes[x.next % LANES]
     cdef int64_t nbytes
     cdef int code
@@ -335,34 +335,34 @@ cdef bint start_lane(State* e, int partner) noexcept nogil:
     if not x.parked:                        # before the snapshot: the trainer must not miss it
         store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
     if x.set != NOBODY:
-        code = start_shared(e, x, lane, partner, nbytes)
+        code = start_shared(e, x, lane, peer, nbytes)
     else:
-        code = start_sent(e, x, lane, partner, nbytes)
+        code = start_sent(e, x, lane, peer, nbytes)
     x.nbytes += 0 if lane.void else nbytes
     x.next += 1
     if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, partner)
+        handle_failure(e, code, peer)
         return False
     return True
 
 
-cdef int start_sent(State* e, Exchange* x, Lane* lane, int partner, int64_t nbytes) noexcept nogil:
+cdef int start_sent(State* e, Exchange* x, Lane* lane, int peer, int64_t nbytes) noexcept nogil:
     """The chunk itself travels."""
-    cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, partner, x.tag,
+    cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, peer, x.tag,
                                  &lane.receive_request)
     if code != mpi.MPI_SUCCESS:
         return code
     lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
                                 lane.keep, &lane.step)
-    return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, partner, x.tag,
+    return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, peer, x.tag,
                      &lane.send_request)
 
 
-cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
+cdef int start_shared(State* e, Exchange* x, Lane* lane, int peer,
                       int64_t nbytes) noexcept nogil:
     """Only the place of the chunk travels."""
     cdef int turn = (lane.chunk // LANES) % 2
-    cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), partner, x.tag,
+    cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), peer, x.tag,
                                  &lane.receive_request)
     if code != mpi.MPI_SUCCESS:
         return code
@@ -371,47 +371,47 @@ cdef int start_shared(State* e, Exchange* x, Lane* lane, int partner,
     lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
                                 lane.keep, &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
-    return post_send(&e.transport, &lane.here, sizeof(Place), partner, x.tag, &lane.send_request)
+    return post_send(&e.transport, &lane.here, sizeof(Place), peer, x.tag, &lane.send_request)
 
 
-cdef int open_place(State* e, int partner, Lane* lane) noexcept nogil:
-    """Find the partner's chunk in its shared memory. Returns its size, 0 for a place outside."""
+cdef int open_place(State* e, int peer, Lane* lane) noexcept nogil:
+    """Find the peer's chunk in its shared memory. Returns its size, 0 for a place outside."""
     cdef int64_t last = e.shared_nbytes - e.lane_nbytes
     if lane.there.offset < 0 or lane.there.offset > last or not (
             0 <= lane.there.nbytes <= e.lane_nbytes):
-        latch(e, FAULT_LAYOUT, 0, partner)
+        latch(e, FAULT_LAYOUT, 0, peer)
         return 0
-    lane.inp = e.mapped[partner] + lane.there.offset
+    lane.inp = e.mapped[peer] + lane.there.offset
     return <int>lane.there.nbytes
 
 
-cdef bint advance_lane(State* e, int partner, Lane* lane, Waits* waits) noexcept nogil:
+cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept nogil:
     """One look at a chunk. Chunks arrive and leave in order: behind one that waits nobody looks."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     cdef Arrival arrival
     cdef bint done = False, moved = False
     cdef int code
     if not lane.received and not waits.receive:
         code = test(&lane.receive_request, &done, &arrival)
         if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, partner)
+            handle_failure(e, code, peer)
             return True
         if done:
             lane.received = True
             moved = True
             if x.set != NOBODY:
-                arrival.nbytes = open_place(e, partner, lane)
+                arrival.nbytes = open_place(e, peer, lane)
             e.counters.bytes_received += arrival.nbytes
             lane.nbytes = arrival.nbytes
         waits.receive = not done
     if lane.received and not lane.merged:
-        lane.merged = merge_lane(e, partner, lane, lane.nbytes)
+        lane.merged = merge_lane(e, peer, lane, lane.nbytes)
         x.moved = now()             # waiting for the node's own all-reduce is not silence
         moved |= lane.merged
     if not lane.sent and not waits.send:
         code = test(&lane.send_request, &lane.sent, NULL)
         if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, partner)
+            handle_failure(e, code, peer)
             return True
         waits.send = not lane.sent
         moved |= lane.sent
@@ -421,15 +421,15 @@ cdef bint advance_lane(State* e, int partner, Lane* lane, Waits* waits) noexcept
     return moved
 
 
-cdef bint merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nogil:
+cdef bint merge_lane(State* e, int peer, Lane* lane, int nbytes) noexcept nogil:
     """correction += w (received - sent), unless one of the two snapshots was void.
 
     False if the open slot is held: try again later."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
     cdef double began, square
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
-        latch(e, FAULT_LAYOUT, 0, partner)  # the two models are cut into different chunks
+        latch(e, FAULT_LAYOUT, 0, peer)  # the two models are cut into different chunks
         nbytes = 0
     if lane.void or nbytes == 0:
         e.counters.void_chunks += 1
@@ -444,13 +444,13 @@ cdef bint merge_lane(State* e, int partner, Lane* lane, int nbytes) noexcept nog
     pthread_mutex_unlock(&e.memory.lock)
     e.counters.chunks += 1
     e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
-    record(e, 2, partner, began, now(), nbytes, lane.step)
+    record(e, 2, peer, began, now(), nbytes, lane.step)
     return True
 
 
-cdef bint advance(State* e, int partner) noexcept nogil:
-    """Whatever can be done now for the exchange with `partner`. True if something was."""
-    cdef Exchange* x = &e.exchanges[partner]
+cdef bint advance(State* e, int peer) noexcept nogil:
+    """Whatever can be done now for the exchange with `peer`. True if something was."""
+    cdef Exchange* x = &e.exchanges[peer]
     cdef Waits waits = [False, False]
     cdef Lane* lane
     cdef bint moved = False
@@ -459,76 +459,76 @@ cdef bint advance(State* e, int partner) noexcept nogil:
         for i in range(LANES):              # x.next takes the lane of the oldest chunk
             lane = &x.lanes[(x.next + i) % LANES]
             if lane.busy and x.phase == RUNNING:
-                moved |= advance_lane(e, partner, lane, &waits)
-        while x.phase == RUNNING and start_lane(e, partner):
+                moved |= advance_lane(e, peer, lane, &waits)
+        while x.phase == RUNNING and start_lane(e, peer):
             moved = True
-        if x.phase == RUNNING and x.done == x.nchunks and closed(e, partner):
-            finish(e, partner)
+        if x.phase == RUNNING and x.done == x.nchunks and closed(e, peer):
+            finish(e, peer)
             return True
     if moved:
         x.moved = now()
-        if e.partners[partner] == SUSPECT:
-            set_partner(e, partner, ALIVE)
-    elif e.partners[partner] == ALIVE and now() - x.moved > e.deadline_s:
-        park(e, partner)        # maybe once more
+        if e.peers[peer] == SUSPECT:
+            set_partner(e, peer, ALIVE)
+    elif e.peers[peer] == ALIVE and now() - x.moved > e.deadline_s:
+        park(e, peer)        # maybe once more
     return moved
 
 
-cdef bint under_way(State* e, int partner) noexcept nogil:
+cdef bint under_way(State* e, int peer) noexcept nogil:
     """Is there a question or an exchange to wait for?
 
     Who left had sent all of its chunks, unless this one was silent then: those are waited for while they come."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED and x.phase != RUNNING:
         return False
-    return e.partners[partner] < LEFT or e.partners[partner] == LEFT and now() - x.moved <= e.deadline_s
+    return e.peers[peer] < LEFT or e.peers[peer] == LEFT and now() - x.moved <= e.deadline_s
 
 
-cdef bint closed(State* e, int partner) noexcept nogil:
-    """On a shared host: has the partner read all of our snapshots?"""
-    cdef Exchange* x = &e.exchanges[partner]
+cdef bint closed(State* e, int peer) noexcept nogil:
+    """On a shared host: has the peer read all of our snapshots?"""
+    cdef Exchange* x = &e.exchanges[peer]
     cdef bint sent = False, received = False
     cdef int code
     if x.set == NOBODY:
         return True
     if not x.closing:
         x.closing = True
-        code = post_receive(&e.transport, NULL, 0, partner, x.tag, &x.last_receive)
+        code = post_receive(&e.transport, NULL, 0, peer, x.tag, &x.last_receive)
         if code == mpi.MPI_SUCCESS:
-            code = post_send(&e.transport, NULL, 0, partner, x.tag, &x.last_send)
+            code = post_send(&e.transport, NULL, 0, peer, x.tag, &x.last_send)
         if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, partner)
+            handle_failure(e, code, peer)
             return False
     code = test(&x.last_receive, &received, NULL)
     if code == mpi.MPI_SUCCESS:
         code = test(&x.last_send, &sent, NULL)
     if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, partner)
+        handle_failure(e, code, peer)
         return False
     return received and sent
 
 
-cdef void park(State* e, int partner) noexcept nogil:
-    """A silent partner keeps its buffers and loses its side of ours."""
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void park(State* e, int peer) noexcept nogil:
+    """A silent peer keeps its buffers and loses its side of ours."""
+    cdef Exchange* x = &e.exchanges[peer]
     x.parked = True
-    vacate(e, partner)
+    vacate(e, peer)
     e.counters.parked += 1
-    set_partner(e, partner, SUSPECT)
-    record(e, 3, partner, x.began, now(), x.nbytes, e.step)
+    set_partner(e, peer, SUSPECT)
+    record(e, 3, peer, x.began, now(), x.nbytes, e.step)
 
 
-cdef void vacate(State* e, int partner) noexcept nogil:
-    if e.asking == partner:
+cdef void vacate(State* e, int peer) noexcept nogil:
+    if e.asking == peer:
         e.asking = NOBODY
-    if e.serving == partner:
+    if e.serving == peer:
         e.serving = NOBODY
 
 
-cdef void finish(State* e, int partner) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void finish(State* e, int peer) noexcept nogil:
+    cdef Exchange* x = &e.exchanges[peer]
     cdef double ended = now()
-    vacate(e, partner)
+    vacate(e, peer)
     if x.active:
         e.counters.exchanges_active += 1
     else:
@@ -540,34 +540,34 @@ cdef void finish(State* e, int partner) noexcept nogil:
         e.counters.square += x.square
         e.counters.square_elements += x.elements
         e.counters.last_square = x.square
-    store(&e.met[partner], e.met[partner] + 1)
-    record(e, 0 if x.active else 1, partner, x.began, ended, x.nbytes, e.step)
+    store(&e.met[peer], e.met[peer] + 1)
+    record(e, 0 if x.active else 1, peer, x.began, ended, x.nbytes, e.step)
     return_buffers(e, x)
     x.phase = IDLE
     x.parked = False
     store(&e.finished, e.finished + 1)
 
 
-cdef bint eligible(State* e, int partner) noexcept nogil:
-    return (partner >= 0 and partner != e.transport.rank and e.partners[partner] == ALIVE
-            and e.exchanges[partner].phase == IDLE and has_room(e, partner))
+cdef bint eligible(State* e, int peer) noexcept nogil:
+    return (peer >= 0 and peer != e.transport.rank and e.peers[peer] == ALIVE
+            and e.exchanges[peer].phase == IDLE and has_room(e, peer))
 
 
 cdef int choose(State* e) noexcept nogil:
-    """The next partner of the plan that can be asked, or NOBODY."""
+    """The next peer of the plan that can be asked, or NOBODY."""
     cdef int64_t tries = min(e.schedule_length, 64)
-    cdef int partner
+    cdef int peer
     while tries > 0:
-        partner = e.schedule[e.cursor % e.schedule_length]
+        peer = e.schedule[e.cursor % e.schedule_length]
         e.cursor += 1
         tries -= 1
-        if eligible(e, partner):
-            return partner
+        if eligible(e, peer):
+            return peer
     return NOBODY
 
 
 cdef bint due(State* e) noexcept nogil:
-    """Is it time to ask? An explicit wish needs no credit."""
+    """Is it time to ask? An explicit spec needs no credit."""
     if e.asking != NOBODY or not able(e) or now() < e.ask_after:
         return False
     if e.wanted != NOBODY:
@@ -577,14 +577,14 @@ cdef bint due(State* e) noexcept nogil:
 
 cdef bint ask_if_due(State* e) noexcept nogil:
     cdef Exchange* x
-    cdef int partner
+    cdef int peer
     if not due(e):
         return False
-    partner = e.wanted if e.wanted != NOBODY else choose(e)
-    if partner == NOBODY:
+    peer = e.wanted if e.wanted != NOBODY else choose(e)
+    if peer == NOBODY:
         e.ask_after = now() + RETRY_LAST_S
         return False
-    x = &e.exchanges[partner]
+    x = &e.exchanges[peer]
     e.number = (e.number + 1) & 0x3FFFFFFF
     x.phase = ASKED
     x.parked = False
@@ -592,56 +592,56 @@ cdef bint ask_if_due(State* e) noexcept nogil:
     x.number = e.number
     x.began = now()
     x.moved = x.began
-    e.asking = partner
-    say(e, partner, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
+    e.asking = peer
+    say(e, peer, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
     return True
 
 
 # ---- failures ------------------------------------------------------------------------------
 
-cdef void handle_failure(State* e, int code, int partner) noexcept nogil:
-    """Sort an MPI error: a partner that is gone costs its exchange, anything else is latched."""
+cdef void handle_failure(State* e, int code, int peer) noexcept nogil:
+    """Sort an MPI error: a peer that is gone costs its exchange, anything else is latched."""
     cdef Failure failure = classify(code)
-    if failure == FAILURE_PARTNER or failure == FAILURE_PENDING:
-        if partner != NOBODY and failure == FAILURE_PARTNER:
-            lose(e, partner)
+    if failure == FAILURE_PEER or failure == FAILURE_PENDING:
+        if peer != NOBODY and failure == FAILURE_PEER:
+            lose(e, peer)
         lose_acknowledged(e)
     elif failure == FAILURE_LAYOUT:
-        latch(e, FAULT_LAYOUT, code, partner)
+        latch(e, FAULT_LAYOUT, code, peer)
     elif failure == FAILURE_FATAL:
-        latch(e, FAULT_MPI, code, partner)
+        latch(e, FAULT_MPI, code, peer)
 
 
 cdef void lose_acknowledged(State* e) noexcept nogil:
-    cdef int partner
+    cdef int peer
     cdef char* lost = <char*>calloc(e.transport.size, 1)
     if lost == NULL:
         latch(e, FAULT_MEMORY, 0, NOBODY)
         return
     acknowledge_failures(&e.transport, lost)
-    for partner in range(e.transport.size):
-        if lost[partner]:
-            lose(e, partner)
+    for peer in range(e.transport.size):
+        if lost[peer]:
+            lose(e, peer)
     free(lost)
 
 
 cdef void take_census(State* e) noexcept nogil:
-    """Look at who is lost now and then: who waits for a question only may get no error for it."""
+    """Look at who has failed now and then: who waits for a question only may get no error for it."""
     cdef double t = now()
     if t > e.counted + CENSUS_S:
         e.counted = t
         lose_acknowledged(e)
 
 
-cdef void lose(State* e, int partner) noexcept nogil:
-    """The partner's process is gone. Its buffers stay while MPI may hold their addresses."""
-    cdef Exchange* x = &e.exchanges[partner]
+cdef void lose(State* e, int peer) noexcept nogil:
+    """The peer's process is gone. Its buffers stay while MPI may hold their addresses."""
+    cdef Exchange* x = &e.exchanges[peer]
     cdef int i
-    if e.partners[partner] == LOST:
+    if e.peers[peer] == FAILED:
         return
-    set_partner(e, partner, LOST)
-    e.farewells[partner] = 0
-    vacate(e, partner)
+    set_partner(e, peer, FAILED)
+    e.farewells[peer] = 0
+    vacate(e, peer)
     if x.phase == RUNNING:
         for i in range(LANES):
             if x.lanes[i].receive_request != mpi.MPI_REQUEST_NULL:
@@ -657,9 +657,9 @@ cdef void lose(State* e, int partner) noexcept nogil:
         x.set = NOBODY
 
 
-cdef bint retire(State* e, int partner) noexcept nogil:
+cdef bint retire(State* e, int peer) noexcept nogil:
     """A broken exchange gives its buffers back when MPI has let go of them. True if it has."""
-    cdef Exchange* x = &e.exchanges[partner]
+    cdef Exchange* x = &e.exchanges[peer]
     cdef bint free = let_go(&x.last_send) and let_go(&x.last_receive)
     cdef int i
     for i in range(LANES):

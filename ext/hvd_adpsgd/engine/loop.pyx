@@ -46,25 +46,25 @@ cdef bint turn(State* e) noexcept nogil:
     cdef bint moved = read_inbox(e)
     cdef int64_t oldest = NO_STEP
     cdef Exchange* x
-    cdef int partner, i
+    cdef int peer, i
     if e.outgoing != NULL:
         moved |= reap_outgoing(e)
     take_census(e)
-    for partner in range(e.transport.size):
-        x = &e.exchanges[partner]
+    for peer in range(e.transport.size):
+        x = &e.exchanges[peer]
         if x.phase == ASKED or x.phase == RUNNING:
-            moved |= advance(e, partner)
+            moved |= advance(e, peer)
             if x.phase == RUNNING and not x.parked:
                 for i in range(LANES):
                     if x.lanes[i].busy and not x.lanes[i].received:
                         oldest = min(oldest, x.lanes[i].step)
         elif x.phase == BROKEN:
-            moved |= retire(e, partner)
+            moved |= retire(e, peer)
     moved |= ask_if_due(e)
     moved |= advance_mean(e)
     busy = e.mean.running and e.fault == FAULT_NONE
-    for partner in range(e.transport.size):
-        busy |= under_way(e, partner)
+    for peer in range(e.transport.size):
+        busy |= under_way(e, peer)
     store(&e.in_flight_step, oldest)
     store(&e.at_rest, paused and not busy)
     e.counters.turns += 1
@@ -73,7 +73,7 @@ cdef bint turn(State* e) noexcept nogil:
 
 cdef bint say_goodbye(State* e) noexcept nogil:
     """Leave: finish what runs, tell everybody, wait until they know. True when done."""
-    cdef int partner
+    cdef int peer
     cdef bint waiting = False
     cdef double t = now()
     if e.leave_by == 0:
@@ -81,22 +81,22 @@ cdef bint say_goodbye(State* e) noexcept nogil:
     if t > e.leave_by:
         return True
     waiting = e.mean.running and e.fault == FAULT_NONE
-    for partner in range(e.transport.size):     # also what was parked and has come back
-        if e.partners[partner] != SUSPECT and under_way(e, partner):
+    for peer in range(e.transport.size):     # also what was parked and has come back
+        if e.peers[peer] != SUSPECT and under_way(e, peer):
             waiting = True
-            if e.partners[partner] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
-                cut(e, partner)
+            if e.peers[peer] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
+                cut(e, peer)
     if waiting or e.asking != NOBODY or e.serving != NOBODY:
         return False
     if not e.said_goodbye:
         e.said_goodbye = True
         e.last_words[e.transport.rank] = e.lost
-        for partner in range(e.transport.size):
-            if partner != e.transport.rank and e.partners[partner] in (ALIVE, SUSPECT):
-                e.farewells[partner] = 1
-                say(e, partner, BYE, 0, e.broken)
-    for partner in range(e.transport.size):
-        waiting |= e.farewells[partner] != 0 and e.partners[partner] == ALIVE
+        for peer in range(e.transport.size):
+            if peer != e.transport.rank and e.peers[peer] in (ALIVE, SUSPECT):
+                e.farewells[peer] = 1
+                say(e, peer, BYE, 0, e.broken)
+    for peer in range(e.transport.size):
+        waiting |= e.farewells[peer] != 0 and e.peers[peer] == ALIVE
     return not waiting and e.outgoing == NULL
 
 
@@ -203,7 +203,7 @@ cdef class Loop:
         e.schedule = <int*>calloc(max(1, e.schedule_length), sizeof(int))
         e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
         e.mapped = <char**>calloc(e.transport.size, sizeof(char*))
-        e.partners = <char*>calloc(e.transport.size, 1)
+        e.peers = <char*>calloc(e.transport.size, 1)
         e.broken_partners = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
         e.last_words = <uint64_t*>calloc(e.transport.size, sizeof(uint64_t))
@@ -211,7 +211,7 @@ cdef class Loop:
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.schedule and e.exchanges and e.mapped and e.partners and e.broken_partners
+        if not (e.schedule and e.exchanges and e.mapped and e.peers and e.broken_partners
                 and e.farewells and e.last_words and e.met and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
@@ -231,7 +231,7 @@ cdef class Loop:
                 pthread_join(e.thread, NULL)
         free(e.schedule)
         free(e.mapped)
-        free(e.partners)
+        free(e.peers)
         free(e.broken_partners)
         free(e.farewells)
         free(e.last_words)
@@ -262,7 +262,7 @@ cdef class Loop:
         e.ngenerations += 1
 
     def share(self, uintptr_t own, addresses):
-        """Use memory shared on this host: `own` of shared_nbytes, and each partner's (0: none)."""
+        """Use memory shared on this host: `own` of shared_nbytes, and each peer's (0: none)."""
         cdef int i
         self.state.shared = <char*>own
         self.state.shared_nbytes = 2 * SETS * LANES * self.state.lane_nbytes
@@ -271,7 +271,7 @@ cdef class Loop:
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
-        """Size of the memory that an engine shares with its partners on the host."""
+        """Size of the memory that an engine shares with its peers on the host."""
         return 2 * SETS * LANES * lane_nbytes
 
     def start(self):
@@ -291,20 +291,20 @@ cdef class Loop:
             pthread_cond_signal(&e.wake)
             pthread_mutex_unlock(&e.gate)
 
-    def ask(self, int partner):
-        """Ask `partner` whatever the credit says; NOBODY (-1) withdraws the wish."""
+    def ask(self, int peer):
+        """Ask `peer` whatever the credit says; NOBODY (-1) withdraws the spec."""
         cdef State* e = &self.state
         pthread_mutex_lock(&e.gate)
-        e.wanted = partner
+        e.wanted = peer
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
 
-    def begin_round(self, int64_t round, int partner):
-        """From now on exchange with whoever is in the same round; ask `partner` (-1: nobody)."""
+    def begin_round(self, int64_t round, int peer):
+        """From now on exchange with whoever is in the same round; ask `peer` (-1: nobody)."""
         cdef State* e = &self.state
         pthread_mutex_lock(&e.gate)
         e.round = round
-        e.wanted = partner
+        e.wanted = peer
         pthread_cond_signal(&e.wake)
         pthread_mutex_unlock(&e.gate)
 
@@ -313,7 +313,7 @@ cdef class Loop:
 
         Sums are MPI's own, or those of a butterfly (see _sums).
 
-        The handle at the address becomes that of the living when somebody is lost, so it must stay.
+        The handle at the address becomes that of the living when somebody has failed, so it must stay.
         """
         cdef Mean* m = &self.state.mean
         m.comm = <mpi.MPI_Comm*>comm_address
@@ -356,8 +356,8 @@ cdef class Loop:
         """After pause(True): wait until no exchange is under way. False after `seconds` without a chunk.
 
         The thread itself says so, at the end of a turn that began after the pause: an exchange that
-        it was about to begin when told to pause is waited for. So is one with a silent partner, and
-        one with a partner that has left, as long as its chunks come in.
+        it was about to begin when told to pause is waited for. So is one with a silent peer, and
+        one with a peer that has left, as long as its chunks come in.
         """
         cdef State* e = &self.state
         cdef double until = now() + seconds
@@ -407,23 +407,23 @@ cdef class Loop:
         e.running = False
 
     def fault(self):
-        """(kind, MPI code, partner) of the latched failure; kind 0 is none."""
+        """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
         return self.state.fault, self.state.fault_code, self.state.fault_partner
 
-    def partner_events(self):
-        return load(&self.state.partner_events)
+    def peer_events(self):
+        return load(&self.state.peer_events)
 
-    def partners(self):
-        """State of each partner: 0 alive, 1 suspect, 2 left, 3 lost.
+    def peers(self):
+        """State of each peer: 0 alive, 1 suspect, 2 left, 3 lost.
 
         For the thread a broken one has left, and it may be served to the end; for everybody else it is
         lost.
         """
         cdef State* e = &self.state
-        return [LOST if e.broken_partners[i] else e.partners[i] for i in range(e.transport.size)]
+        return [FAILED if e.broken_partners[i] else e.peers[i] for i in range(e.transport.size)]
 
     def last_words(self, int place):
-        """Whom a partner knew to be lost when it said goodbye, by rank; of the own rank: this one.
+        """Whom a peer knew to have failed when it said goodbye, by rank; of the own rank: this one.
 
         Ranks that are equal modulo 64 cannot be told apart.
         """
@@ -434,7 +434,7 @@ cdef class Loop:
     def under_way(self):
         """Exchanges not finished, as they were at some moment lately; for tests and diagnosis.
 
-        A list of dicts: partner, asked (this side asked), parked, broken (the partner is gone),
+        A list of dicts: peer, asked (this side asked), parked, broken (the peer is gone),
         done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
         """
         cdef Exchange* x
@@ -443,14 +443,14 @@ cdef class Loop:
         for i in range(self.state.transport.size):
             x = &self.state.exchanges[i]
             if x.phase == RUNNING or x.phase == BROKEN:
-                out.append({"partner": i, "asked": bool(x.active), "parked": bool(x.parked),
+                out.append({"peer": i, "asked": bool(x.active), "parked": bool(x.parked),
                             "broken": x.phase == BROKEN, "done": x.done, "chunks": x.nchunks,
                             "since": x.began})
         return out
 
-    def met(self, int partner):
-        """Exchanges finished with `partner`."""
-        return load(&self.state.met[partner])
+    def met(self, int peer):
+        """Exchanges finished with `peer`."""
+        return load(&self.state.met[peer])
 
     def finished(self):
         return load(&self.state.finished)
@@ -489,11 +489,11 @@ cdef class Loop:
         cdef double t = now()
         names = ("idle", "asked", "running", "broken")
         states = ("alive", "suspect", "left", "lost")
-        partners = []
+        peers = []
         for i in range(e.transport.size):
             x = &e.exchanges[i]
-            partners.append({
-                "partner": i, "state": states[e.partners[i]], "exchanges": load(&e.met[i]),
+            peers.append({
+                "peer": i, "state": states[e.peers[i]], "exchanges": load(&e.met[i]),
                 "exchange": names[x.phase], "we_asked": bool(x.active), "parked": bool(x.parked),
                 "number": x.number, "chunks": x.nchunks, "begun": x.next, "merged": x.done,
                 "age_s": t - x.began if x.phase else None,
@@ -511,11 +511,11 @@ cdef class Loop:
                      "chunks": m.nchunks, "begun": m.next, "merged": m.done,
                      "age_s": t - m.began if m.running else None,
                      "silent_s": t - m.moved if m.running else None},
-            "partners": partners, "counters": self.counters(),
+            "peers": peers, "counters": self.counters(),
         }
 
     def take_events(self):
-        """Timeline records since the last call: (kind, partner, began, ended, nbytes, step)."""
+        """Timeline records since the last call: (kind, peer, began, ended, nbytes, step)."""
         cdef State* e = &self.state
         cdef int64_t i, last = load(&e.events_written)
         cdef Event* v
@@ -523,6 +523,6 @@ cdef class Loop:
         if e.events != NULL:
             for i in range(e.events_read, last):
                 v = &e.events[i % EVENTS]
-                out.append((v.kind, v.partner, v.began, v.ended, v.nbytes, v.step))
+                out.append((v.kind, v.peer, v.began, v.ended, v.nbytes, v.step))
             store(&e.events_read, last)
         return out

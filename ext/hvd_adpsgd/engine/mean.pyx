@@ -5,7 +5,7 @@
 Each chunk carries two more numbers: how many contribute (a model that is not finite does not), and the
 sum of a number that belongs to the layout, which shows whether all average the same tensors.
 
-With ULFM all agree at the end of a mean that everybody has it. If somebody was lost meanwhile, the
+With ULFM all agree at the end of a mean that everybody has it. If somebody failed meanwhile, the
 living make a smaller communicator and take the mean again, all of them from its first chunk: it
 then is of what their models have become, so a chunk that some had merged already is only averaged
 once more.
@@ -246,20 +246,20 @@ cdef void finish_mean(State* e) noexcept nogil:
 cdef void require_everybody(State* e) noexcept nogil:
     """A mean waits for the slow, but not for whoever will never come.
 
-    With ULFM who is lost is no longer asked, nor who has left once its process has ended."""
-    cdef int partner = find_gone(e)
+    With ULFM who has failed is no longer asked, nor who has left once its process has ended."""
+    cdef int peer = find_gone(e)
     cdef double patience = e.deadline_s         # what it sent may still arrive
     if e.mean.survives:
         patience += 2 * e.leave_deadline_s
-    if partner != NOBODY and now() - e.mean.moved > patience:
-        latch(e, FAULT_GONE, 0, partner)
+    if peer != NOBODY and now() - e.mean.moved > patience:
+        latch(e, FAULT_GONE, 0, peer)
 
 
 cdef int find_gone(State* e) noexcept nogil:
-    cdef int partner
-    for partner in range(e.transport.size):
-        if e.partners[partner] == LEFT or (e.partners[partner] == LOST and not e.mean.survives):
-            return partner
+    cdef int peer
+    for peer in range(e.transport.size):
+        if e.peers[peer] == LEFT or (e.peers[peer] == FAILED and not e.mean.survives):
+            return peer
     return NOBODY
 
 

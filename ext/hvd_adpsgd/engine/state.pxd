@@ -74,11 +74,11 @@ cdef enum Stage:            # of a mean of all
     DRAINING = 1            # broken: requests under way end, with an error or not
     AGREEING = 2
 
-cdef enum Partner:
+cdef enum Peer:
     ALIVE = 0
     SUSPECT = 1
     LEFT = 2
-    LOST = 3
+    FAILED = 3
 
 cdef enum Fault:
     FAULT_NONE = 0
@@ -96,7 +96,7 @@ cdef struct Message:
     uint64_t fingerprint
     double weight
     int64_t round
-    uint64_t lost           # who the sender knows to be lost: bit (rank % 64)
+    uint64_t lost           # who the sender knows to have failed: bit (rank % 64)
 
 cdef struct Outgoing:
     Message message
@@ -120,7 +120,7 @@ cdef struct Lane:
     char* out
     char* keep              # our snapshot once more, in the caches: `out` is written past them
     char* inp
-    Place here              # on a shared host: of our snapshot, and of the partner's
+    Place here              # on a shared host: of our snapshot, and of the peer's
     Place there
     mpi.MPI_Request send_request
     mpi.MPI_Request receive_request
@@ -141,7 +141,7 @@ cdef struct Exchange:
     bint cut                # this side has asked for an early end
     bint held               # ... and begins no chunk until it is told where that is
     double began
-    double moved            # when the partner last showed life
+    double moved            # when the peer last showed life
     double square           # sum of squared differences
     int64_t elements
     int64_t nbytes
@@ -191,9 +191,9 @@ cdef struct Generation:
     uint64_t fingerprint
 
 cdef struct Event:
-    int kind                # 0 exchange asked by us, 1 exchange asked by the partner, 2 merge, 3 parked,
-                            # 4 mean of all (partner is NOBODY)
-    int partner
+    int kind                # 0 exchange asked by us, 1 exchange asked by the peer, 2 merge, 3 parked,
+                            # 4 mean of all (peer is NOBODY)
+    int peer
     double began
     double ended
     int64_t nbytes
@@ -205,7 +205,7 @@ cdef struct Counters:
     int64_t refused         # our questions answered with NO
     int64_t declined        # questions we answered with NO
     int64_t parked
-    int64_t broken          # exchanges that a partner's loss has cut
+    int64_t broken          # exchanges that a peer's loss has cut
     int64_t void_chunks
     int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
@@ -249,7 +249,7 @@ cdef struct State:
     bint leaving
     bint halted             # end the thread at once, without goodbye
     bint broken             # the goodbye is that of a super learner that cannot go on
-    int wanted              # partner of an explicit question
+    int wanted              # peer of an explicit question
     int64_t round           # of those driven by hand
     double credit
     int64_t step
@@ -257,25 +257,25 @@ cdef struct State:
     Message inbox
     mpi.MPI_Request inbox_request
     Outgoing* outgoing
-    Exchange* exchanges     # one per partner
+    Exchange* exchanges     # one per peer
     Mean mean
     char* spares[SPARES]
-    char* shared            # our memory that partners on this host have mapped, or NULL
-    char** mapped           # theirs, by partner; NULL: reached through MPI
+    char* shared            # our memory that peers on this host have mapped, or NULL
+    char** mapped           # theirs, by peer; NULL: reached through MPI
     bint taken[SETS]
-    int asking              # partner of our question or active exchange
-    int serving             # partner of our passive exchange
+    int asking              # peer of our question or active exchange
+    int serving             # peer of our passive exchange
     int number
     double ask_after
     double retry_s
-    char* partners          # Partner
+    char* peers          # Peer
     char* broken_partners   # who said goodbye because it cannot go on
     char* farewells         # goodbyes not yet seen
     bint said_goodbye
     uint64_t lost           # as in Message
-    uint64_t* last_words    # by partner: what its goodbye knew; of this one, what its own did
+    uint64_t* last_words    # by peer: what its goodbye knew; of this one, what its own did
     double leave_by
-    double counted              # when it was last looked at who is lost
+    double counted              # when it was last looked at who has failed
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
@@ -283,9 +283,9 @@ cdef struct State:
     double pace             # seconds of a chunk, lately; and what it was counted from
     double paced_at
     int64_t paced
-    int64_t partner_events
+    int64_t peer_events
     int64_t finished
-    int64_t* met            # exchanges with each partner
+    int64_t* met            # exchanges with each peer
     int fault
     int fault_code
     int fault_partner
@@ -306,22 +306,22 @@ cdef inline void rest(double seconds) noexcept nogil:
     nanosleep(&t, NULL)
 
 
-cdef inline void latch(State* e, Fault fault, int code, int partner) noexcept nogil:
+cdef inline void latch(State* e, Fault fault, int code, int peer) noexcept nogil:
     """The first cause stays; the trainer raises it at its next offer."""
     if e.fault == FAULT_NONE:
         e.fault_code = code
-        e.fault_partner = partner
+        e.fault_partner = peer
         e.fault = fault
 
 
-cdef inline void record(State* e, int kind, int partner, double began, double ended, int64_t nbytes,
+cdef inline void record(State* e, int kind, int peer, double began, double ended, int64_t nbytes,
                         int64_t step) noexcept nogil:
     cdef Event* event
     if e.events == NULL or e.events_written - load(&e.events_read) >= EVENTS:
         return
     event = &e.events[e.events_written % EVENTS]
     event.kind = kind
-    event.partner = partner
+    event.peer = peer
     event.began = began
     event.ended = ended
     event.nbytes = nbytes
@@ -329,15 +329,15 @@ cdef inline void record(State* e, int kind, int partner, double began, double en
     store(&e.events_written, e.events_written + 1)
 
 
-cdef inline uint64_t bit(int partner) noexcept nogil:
-    return <uint64_t>1 << (partner % 64)
+cdef inline uint64_t bit(int peer) noexcept nogil:
+    return <uint64_t>1 << (peer % 64)
 
 
-cdef inline void set_partner(State* e, int partner, Partner state) noexcept nogil:
-    """Who left or is lost stays so: that somebody who left ends its process is no news."""
-    cdef Partner before = <Partner>e.partners[partner]
+cdef inline void set_partner(State* e, int peer, Peer state) noexcept nogil:
+    """Who left or has failed stays so: that somebody who left ends its process is no news."""
+    cdef Peer before = <Peer>e.peers[peer]
     if before != state and before < LEFT:
-        e.partners[partner] = state
-        if state == LOST:
-            e.lost |= bit(partner)
-        store(&e.partner_events, e.partner_events + 1)
+        e.peers[peer] = state
+        if state == FAILED:
+            e.lost |= bit(peer)
+        store(&e.peer_events, e.peer_events + 1)

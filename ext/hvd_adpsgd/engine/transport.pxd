@@ -9,7 +9,7 @@ cdef enum:
 
 cdef enum Failure:
     FAILURE_NONE = 0
-    FAILURE_PARTNER = 1   # the partner's process is gone: others go on
+    FAILURE_PEER = 1   # the peer's process is gone: others go on
     FAILURE_PENDING = 2   # a wildcard receive saw somebody fail; it stays posted
     FAILURE_FATAL = 3     # MPI itself is unusable
     FAILURE_LAYOUT = 4    # a message was longer than this side expects
@@ -29,7 +29,7 @@ cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int ta
 cdef int post_agreement(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request) noexcept nogil
 cdef void revoke(mpi.MPI_Comm comm) noexcept nogil
 cdef int shrink(mpi.MPI_Comm* comm) noexcept nogil
-cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
+cdef int post_send(Transport* t, const void* buffer, int nbytes, int peer, int tag,
                    mpi.MPI_Request* request) noexcept nogil
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil
 cdef void give_up(mpi.MPI_Request* request) noexcept nogil

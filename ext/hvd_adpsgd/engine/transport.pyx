@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: the engine's thread reaches MPI through these few calls without the GIL.
-"""Messages between leaders over MPI communicators, and what to do when one is lost."""
+"""Messages between leaders over MPI communicators, and what to do when one has failed."""
 
 cdef extern from * nogil:
     """
@@ -90,10 +90,10 @@ cdef int shrink(mpi.MPI_Comm* comm) noexcept nogil:
     return mpi.MPI_SUCCESS
 
 
-cdef int post_send(Transport* t, const void* buffer, int nbytes, int partner, int tag,
+cdef int post_send(Transport* t, const void* buffer, int nbytes, int peer, int tag,
                    mpi.MPI_Request* request) noexcept nogil:
     request[0] = mpi.MPI_REQUEST_NULL
-    return mpi.MPI_Isend(<void*>buffer, nbytes, mpi.MPI_BYTE, partner, tag, t.comm, request)
+    return mpi.MPI_Isend(<void*>buffer, nbytes, mpi.MPI_BYTE, peer, tag, t.comm, request)
 
 
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil:
@@ -165,6 +165,6 @@ cdef int acknowledge_failures(Transport* t, char* lost) noexcept nogil:
 
 
 cdef int data_tag(int exchange, bint upper_asks) noexcept nogil:
-    """Tag of one exchange's chunks. Of two partners at most one asks at a time, so the tag needs
+    """Tag of one exchange's chunks. Of two peers at most one asks at a time, so the tag needs
     the asker's own exchange number and which of the two ranks asked."""
     return TAG_DATA + 2 * (exchange % TAG_SPAN) + (1 if upper_asks else 0)

@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     trial = Trial(args.averaging)
-    trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, partners are met
+    trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, peers are met
     trial.block(False, args.steps, 0.0)
     rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
     result = {"learners": hvd.size(), "super_learners": hvd.super_size(), "rows": rows}

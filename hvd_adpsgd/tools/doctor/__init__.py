@@ -83,7 +83,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         problem = probes.ask_spec(seconds) if f"{PREFIX}AVERAGING" in os.environ else None
     except ConfigError as error:
         problem = str(error)
-    yield findings.judge_knobs(sum(key.startswith(PREFIX) for key in os.environ), problem)
+    yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
     yield findings.judge_controller(os.environ)
     ulfm, plain = yield from _examine_mpi(seconds)
     yield findings.judge_horovod(probes.ask_horovod(seconds))

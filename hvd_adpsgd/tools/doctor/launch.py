@@ -37,8 +37,8 @@ say(rank=rank, alive=count("alive"))
 """
 
 
-def _knobs() -> dict[str, str | None]:
-    """Two super learners, and no knob of the user's: they are judged by themselves."""
+def _options() -> dict[str, str | None]:
+    """Two super learners, and no option of the user's: they are judged by themselves."""
     theirs = {name: None for name in os.environ if name.startswith(PREFIX)}
     return {**theirs, f"{PREFIX}SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -64,7 +64,7 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
     where = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
     options = list(ULFM_OPTIONS) if switch_on else []
     command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
-    return read_survival(n, bounded(command, seconds, _knobs()))
+    return read_survival(n, bounded(command, seconds, _options()))
 
 
 def read_survival(n: int, answer: Answer) -> Survival:

@@ -48,14 +48,14 @@ def main() -> None:
     if hvd.rank() == 1:
         train(lambda: state(loop) in ("left", "lost"))
         facts["state"] = state(loop)
-    facts["lost"] = hvd.lost_learners()
+    facts["lost"] = hvd.failed_ranks()
     Path(sys.argv[1], f"{hvd.rank()}.json").write_text(json.dumps(facts))
     hvd.shutdown()
 
 
 def state(loop: Any) -> str:
     """Of the first super learner."""
-    return str(loop.view()["partners"][0]["state"])
+    return str(loop.view()["peers"][0]["state"])
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def main() -> None:
             time.sleep(0.02)  # the rest of a gradient, for which this machine has too few cores
             if time.monotonic() > told + 0.5:
                 told = time.monotonic()
-                say(step=step, met=hvd.metrics()["partners"])
+                say(step=step, met=hvd.metrics()["peers"])
         living = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
         hvd.average_model(model)
-        say(step=step, living=living, lost=hvd.lost_learners(), first=hvd.is_first())
+        say(step=step, living=living, lost=hvd.failed_ranks(), first=hvd.is_coordinator())
         hvd.shutdown()
 
 

@@ -115,7 +115,7 @@ IN_EXCHANGE = ("asking", "answering")
 
 
 def script_init(script: Script) -> None:
-    """The fault inside init: when this learner is to tell the others of its seat."""
+    """The fault inside init: when this learner is to tell the others of its placement."""
     answer = worlds._answer
 
     def told(*args: Any) -> Any:
@@ -183,7 +183,7 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
         script.here("between_steps")
         script.here("last_step")
         times.append(time.monotonic())
-        met.append(hvd.metrics()["partners"])
+        met.append(hvd.metrics()["peers"])
         if script.leaves_early():
             break
     metrics = hvd.metrics()
@@ -191,7 +191,7 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
         "steps": len(times),
         "times": times,
         "met": met,
-        **{k: metrics[k] for k in ("parked", "exchanges", "partners")},
+        **{k: metrics[k] for k in ("parked", "exchanges", "peers")},
     }
 
 

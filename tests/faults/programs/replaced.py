@@ -1,4 +1,4 @@
-"""Trains a float64 model with super learners that are lost, one after the other, and replaced.
+"""Trains a float64 model with super learners that have failed, one after the other, and replaced.
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
 models differ. When everybody is there, the next of --victims kills itself (or all of them do); when all
@@ -34,16 +34,18 @@ def main() -> None:
     parser.add_argument("--victims", default="", help="ranks, by comma; lost in this order")
     parser.add_argument("--together", action="store_true", help="lost all at once")
     parser.add_argument("--after", type=int, default=6, help="epochs after the last replacement")
-    parser.add_argument("--fails", default="", help="where a newcomer is lost")
+    parser.add_argument("--fails", default="", help="where a joining learner has failed")
     parser.add_argument("--exits", action="store_true", help="... by an exception")
-    parser.add_argument("--fail-times", type=int, default=1, help="how many newcomers are")
+    parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
-    parser.add_argument("--held", default="", help="super learners whose newcomers never come")
+    parser.add_argument(
+        "--held", default="", help="super learners whose joining learners never come"
+    )
     parser.add_argument("--part", type=int, default=0, help="epochs without these only")
-    parser.add_argument("--then", type=int, help="rank that is lost after them")
+    parser.add_argument("--then", type=int, help="rank that has failed after them")
     parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
     args = parser.parse_args()
     logging.basicConfig(
@@ -59,16 +61,16 @@ def main() -> None:
 
 
 def fail(args: argparse.Namespace, where: str) -> None:
-    """The first newcomers that come here are lost; the files that they leave tell so."""
+    """The first joining learners that come here have failed; the files that they leave tell so."""
     for i in range(args.fail_times if args.fails == where else 0):
         if leaves(args.folder / f"failed{i}"):
             if args.exits:
-                raise RuntimeError("a newcomer's script fails")
+                raise RuntimeError("a joining learner's script fails")
             die()
 
 
 def hold(numbers: list[str]) -> None:
-    """A newcomer of these super learners waits until nobody needs it any more."""
+    """A joining learner of these super learners waits until nobody needs it any more."""
     number, recruiter, _ = os.environ["HVD_ADPSGD_JOINS"].split(" ", 2)
     if number in numbers:
         while Path(f"/proc/{recruiter}").exists():
@@ -77,7 +79,7 @@ def hold(numbers: list[str]) -> None:
 
 
 def spoil_launch(folder: Path) -> None:
-    """What starts a newcomer's command is a file that cannot be run."""
+    """What starts a joining learner's command is a file that cannot be run."""
     env = folder / "env"
     if leaves(env):
         env.write_text("#!/nonexistent\n")
@@ -149,14 +151,14 @@ class Run:
             state["told"].append([self.exact_mean()[0], 0.0, []])
             state = self.replace(state)
         self.facts |= state
-        self.facts |= {"slowest_s": self.slowest, "partners": hvd.metrics()["partners"]}
+        self.facts |= {"slowest_s": self.slowest, "peers": hvd.metrics()["peers"]}
         hvd.average_model(self.model)
         self.facts["last"] = self.values()
         self.facts["done"] = time.monotonic()
         os.write(1, ("\n@learner " + json.dumps(self.facts) + "\n").encode())
 
     def fail_at_meeting(self) -> None:
-        """Have a newcomer die before, or just after it is connected with the others."""
+        """Have a joining learner die before, or just after it is connected with the others."""
         connect = replacement.connect
 
         def failing(*args: Any, **kwargs: Any) -> Any:
@@ -177,7 +179,9 @@ class Run:
 
     def replace(self, state: dict) -> dict:
         began = time.monotonic()
-        state = hvd.replace_lost(self.model, self.optimizer, state, patience_s=self.args.patience_s)
+        state = hvd.replace_failed(
+            self.model, self.optimizer, state, patience_s=self.args.patience_s
+        )
         self.slowest = max(self.slowest, time.monotonic() - began)
         return state
 

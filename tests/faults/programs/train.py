@@ -98,7 +98,7 @@ class Learner:
             self.update()
             self.turn()
             self.facts["times"].append(time.monotonic())
-            self.facts["met"].append(self.engine.metrics()["partners"])
+            self.facts["met"].append(self.engine.metrics()["peers"])
 
     def update(self) -> None:
         """A local step on a few elements; `expected` collects what it really changed."""
@@ -131,7 +131,7 @@ class Learner:
 
     def say(self) -> None:
         metrics = self.engine.metrics()
-        self.facts |= {k: metrics[k] for k in ("parked", "exchanges", "partners", "void_chunks")}
+        self.facts |= {k: metrics[k] for k in ("parked", "exchanges", "peers", "void_chunks")}
         self.args.folder.joinpath(f"{self.comm.rank}.json").write_text(json.dumps(self.facts))
 
 

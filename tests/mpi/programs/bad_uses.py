@@ -235,7 +235,7 @@ CASES: dict[str, Any] = {
 ALONE = {f.__name__: f for f in (moved, reshaped, other_group_elsewhere)}
 
 
-def stay_out() -> None:
+def skip() -> None:
     """Super learner 0 trains on alone while its model is not finite; super learner 1 stays whole."""
     model = linear()
     with training(model) as optimizer:
@@ -252,7 +252,7 @@ def stay_out() -> None:
         numbers = hvd.metrics()
         hvd.average_model(model)
         say(
-            case="stay_out",
+            case="skip",
             finite=all(bool(torch.isfinite(p).all()) for p in model.parameters()),
             same=same_in_node(model.parameters()),
             nonfinite_steps=numbers["nonfinite_steps"],
@@ -299,13 +299,13 @@ def main() -> None:
     optimizer = wrap(model)
     step(model, optimizer)
     hvd.shutdown()
-    hvd.init(config=Config(super_learner_size=2, nonfinite="stay_out"))
+    hvd.init(config=Config(super_learner_size=2, nonfinite="skip"))
     say(case="after_shutdown", **outcome(lambda: step(model, optimizer)))
     say(case="synchronize_after_shutdown", **outcome(optimizer.synchronize))
     group = {"params": [nn.Parameter(torch.zeros(2))]}
     say(case="group_after_shutdown", **outcome(lambda: optimizer.add_param_group(group)))
     wrapped_again(model)
-    stay_out()
+    skip()
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))
     for name, case in ALONE.items():

@@ -310,8 +310,8 @@ def main() -> None:
         outside(where)
         skipped_late(where)  # the last: it leaves a step half made
         hvd.shutdown()
-        hvd.init(config=Config(super_learner_size=k, nonfinite="stay_out"))
-        not_finite(f"{where}/stay_out", n)
+        hvd.init(config=Config(super_learner_size=k, nonfinite="skip"))
+        not_finite(f"{where}/skip", n)
         hvd.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Who leaves while its partner is stopped in mid exchange: the partner comes back, and waits for nothing.
+"""Who leaves while its peer is stopped in mid exchange: the peer comes back, and waits for nothing.
 
 Three engines. Super learners 0 and 1 are in a long exchange (1 merges nothing, so it cannot end) when 1 is
 stopped; 0 passes over it and leaves. Then 1 goes on: it comes to rest, and leaves in good order, as 2 sees.
@@ -42,14 +42,14 @@ def main() -> None:
 
 def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     engine.ask(1)
-    until(lambda: any(one["partner"] == 1 for one in engine._loop.under_way()))
+    until(lambda: any(one["peer"] == 1 for one in engine._loop.under_way()))
     comm.Barrier()
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        until(lambda: engine._loop.partners()[1] == SUSPECT)
+        until(lambda: engine._loop.peers()[1] == SUSPECT)
         if twice:
             os.kill(pids[1], signal.SIGCONT)
-            until(lambda: engine._loop.partners()[1] == ALIVE)
+            until(lambda: engine._loop.peers()[1] == ALIVE)
             os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
         engine.stop()
@@ -64,7 +64,7 @@ def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict
     until(lambda: bool(engine._loop.under_way()))
     comm.Barrier()
     ends = time.monotonic() + 15
-    while engine._loop.partners()[0] != LEFT and time.monotonic() < ends:
+    while engine._loop.peers()[0] != LEFT and time.monotonic() < ends:
         if twice:
             show_life(engine)
         time.sleep(0.05)
@@ -87,9 +87,9 @@ def show_life(engine: Engine) -> None:
 def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     comm.Barrier()
     ends = time.monotonic() + 20
-    while engine._loop.partners()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
+    while engine._loop.peers()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
         time.sleep(1e-3)
-    return {"partners": engine._loop.partners()[:2]}
+    return {"peers": engine._loop.peers()[:2]}
 
 
 if __name__ == "__main__":

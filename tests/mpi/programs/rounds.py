@@ -97,7 +97,7 @@ class Run:
 
     def round(self, k: int) -> None:
         """All exchanges of one round, from the offered models, and what they owe taken in."""
-        asked, exchanges = self.partners(k)
+        asked, exchanges = self.peers(k)
         self.comm.Barrier()
         if asked is not None:
             self.engine.ask(asked)
@@ -123,12 +123,12 @@ class Run:
             before *= factors[-1]
         return factors
 
-    def partners(self, k: int) -> tuple[int | None, int]:
+    def peers(self, k: int) -> tuple[int | None, int]:
         """Whom this super learner asks in round k, and in how many exchanges it takes part."""
         n, me = self.comm.size, self.comm.rank
         if self.strategy.name == "random_pairs":
-            partner = topology.perfect_matching(n, self.strategy.seed, k)[me]
-            return (None, 0) if partner is None else (partner if me < partner else None, 1)
+            peer = topology.perfect_matching(n, self.strategy.seed, k)[me]
+            return (None, 0) if peer is None else (peer if me < peer else None, 1)
         row = self.engine_row(k)
         if n == 2:
             return (1 - me if me == 0 else None), 1

@@ -132,10 +132,14 @@ def identities(where: str) -> None:
         "periodic_averaging:period=2,block_momentum=1e-300",  # the rule, and as good as no momentum
         "noloco:period=2,rate=1,momentum=0",
         "delay_by_one",
-        "lock_step:order=awc+fixed_ring",
+        "synchronous_gossip:order=awc+fixed_ring",
     ):
         follow(f"{where}/exact/{spec}", Setting(spec, **EXACT))
-    for spec in ("delay_by_one", "periodic_averaging:period=1", "lock_step:order=awc+random_pairs"):
+    for spec in (
+        "delay_by_one",
+        "periodic_averaging:period=1",
+        "synchronous_gossip:order=awc+random_pairs",
+    ):
         s = Setting(spec, momentum=0.9, same_shards=True)
         follow(f"{where}/same shards/{spec}", s)
     often = "periodic_averaging:period=1"
@@ -154,7 +158,7 @@ def global_averages(where: str) -> None:
     """After its rounds all are alike to the last bit, and the mean has moved by gradients only."""
     pause = pauses()
     for gossip in GOSSIP:
-        s = Setting(f"global_average:every=4+{gossip}", **KNOWN)
+        s = Setting(f"gossip_pga:period=4+{gossip}", **KNOWN)
         with training(s, exchanges_per_step=2.0) as (model, optimizer):
             alike, apart, models = [], [], []
             for step in range(s.steps):
@@ -203,7 +207,7 @@ def one_super_learner(where: str) -> None:
 
 def distances(where: str) -> None:
     """consensus_distance looks on: nothing changes, nor what is pending."""
-    for spec in ("random_pairs", "delay_by_one", "lock_step"):
+    for spec in ("random_pairs", "delay_by_one", "synchronous_gossip"):
         s = Setting(spec, **KNOWN)
         with training(s, exchanges_per_step=2.0) as (model, optimizer):
             for step in range(9):
@@ -252,7 +256,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
 
 
 def refusals(where: str) -> None:
-    specs = ["a2cid2+random_pairs", "global_average+synchronous"]
+    specs = ["a2cid2+random_pairs", "gossip_pga+synchronous"]
     if hvd.super_size() < 4:
         specs.append("a2cid2")
     for spec in specs:
@@ -292,10 +296,10 @@ def not_finite(where: str) -> None:
         "periodic_averaging:period=2",
         "delay_by_one",
         "delay_by_one:reading=b",
-        "lock_step:order=awc+random_pairs",
-        "lock_step:order=atc+fixed_ring",
+        "synchronous_gossip:order=awc+random_pairs",
+        "synchronous_gossip:order=atc+fixed_ring",
         "noloco:period=2",
-        "global_average:every=2",
+        "gossip_pga:period=2",
     ):
         s = Setting(spec, steps=8)
         with training(s) as (model, optimizer):
@@ -316,13 +320,13 @@ def not_finite(where: str) -> None:
 RESUMED = (
     "delay_by_one:reading=a",
     "delay_by_one:reading=b",
-    "lock_step:order=awc+random_ring:seed=2",
-    "lock_step:order=atc+random_pairs:seed=1",
+    "synchronous_gossip:order=awc+random_ring:seed=2",
+    "synchronous_gossip:order=atc+random_pairs:seed=1",
     "noloco:period=3",
     "periodic_averaging:period=4",
     "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
 )
-FREE = ("random_pairs", "random_ring", "a2cid2", "global_average:every=7")
+FREE = ("random_pairs", "random_ring", "a2cid2", "gossip_pga:period=7")
 HALF = 10
 
 
@@ -453,9 +457,9 @@ def main() -> None:
         with super_learners_of(2) as where:
             for spec in ("random_pairs", "random_ring"):
                 resume_free(folder, f"{where}/resumed/{spec}", spec, [0, 1, 2, 3])
-            others = (*GOSSIP, "global_average:every=5")
+            others = (*GOSSIP, "gossip_pga:period=5")
             free_running(where, (*LAWS, *others))
-        with super_learners_of(1, nonfinite="stay_out") as where:
+        with super_learners_of(1, nonfinite="skip") as where:
             not_finite(where)
     if group == "nodes":
         with super_learners_of(2) as where:

@@ -18,9 +18,9 @@ SPECS = (
     "delay_by_one:reading=b",
     "periodic_averaging:period=2",
     "periodic_averaging:period=1,block_momentum=0.5",
-    "global_average:every=2",
-    "lock_step:order=awc+fixed_ring",
-    "lock_step:order=atc+random_pairs",
+    "gossip_pga:period=2",
+    "synchronous_gossip:order=awc+fixed_ring",
+    "synchronous_gossip:order=atc+random_pairs",
     "noloco:period=1",
 )
 
