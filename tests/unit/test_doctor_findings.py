@@ -284,7 +284,7 @@ def test_memory_counts_the_chunk():
 
 
 def test_the_outbox_is_the_engines():
-    engine = (ROOT / "ext" / "hvd_adpsgd" / "_state.pxd").read_text()
+    engine = (ROOT / "ext" / "hvd_adpsgd" / "engine" / "state.pxd").read_text()
     lanes, sets = (
         int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
     )

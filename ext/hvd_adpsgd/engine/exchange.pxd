@@ -4,7 +4,7 @@ from hvd_adpsgd.engine.state cimport Kind, State
 cdef double RETRY_FIRST_S
 
 cdef void listen(State* e) noexcept nogil
-cdef void say(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
+cdef void send_control(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
 cdef bint reap_outgoing(State* e) noexcept nogil
 cdef bint read_inbox(State* e) noexcept nogil
 cdef void cut(State* e, int peer) noexcept nogil

@@ -47,7 +47,7 @@ cdef void listen(State* e) noexcept nogil:
         handle_failure(e, code, NOBODY)
 
 
-cdef void say(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
+cdef void send_control(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
     cdef Outgoing* out = <Outgoing*>calloc(1, sizeof(Outgoing))
     cdef Generation* generation = &e.generations[e.ngenerations - 1]
     cdef int code
@@ -101,11 +101,11 @@ cdef bint read_inbox(State* e) noexcept nogil:
         return False
     message = e.inbox
     listen(e)
-    hear(e, arrival.source, &message)
+    handle_control(e, arrival.source, &message)
     return True
 
 
-cdef void hear(State* e, int peer, Message* m) noexcept nogil:
+cdef void handle_control(State* e, int peer, Message* m) noexcept nogil:
     if e.peers[peer] == FAILED:
         return                      # written before its end was noticed
     if e.peers[peer] == SUSPECT:
@@ -124,12 +124,12 @@ cdef void hear(State* e, int peer, Message* m) noexcept nogil:
             e.lost |= bit(peer)
         set_partner(e, peer, LEFT)
         e.farewells[peer] = 0
-        say(e, peer, BYE_SEEN, 0, 0)
+        send_control(e, peer, BYE_SEEN, 0, 0)
         dismiss(e, peer)
     elif m.kind == BYE_SEEN:
         e.farewells[peer] = 0
     elif m.kind == CUT:
-        say(e, peer, CUT_SEEN, m.exchange, shorten(e, peer, m))
+        send_control(e, peer, CUT_SEEN, m.exchange, shorten(e, peer, m))
     elif m.kind == CUT_SEEN:
         shorten(e, peer, m)
 
@@ -137,7 +137,7 @@ cdef void hear(State* e, int peer, Message* m) noexcept nogil:
 cdef void dismiss(State* e, int peer) noexcept nogil:
     """Who left answers nothing more; what it sent before may still come."""
     cdef Exchange* x = &e.exchanges[peer]
-    vacate(e, peer)
+    release_side(e, peer)
     if x.phase == ASKED:
         x.phase = IDLE
     elif x.phase == RUNNING:
@@ -150,7 +150,7 @@ cdef void cut(State* e, int peer) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and not x.cut:
         x.cut = x.held = True
-        say(e, peer, CUT, x.number, x.next)
+        send_control(e, peer, CUT, x.number, x.next)
 
 
 cdef int shorten(State* e, int peer, Message* m) noexcept nogil:
@@ -179,17 +179,17 @@ cdef void hear_ask(State* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     cdef int mine = e.generations[e.ngenerations - 1].nchunks
     cdef bint crossed = x.phase == ASKED and e.transport.rank > peer
-    if (not able(e) or m.round != e.round or e.serving != NOBODY
+    if (not can_exchange(e) or m.round != e.round or e.serving != NOBODY
             or not (x.phase == IDLE or crossed)
             or not has_room(e, peer)
             or not same_model(e, peer, m)):
         e.counters.declined += 1
-        say(e, peer, NO, m.exchange, 0)
+        send_control(e, peer, NO, m.exchange, 0)
         return
     if crossed and e.asking == peer:
         e.asking = NOBODY           # our own question will be answered with NO
     e.serving = peer
-    say(e, peer, YES, m.exchange, min(m.nchunks, mine))
+    send_control(e, peer, YES, m.exchange, min(m.nchunks, mine))
     if e.peers[peer] != FAILED:
         begin(e, peer, m.exchange, min(m.nchunks, mine), False)
 
@@ -218,7 +218,7 @@ cdef void hear_no(State* e, int peer, Message* m) noexcept nogil:
 
 # ---- exchanges -----------------------------------------------------------------------------
 
-cdef bint able(State* e) noexcept nogil:
+cdef bint can_exchange(State* e) noexcept nogil:
     """May this super learner take part in a new exchange?"""
     return e.step >= 0 and e.fit and not e.paused and not e.leaving and e.fault == FAULT_NONE
 
@@ -262,7 +262,7 @@ cdef bint has_room(State* e, int peer) noexcept nogil:
     return room >= 2
 
 
-cdef bint equip(State* e, int peer) noexcept nogil:
+cdef bint allocate(State* e, int peer) noexcept nogil:
     """Give an exchange its buffers."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef int i
@@ -291,7 +291,7 @@ cdef bint equip(State* e, int peer) noexcept nogil:
 cdef void begin(State* e, int peer, int number, int nchunks, bint active) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     cdef int i
-    if not equip(e, peer):
+    if not allocate(e, peer):
         latch(e, FAULT_MEMORY, 0, peer)
         return
     for i in range(LANES):
@@ -512,13 +512,13 @@ cdef void park(State* e, int peer) noexcept nogil:
     """A silent peer keeps its buffers and loses its side of ours."""
     cdef Exchange* x = &e.exchanges[peer]
     x.parked = True
-    vacate(e, peer)
+    release_side(e, peer)
     e.counters.parked += 1
     set_partner(e, peer, SUSPECT)
     record(e, 3, peer, x.began, now(), x.nbytes, e.step)
 
 
-cdef void vacate(State* e, int peer) noexcept nogil:
+cdef void release_side(State* e, int peer) noexcept nogil:
     if e.asking == peer:
         e.asking = NOBODY
     if e.serving == peer:
@@ -528,7 +528,7 @@ cdef void vacate(State* e, int peer) noexcept nogil:
 cdef void finish(State* e, int peer) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     cdef double ended = now()
-    vacate(e, peer)
+    release_side(e, peer)
     if x.active:
         e.counters.exchanges_active += 1
     else:
@@ -568,7 +568,7 @@ cdef int choose(State* e) noexcept nogil:
 
 cdef bint due(State* e) noexcept nogil:
     """Is it time to ask? An explicit spec needs no credit."""
-    if e.asking != NOBODY or not able(e) or now() < e.ask_after:
+    if e.asking != NOBODY or not can_exchange(e) or now() < e.ask_after:
         return False
     if e.wanted != NOBODY:
         return eligible(e, e.wanted)
@@ -593,7 +593,7 @@ cdef bint ask_if_due(State* e) noexcept nogil:
     x.began = now()
     x.moved = x.began
     e.asking = peer
-    say(e, peer, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
+    send_control(e, peer, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
     return True
 
 
@@ -641,7 +641,7 @@ cdef void lose(State* e, int peer) noexcept nogil:
         return
     set_partner(e, peer, FAILED)
     e.farewells[peer] = 0
-    vacate(e, peer)
+    release_side(e, peer)
     if x.phase == RUNNING:
         for i in range(LANES):
             if x.lanes[i].receive_request != mpi.MPI_REQUEST_NULL:

@@ -13,7 +13,7 @@ from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd.engine.store cimport Arena
 from hvd_adpsgd.engine.exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
-                                   retire, say, take_census, under_way)
+                                   retire, send_control, take_census, under_way)
 from hvd_adpsgd.engine.mean cimport advance_mean
 from hvd_adpsgd.engine.state cimport *
 from hvd_adpsgd.engine.butterfly cimport network_open
@@ -40,7 +40,7 @@ cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
 
 # ---- the loop ------------------------------------------------------------------------------
 
-cdef bint turn(State* e) noexcept nogil:
+cdef bint poll_once(State* e) noexcept nogil:
     """One look at everything. True if anything moved."""
     cdef bint paused = e.paused, busy = False
     cdef bint moved = read_inbox(e)
@@ -94,7 +94,7 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         for peer in range(e.transport.size):
             if peer != e.transport.rank and e.peers[peer] in (ALIVE, SUSPECT):
                 e.farewells[peer] = 1
-                say(e, peer, BYE, 0, e.broken)
+                send_control(e, peer, BYE, 0, e.broken)
     for peer in range(e.transport.size):
         waiting |= e.farewells[peer] != 0 and e.peers[peer] == ALIVE
     return not waiting and e.outgoing == NULL
@@ -129,7 +129,7 @@ cdef double longest_poll(State* e, double lull) noexcept nogil:
     return min(max(POLL_LAST_S, e.pace / 2), SLOW_POLL_S)
 
 
-cdef void* live(void* argument) noexcept nogil:
+cdef void* engine_main(void* argument) noexcept nogil:
     """The thread: look, act, and sleep a little longer each time there was nothing to do."""
     cdef State* e = <State*>argument
     cdef double poll_s = 0, idle_s, moved = now()
@@ -138,7 +138,7 @@ cdef void* live(void* argument) noexcept nogil:
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     listen(e)
     while e.fault != FAULT_MPI and not e.halted:
-        busy = turn(e)
+        busy = poll_once(e)
         if e.leaving and say_goodbye(e):
             break
         if busy:
@@ -154,7 +154,7 @@ cdef void* live(void* argument) noexcept nogil:
             sched_yield()
             poll_s = max(POLL_FIRST_S, longest_poll(e, 0) / LANES)
         else:
-            rest(poll_s)
+            sleep_s(poll_s)
             poll_s = min(2 * poll_s, longest_poll(e, now() - moved))
     if e.inbox_request != mpi.MPI_REQUEST_NULL:
         give_up(&e.inbox_request)
@@ -276,7 +276,7 @@ cdef class Loop:
 
     def start(self):
         cdef State* e = &self.state
-        if pthread_create(&e.thread, NULL, live, e) != 0:
+        if pthread_create(&e.thread, NULL, engine_main, e) != 0:
             raise RuntimeError("the operating system refused a thread for the averaging engine")
         e.running = True
 
@@ -340,7 +340,7 @@ cdef class Loop:
         with nogil:
             while (load(&e.mean.finished) < number and not e.fault and not load(&e.ended)
                    and now() < until):
-                rest(50e-6)
+                sleep_s(50e-6)
         return load(&e.mean.finished) >= number
 
     def pause(self, bint paused):
@@ -368,7 +368,7 @@ cdef class Loop:
                 if chunks != before:
                     before = chunks
                     until = now() + seconds
-                rest(100e-6)
+                sleep_s(100e-6)
         return load(&e.at_rest) != 0 or load(&e.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
@@ -377,7 +377,7 @@ cdef class Loop:
         cdef double until = now() + seconds
         with nogil:
             while load(&e.in_flight_step) < step and now() < until:
-                rest(100e-6)
+                sleep_s(100e-6)
         return load(&e.in_flight_step) >= step
 
     def wait_finished(self, int64_t count, double seconds):
@@ -386,7 +386,7 @@ cdef class Loop:
         cdef double until = now() + seconds
         with nogil:
             while load(&e.finished) < count and now() < until:
-                rest(50e-6)
+                sleep_s(50e-6)
         return load(&e.finished) >= count
 
     def stop(self, bint broken=False):

@@ -299,7 +299,7 @@ cdef inline double now() noexcept nogil:
     return t.tv_sec + 1e-9 * t.tv_nsec
 
 
-cdef inline void rest(double seconds) noexcept nogil:
+cdef inline void sleep_s(double seconds) noexcept nogil:
     cdef timespec t
     t.tv_sec = 0
     t.tv_nsec = <long>(seconds * 1e9)
