@@ -150,7 +150,7 @@ class Simulation:
         strategy = parse(self.setting.spec)
         if strategy.name == "delay_by_one":
             return self.mean(self.W)
-        return mixing_matrix(strategy.of.spec(), self.n, round_) @ self.W
+        return mixing_matrix(strategy.base.spec(), self.n, round_) @ self.W
 
     def settle(self, step: int) -> None:
         """What was to come one step later is taken in now."""
@@ -177,7 +177,7 @@ class Simulation:
             self.pending = True
         elif strategy.name == "synchronous_gossip":
             self.descend(G)
-            self.W = mixing_matrix(strategy.of.spec(), self.n, step) @ self.W
+            self.W = mixing_matrix(strategy.base.spec(), self.n, step) @ self.W
         else:
             self.descend(G)
             if (step + 1) % strategy.period == 0 and step >= getattr(strategy, "warm_up", 0):
