@@ -75,7 +75,7 @@ class FreeRun:
         self.W, self.velocity, self.owed, self.H = np.zeros((4, self.n, index.size))
         self.made = [0] * self.n  # steps
         self.strategy = parse(setting.spec)
-        self.weight = WEIGHTS[getattr(self.strategy, "of", self.strategy).name]
+        self.weight = WEIGHTS[getattr(self.strategy, "base", self.strategy).name]
         self.accelerated = self.strategy.name == "a2cid2"
         if self.accelerated:  # on the ring of n: chi1 = 1 / (1 - cos(2 pi / n)), chi2 = 1 - 1/n
             self.weight = WEIGHTS["a2cid2"]
