@@ -43,11 +43,12 @@ test: venv $(STAMPS)/examples  ## the tests (a quarter of an hour)
 test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind
 	@$(PYTEST) -m "extended or not extended" $(or $(ARGS),tests)
 
-lint: venv  ## ruff, format, types
-	@echo "== lint: ruff check, ruff format, mypy"
+lint: venv  ## ruff, format, types, who may import whom
+	@echo "== lint: ruff check, ruff format, mypy, lint-imports"
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
 
 format: venv  ## let ruff lay out and repair the sources
 	@$(PY) -m ruff format .
