@@ -1,6 +1,6 @@
 """Config: every option of the library, with its unit, range and environment name.
 
-A option is declared once, as a field below; parsing, checking, error messages and the table of the
+An option is declared once, as a field below; parsing, checking, error messages and the table of the
 documentation all come from that declaration.
 """
 

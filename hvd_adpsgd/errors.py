@@ -36,7 +36,7 @@ class AdpsgdError(Exception):
 
 
 class ConfigError(AdpsgdError, ValueError):
-    """A option or an argument has an unknown name or a value out of its range.
+    """An option or an argument has an unknown name or a value out of its range.
 
     Raised when a Config is made, when the environment is read, and when a strategy is parsed or
     constructed: before training, on every learner alike. Correct the named variable or argument.

@@ -260,7 +260,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
     Raises:
         AlreadyInitializedError: after an init without a shutdown.
         LaunchError: if the processes were started in a way in which the worlds cannot be made.
-        ConfigError: on all learners, if a option is bad on one or differs between two.
+        ConfigError: on all learners, if an option is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
         PeerFailedError: if a learner ends meanwhile.
