@@ -12,8 +12,7 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.strategies.update_rules import Accelerate
-from hvd_adpsgd.theory import gossip as continuous
-from hvd_adpsgd.theory import topology
+from hvd_adpsgd.theory import gossip, topology
 
 __all__ = ["A2CiD2"]
 
@@ -24,7 +23,7 @@ class A2CiD2(Strategy):
 
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
-    alpha_tilde follow from the ring's Laplacian (continuous.acceleration). The mean of (x + xt)/2 moves by
+    alpha_tilde follow from the ring's Laplacian (gossip.acceleration). The mean of (x + xt)/2 moves by
     gradients only, and hvd.average_model and hvd.settled take both models there; while peers have
     taken in an exchange at different times, the mean of x may be off it a little.
 
@@ -64,7 +63,7 @@ class A2CiD2(Strategy):
         ring = self.base.plan(super_rank, super_size)
         if super_size == 1:
             return Plan.nobody()
-        constants = continuous.require_acceleration(super_size, topology.ring_edges(super_size))
+        constants = gossip.require_acceleration(super_size, topology.ring_edges(super_size))
         rule = Accelerate(constants.eta, constants.alpha_tilde)
         return Plan(ring.schedule, self.weight, rule=rule)
 

@@ -23,9 +23,7 @@ from hvd_adpsgd.theory.topology import require_size
 
 __all__ = [
     "Acceleration",
-    "accelerated_decay",
     "acceleration",
-    "acceleration_gain",
     "drift_gain",
     "gossip_decay",
     "laplacian",
@@ -60,15 +58,6 @@ class Acceleration:
     chi2: float
     eta: float
     alpha_tilde: float
-
-    @property
-    def pays(self) -> bool:
-        """Whether there is anything to gain: chi1 > chi2.
-
-        Both are equal where every exchange helps every mode alike, as on complete graphs (the
-        ring of three among them).
-        """
-        return self.chi1 > self.chi2 * (1 + 1e-9)
 
 
 def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
@@ -124,7 +113,10 @@ def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
 
 
 def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
-    """The constants of `acceleration`, if there is anything to gain from them.
+    """The constants of `acceleration`, if there is anything to gain from them: chi1 > chi2.
+
+    Both are equal where every exchange helps every mode alike, as on complete graphs (the ring of
+    three among them).
 
     Raises:
         ConfigError: if chi1 = chi2, as on complete graphs: accelerated gossip is then no faster
@@ -134,7 +126,7 @@ def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleratio
     Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, whose code refuses complete graphs.
     """
     constants = acceleration(n, edges, rate)
-    if not constants.pays:
+    if constants.chi1 <= constants.chi2 * (1 + 1e-9):
         raise ConfigError(
             f"nothing to accelerate: among {n} super learners on this graph chi1 = "
             f"{constants.chi1:.6g} and chi2 = {constants.chi2:.6g}, needed is chi1 > chi2. Every "
@@ -161,120 +153,68 @@ def drift_gain(constants: Acceleration) -> float:
 # ---- decay --------------------------------------------------------------------------------------
 
 
-def gossip_decay(n: int, edges: Edges, rate: float = 1.0) -> float:
-    """Rate at which the expected squared disagreement of plain gossip decays in the long run.
+def gossip_decay(n: int, edges: Edges, constants: Acceleration | None = None) -> float:
+    """Rate at which the expected squared disagreement of gossip decays in the long run.
 
     E[sum_i |x_i - m|^2] ~ exp(-decay t), where every edge exchanges at the times of a Poisson
-    process, at the rates of `laplacian`, with weights 1/2. On complete graphs it is
-    rate n / (2 (n - 1)). A single run decays at least as fast, and on small rings a tenth faster:
+    process, at the rates of `laplacian` for rate 1, with weights 1/2. Plain gossip on complete graphs
+    has n / (2 (n - 1)). A single run decays at least as fast, and on small rings a tenth faster:
     the expectation is carried by the unlucky ones.
 
     Args:
         n: number of super learners, 2 <= n <= 24, or up to 64 if the graph is circulant (the
             same after turning the ring of ranks, as the ring itself).
         edges: pairs that may exchange.
-        rate: exchanges per super learner and unit of time, > 0.
+        constants: those of A2CiD2 for rate 1; None: plain gossip.
 
     Returns:
-        The decay per unit of time; 0 if the graph is not connected.
+        The decay per unit of time; 0 if the graph is not connected, negative if the constants make
+        disagreement grow.
 
     Raises:
         TopologyError: as `laplacian`, or if n is too large.
-        ConfigError: if the rate is not positive and finite.
 
     Source: the equation of second moments, see `_moment_rates`; averaging by Poisson clocks is
         Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
     """
-    return _decay(n, edges, rate, np.zeros((1, 1)), np.array([0.5]))
-
-
-def accelerated_decay(
-    n: int, edges: Edges, rate: float = 1.0, constants: Acceleration | None = None
-) -> float:
-    """As `gossip_decay`, with A2CiD2.
-
-    Args:
-        n: as in `gossip_decay`.
-        edges: as in `gossip_decay`.
-        rate: as in `gossip_decay`.
-        constants: eta and alpha_tilde to use; default: those of `acceleration`.
-
-    Returns:
-        The decay per unit of time; negative if the constants make disagreement grow.
-
-    Raises:
-        TopologyError: as `gossip_decay`, or if the graph is not connected.
-        ConfigError: if the rate is not positive and finite.
-
-    Source: the law of A2CiD2 (Nabli et al., NeurIPS 2023); its second moments derived here; the
-        tests hold it against brute force.
-    """
-    edges = list(edges)
-    used = constants or acceleration(n, edges, rate)
-    coupling = used.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
-    return _decay(n, edges, rate, coupling, np.array([0.5, used.alpha_tilde]))
-
-
-def acceleration_gain(n: int, edges: Edges) -> float:
-    """How many times faster squared disagreement decays with A2CiD2: a ratio, free of the rate.
-
-    accelerated_decay / gossip_decay; 1 where `Acceleration.pays` is false. On rings it exceeds 1.3
-    from n = 8 on.
-
-    Raises:
-        TopologyError: as `accelerated_decay`.
-
-    Source: `accelerated_decay` over `gossip_decay`.
-    """
-    edges = list(edges)
-    return accelerated_decay(n, edges) / gossip_decay(n, edges)
+    return _slowest(n, list(edges), constants)[0]
 
 
 def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = None) -> Matrix:
-    """Second moments of disagreement that keep their shape: from them on, E M(t) = exp(-decay t) M.
+    """Second moments of disagreement that keep their shape: E M(t) = exp(-gossip_decay t) M.
 
-    The start for measuring `gossip_decay` or `accelerated_decay` in a short time: elsewhere faster
-    modes come first.
-
-    Args:
-        n: as in `gossip_decay`.
-        edges: as in `gossip_decay`.
-        constants: those of A2CiD2 for rate 1; None: plain gossip.
+    Started from them, `gossip_decay` shows in a short time; elsewhere faster modes come first.
+    Arguments and errors are those of `gossip_decay`.
 
     Returns:
         M, shape (copies, copies, n, n), M[a, b] = E[z_a z_b^T] with z_0 = x, and z_1 = xt with
         A2CiD2; scaled so that E|x|^2 = n.
-
-    Raises:
-        TopologyError: as `gossip_decay`.
-
-    Source: derived here; the tests hold it against brute force.
     """
-    if constants is None:
-        return _slowest(n, edges, 1.0, np.zeros((1, 1)), np.array([0.5]))[1]
-    coupling = constants.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
-    return _slowest(n, edges, 1.0, coupling, np.array([0.5, constants.alpha_tilde]))[1]
+    return _slowest(n, list(edges), constants)[1]
 
 
 # ---- the equation of second moments -------------------------------------------------------------
 
 
-def _decay(n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix) -> float:
-    return _slowest(n, edges, rate, coupling, weights)[0]
-
-
 def _slowest(
-    n: int, edges: Edges, rate: float, coupling: Matrix, weights: Matrix
+    n: int, edges: list[tuple[int, int]], constants: Acceleration | None
 ) -> tuple[float, Matrix]:
     """Minus the largest eigenvalue of `_moment_rates` on disagreement, and its eigenvector.
 
     The eigenvalue is real, with a positive semidefinite eigenvector. That one may be averaged over
     the symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
     """
-    edges = list(edges)
-    vectors, rates = _rated(n, edges, rate)
+    coupling, weights = np.zeros((1, 1)), np.array([0.5])
+    if constants is not None:
+        coupling = constants.eta * np.array([[-1.0, 1.0], [1.0, -1.0]])
+        weights = np.array([0.5, constants.alpha_tilde])
+    vectors, rates = _rated(n, edges, 1.0)
     circulant = _is_circulant(n, edges)
-    _require_tractable(n, circulant)
+    if n > (most := 64 if circulant else 24):
+        raise TopologyError(
+            f"too many super learners: the decay of gossip was asked for n = {n}, allowed is "
+            f"<= {most} on such a graph. Take a smaller one, or a ring."
+        )
     patterns = list(_patterns(n, len(weights), circulant))
     away = np.eye(n) - 1 / n
     # what is not disagreement would stay, and hide the decay: let it decay faster than anything
@@ -340,8 +280,8 @@ def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
 
 def _is_circulant(n: int, edges: Sequence[tuple[int, int]]) -> bool:
     """Whether every rank sees the same graph by turning the ring of ranks."""
-    here = sorted(_sorted_pair(i, j) for i, j in edges)
-    return here == sorted(_sorted_pair((i + 1) % n, (j + 1) % n) for i, j in edges)
+    here, turned = ([sorted((i + k) % n for i in edge) for edge in edges] for k in (0, 1))
+    return sorted(here) == sorted(turned)
 
 
 # ---- graphs and checks --------------------------------------------------------------------------
@@ -358,21 +298,7 @@ def _rated(n: int, edges: Edges, rate: float) -> tuple[Matrix, Matrix]:
     vectors = np.array([edge_vector(n, i, j) for i, j in edges]).reshape(-1, n).T
     if vectors.size == 0:
         raise TopologyError(
-            "no exchange possible: got 0 edges, needed is at least 1. "
-            "Pass topology.ring_edges(n) or topology.complete_edges(n)."
+            "no exchange possible: got 0 edges, needed is at least 1. Pass topology.ring_edges(n)."
         )
     ends = np.abs(vectors)
     return vectors, rate / 2 * ((1 / np.maximum(ends.sum(axis=1), 1)) @ ends)
-
-
-def _require_tractable(n: int, circulant: bool) -> None:
-    most = 64 if circulant else 24
-    if n > most:
-        raise TopologyError(
-            f"too many super learners: the decay of gossip was asked for n = {n}, allowed is "
-            f"<= {most} on such a graph. Take a smaller one, or a ring."
-        )
-
-
-def _sorted_pair(i: int, j: int) -> tuple[int, int]:
-    return (min(i, j), max(i, j))

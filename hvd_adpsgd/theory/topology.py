@@ -9,16 +9,12 @@ Legend: n super learners, outer ranks i in [0, n), round k >= 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import TopologyError
 
 __all__ = [
-    "complete_edges",
-    "odd_even_matching",
     "perfect_matching",
     "permuted_ring_neighbours",
     "random_partners",
@@ -78,8 +74,8 @@ def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int
     """
     require_rank(n, i)
     order = ring_order(n, seed, round)
-    placement = int(np.flatnonzero(order == i)[0])
-    return tuple(int(order[s]) for s in ring_neighbours(n, placement))
+    position = int(np.flatnonzero(order == i)[0])
+    return tuple(int(order[s]) for s in ring_neighbours(n, position))
 
 
 def perfect_matching(n: int, seed: int, round: int) -> Peers:
@@ -95,28 +91,10 @@ def perfect_matching(n: int, seed: int, round: int) -> Peers:
         TopologyError: if n < 1, or seed or round is negative.
     """
     order = [int(rank) for rank in ring_order(n, seed, round)]
-    return _matched(n, zip(order[0::2], order[1::2], strict=False))
-
-
-def odd_even_matching(n: int, phase: int) -> Peers:
-    """One half round of the even ring.
-
-    Even phases pair (0,1), (2,3), ...; odd phases pair (1,2), ..., (n-1,0).
-
-    Returns:
-        The peer of each rank, length n.
-
-    Raises:
-        TopologyError: if n is odd (an odd ring has no such matching) or less than 2.
-    """
-    require_size(n, 2)
-    if n % 2:
-        raise TopologyError(
-            f"no odd/even matching: odd_even_matching got n = {n}, allowed are even n. "
-            "Use perfect_matching, where one super learner sits out."
-        )
-    first = phase % 2
-    return _matched(n, ((a, (a + 1) % n) for a in range(first, n, 2)))
+    peers: list[int | None] = [None] * n
+    for i, j in zip(order[0::2], order[1::2], strict=False):
+        peers[i], peers[j] = j, i
+    return tuple(peers)
 
 
 def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.int32]:
@@ -150,16 +128,6 @@ def ring_edges(n: int) -> Edges:
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-def complete_edges(n: int) -> Edges:
-    """All n (n-1) / 2 edges of the complete graph, each as (smaller, larger).
-
-    Raises:
-        TopologyError: if n < 1.
-    """
-    require_size(n)
-    return [(i, j) for i in range(n) for j in range(i + 1, n)]
-
-
 def require_size(n: int, least: int = 1) -> None:
     """Check that there are at least `least` super learners.
 
@@ -185,14 +153,6 @@ def require_rank(n: int, i: int) -> None:
             f"no such super learner: got outer rank {i}, allowed are 0 to {n - 1}. "
             "Pass an outer rank (super_rank()), not a learner's rank."
         )
-
-
-def _matched(n: int, pairs: Iterable[tuple[int, int]]) -> Peers:
-    """The peer of each rank from an iterable of pairs."""
-    peers: list[int | None] = [None] * n
-    for i, j in pairs:
-        peers[i], peers[j] = j, i
-    return tuple(peers)
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:

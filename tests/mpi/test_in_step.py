@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import theorems
 from launcher import run_learners
-
-from hvd_adpsgd.theory import limits, mixing
 
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "in_step.py"
 SIZES = (4, 8, 16)
 RANDOM_LAWS = {
-    "synchronous_gossip+random_ring:seed=8": mixing.randomised_ring_contraction,
-    "synchronous_gossip+random_pairs:seed=8": mixing.matching_contraction,
+    "synchronous_gossip+random_ring:seed=8": theorems.randomised_ring_contraction,
+    "synchronous_gossip+random_pairs:seed=8": theorems.matching_contraction,
 }
 
 
@@ -33,15 +32,15 @@ def run_in_step(n: int, *args: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_fixed_ring_in_lock_step_shrinks_its_slowest_mode_by_lambda_2(n: int) -> None:
+def test_fixed_ring_in_synchronous_gossip_shrinks_its_slowest_mode_by_lambda_2(n: int) -> None:
     spec = "synchronous_gossip+fixed_ring"
     result = run_in_step(n, "--strategy", spec, "--factors", 8, "--start", "fourier")
     per_round = np.sqrt(result[spec])
-    np.testing.assert_allclose(per_round, mixing.ring_eigenvalues(n)[1], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(per_round, theorems.ring_eigenvalues(n)[1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_random_partners_in_lock_step_shrink_disagreement_by_their_law(n: int) -> None:
+def test_random_partners_in_synchronous_gossip_shrink_disagreement_by_their_law(n: int) -> None:
     """Models drawn anew in each round: the mean over 40 rounds is within 2 % of the law."""
     result = run_in_step(n, "--strategy", *RANDOM_LAWS, "--factors", 40, "--seed", 2)
     for spec, law in RANDOM_LAWS.items():
@@ -57,12 +56,15 @@ def test_delay_by_one_leaves_no_disagreement_after_one_round(n: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_noise_leaves_the_spread_of_the_closed_forms(n: int) -> None:
     """kappa within 5 %, and the mean moves by the noise alone."""
-    pairs = mixing.kappa_random(n, mixing.matching_contraction(n))
     expected = {
-        "synchronous_gossip+fixed_ring": mixing.kappa_fixed(n),
-        "synchronous_gossip+random_ring:seed=3": mixing.kappa_random(n),
-        "synchronous_gossip+random_pairs:seed=3": pairs,
-        "delay_by_one": limits.kappa_delay_by_one(n),
+        "synchronous_gossip+fixed_ring": theorems.kappa_fixed(n),
+        "synchronous_gossip+random_ring:seed=3": theorems.kappa_random(
+            n, theorems.randomised_ring_contraction(n)
+        ),
+        "synchronous_gossip+random_pairs:seed=3": theorems.kappa_random(
+            n, theorems.matching_contraction(n)
+        ),
+        "delay_by_one": theorems.kappa_random(n, 0.0),
     }
     result = run_in_step(n, "--strategy", *expected, "--kappa", 60)
     for spec, kappa in expected.items():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from theorems import consensus_distance
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.strategies import (
@@ -30,7 +31,6 @@ from hvd_adpsgd.strategies import (
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
 from hvd_adpsgd.strategies.update_rules import BlockMomentum, DelayGradients, SlowModel
-from hvd_adpsgd.theory import mixing
 
 SEEDS = st.integers(0, 2**32 - 1)
 PERIODS = st.integers(1, 1000)
@@ -155,7 +155,7 @@ def test_lock_step_matrices_are_symmetric_and_doubly_stochastic(strategy, n, rou
     np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-15 * n)
     models = np.random.default_rng(n).normal(size=(n, 7))
     np.testing.assert_allclose((matrix @ models).mean(axis=0), models.mean(axis=0), atol=1e-14)
-    assert mixing.consensus_distance(matrix @ models) <= mixing.consensus_distance(models) + 1e-14
+    assert consensus_distance(matrix @ models) <= consensus_distance(models) + 1e-14
 
 
 @pytest.mark.parametrize("strategy", [FixedRing(), RandomRing(5)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import numpy as np
@@ -34,11 +33,6 @@ def test_ring_neighbours_are_the_ring_edges(n):
         assert sorted(topology.ring_neighbours(n, i)) == sorted(by_edges)
 
 
-@given(SIZES)
-def test_complete_edges_are_all_pairs(n):
-    assert topology.complete_edges(n) == list(itertools.combinations(range(n), 2))
-
-
 @given(SIZES, SEEDS, ROUNDS)
 def test_permuted_neighbours_are_mutual_and_form_one_ring(n, seed, round_):
     table = [topology.permuted_ring_neighbours(n, i, seed, round_) for i in range(n)]
@@ -57,15 +51,6 @@ def test_perfect_matching_is_mutual_and_leaves_out_at_most_one(n, seed, round_):
     peers = topology.perfect_matching(n, seed, round_)
     assert peers.count(None) == n % 2
     assert all(peers[j] == i != j for i, j in enumerate(peers) if j is not None)
-
-
-@given(st.integers(1, 8).map(lambda half: 2 * half), st.integers(0, 3))
-def test_odd_even_matching_walks_the_ring(n, phase):
-    peers = topology.odd_even_matching(n, phase)
-    for i, j in enumerate(peers):
-        assert peers[j] == i
-        assert j in topology.ring_neighbours(n, i)
-        assert j == (i + (1 if i % 2 == phase % 2 else -1)) % n
 
 
 @given(st.integers(2, 17), SEEDS, st.data())
@@ -112,12 +97,9 @@ def test_the_same_seed_says_the_same_and_others_differ():
         lambda: topology.ring_order(3, -1, 0),
         lambda: topology.perfect_matching(3, 0, -1),
         lambda: topology.permuted_ring_neighbours(3, 5, 0, 0),
-        lambda: topology.odd_even_matching(5, 0),
-        lambda: topology.odd_even_matching(0, 0),
         lambda: topology.random_partners(1, 0, 0, 4),
         lambda: topology.random_partners(4, 4, 0, 4),
         lambda: topology.ring_edges(0),
-        lambda: topology.complete_edges(0),
     ],
 )
 def test_wrong_arguments_say_what_to_do(call):

@@ -6,7 +6,7 @@ super learners. Between its exchanges a super learner couples its model to the s
 time that has passed. Every exchange carries plain columns and accelerated ones: both schemes see
 the same events.
 
---windows R: R short times from the slowest moments of disagreement (continuous.slowest_disagreement).
+--windows R: R short times from the slowest moments of disagreement (theory.gossip.slowest_disagreement).
 The mean of the squared disagreement left is exp(-decay time) to the sampling error: the rate of
 the expectation. Long times give the rate of a typical run, from the mean of the logarithm: it is
 faster, because unlucky runs carry the expectation. There is no closed form for it; --simulated S
@@ -32,7 +32,7 @@ from hvd_adpsgd.engine.engine import Engine, EngineOptions
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.strategies.plan import DURING, NOBODY, Plan, Rounds
-from hvd_adpsgd.theory import gossip as continuous
+from hvd_adpsgd.theory import gossip as theory
 from hvd_adpsgd.theory import topology
 from hvd_adpsgd.tools.bench import MARK
 
@@ -58,14 +58,14 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    constants = continuous.acceleration(comm.size, topology.ring_edges(comm.size))
+    constants = theory.acceleration(comm.size, topology.ring_edges(comm.size))
     result: dict[str, Any] = {"super_learners": comm.size, "seeds": args.seeds}
     result |= {"eta": constants.eta, "alpha_tilde": constants.alpha_tilde}
     if args.windows:
         result["decay"] = decay(comm, constants, args)
     if args.steps:
         result["left"] = spread(comm, args)
-        result["left"]["drift"]["theory"] = 1 / continuous.drift_gain(constants)
+        result["left"]["drift"]["theory"] = 1 / theory.drift_gain(constants)
     if comm.rank == 0:
         os.write(1, (MARK + json.dumps(result) + "\n").encode())
 
@@ -94,7 +94,7 @@ class Gossip:
     def __init__(
         self,
         comm: Any,
-        constants: continuous.Acceleration,
+        constants: theory.Acceleration,
         plain: int,
         accelerated: int,
         events: list[Event],
@@ -172,15 +172,13 @@ class Gossip:
 # ---- decay --------------------------------------------------------------------------------------
 
 
-def decay(
-    comm: Any, constants: continuous.Acceleration, args: argparse.Namespace
-) -> dict[str, Any]:
+def decay(comm: Any, constants: theory.Acceleration, args: argparse.Namespace) -> dict[str, Any]:
     """Rates of decay of the squared disagreement, measured and in theory."""
     n = comm.size
     edges = topology.ring_edges(n)
     rates = {
-        "plain": continuous.gossip_decay(n, edges),
-        "a2cid2": continuous.accelerated_decay(n, edges),
+        "plain": theory.gossip_decay(n, edges),
+        "a2cid2": theory.gossip_decay(n, edges, constants),
     }
     short, long = SHORT / rates["a2cid2"], LONG / rates["a2cid2"]
     windows = draw_all([args.seeds, 1], args.windows, n, short)
@@ -252,17 +250,17 @@ def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matri
 
 
 class Start:
-    """Models whose moments are exactly `continuous.slowest_disagreement`: no sampling, 3 n columns.
+    """Models whose moments are exactly `theory.gossip.slowest_disagreement`: no sampling, 3 n columns.
 
     Attributes:
         model: of all super learners; the first n columns are for plain gossip. Shape (n, 3 n).
         shadow: second models of the other columns, shape (n, 2 n).
     """
 
-    def __init__(self, n: int, constants: continuous.Acceleration):
+    def __init__(self, n: int, constants: theory.Acceleration):
         edges = topology.ring_edges(n)
-        plain = square_root(continuous.slowest_disagreement(n, edges))
-        fast = square_root(continuous.slowest_disagreement(n, edges, constants))
+        plain = square_root(theory.slowest_disagreement(n, edges))
+        fast = square_root(theory.slowest_disagreement(n, edges, constants))
         self.model = np.hstack([plain, fast[:n]])
         self.shadow = fast[n:]
         self._constants = constants
@@ -319,7 +317,7 @@ def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
 def left(comm: Any, rate: float, seed: int, args: argparse.Namespace) -> Matrix:
     """Mean squared distance from the mean model per number, by scheme (plain, a2cid2) and update."""
     n, width = comm.size, args.columns
-    constants = continuous.acceleration(n, topology.ring_edges(n), rate)
+    constants = theory.acceleration(n, topology.ring_edges(n), rate)
     burn_in = math.ceil(BURN_IN * constants.chi1)
     events = draw(np.random.default_rng([seed, 3]), n, rate, burn_in + args.steps)
     times = np.array([time for time, _, _ in events])

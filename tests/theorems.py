@@ -1,0 +1,88 @@
+"""Closed forms that tests set against the engine; tests/unit/test_theorems.py holds them to brute force.
+
+Legend as in the theory's mixing matrices: n super learners, models X (n, d), mean m, a round X <- T X.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def complete_edges(n: int) -> list[tuple[int, int]]:
+    """All n (n - 1) / 2 edges of the complete graph."""
+    return list(itertools.combinations(range(n), 2))
+
+
+def pair_matrix(n: int, i: int, j: int, weight: float = 0.5) -> np.ndarray:
+    """One exchange between i and j: T = I - w (e_i - e_j)(e_i - e_j)^T."""
+    edge = np.eye(n)[i] - np.eye(n)[j]
+    return np.eye(n) - weight * np.outer(edge, edge)
+
+
+def consensus_distance(models: np.ndarray) -> float:
+    """D = sqrt((1/n) sum_i |x_i - m|^2), in float64."""
+    rows = np.asarray(models, dtype=np.float64)
+    return float(np.sqrt(np.sum((rows - rows.mean(axis=0)) ** 2) / len(rows)))
+
+
+# ---- factors on disagreement
+
+
+def ring_eigenvalues(n: int) -> np.ndarray:
+    """Of the fixed ring by Fourier mode, (1 + 2 cos(2 pi j / n)) / 3 for n >= 3; (1, 0) for n = 2."""
+    if n <= 2:
+        return np.array([1.0, 0.0])[:n]
+    return (1 + 2 * np.cos(2 * np.pi * np.arange(n) / n)) / 3
+
+
+def permuted_contraction(matrix: np.ndarray) -> float:
+    """E |P^T T P x|^2 / |x|^2 = (|T|_F^2 - 1) / (n - 1) for every x of mean zero, P random.
+
+    P^T T^2 P averages to a I + b 11^T over all permutations, and its trace fixes a.
+    """
+    n = len(matrix)
+    return float((np.sum(matrix**2) - 1) / (n - 1)) if n > 1 else 0.0
+
+
+def randomised_ring_contraction(n: int) -> float:
+    """On squared disagreement, per round of a ring permuted anew: (n/3 - 1) / (n - 1) for n >= 3."""
+    return (n / 3 - 1) / (n - 1) if n >= 3 else 0.0
+
+
+def matching_contraction(n: int) -> float:
+    """On squared disagreement, per random matching: (n/2 - 1) / (n - 1), 1/2 for odd n >= 3."""
+    if n == 1:
+        return 0.0
+    return 0.5 if n % 2 else (n / 2 - 1) / (n - 1)
+
+
+def event_contraction(n: int, edges: Iterable[tuple[int, int]], weight: float = 0.5) -> float:
+    """Largest expected factor on squared disagreement per exchange over a random edge.
+
+    T^2 = I - 2 w (1 - w) e e^T; the largest eigenvalue on disagreement of its mean over the edges.
+    """
+    vectors = np.array([np.eye(n)[i] - np.eye(n)[j] for i, j in edges])
+    law = np.eye(n) - 2 * weight * (1 - weight) * vectors.T @ vectors / len(vectors)
+    # moving the mean's eigenvalue from 1 to 0 cannot hide a mode: all of them lie in [0, 1]
+    return float(max(np.linalg.eigvalsh(law - 1 / n).max(), 0.0))
+
+
+def complete_event_contraction(n: int, weight: float = 0.5) -> float:
+    """`event_contraction` on the complete graph: 1 - 4 w (1 - w) / (n - 1)."""
+    return 1 - 4 * weight * (1 - weight) / (n - 1)
+
+
+# ---- stationary disagreement under X <- T X - a N, N of variance s^2: a^2 s^2 kappa per entry
+
+
+def kappa_fixed(n: int) -> float:
+    """Of the fixed ring: (1/n) sum over j >= 1 of 1 / (1 - lambda_j^2)."""
+    return float(np.sum(1 / (1 - ring_eigenvalues(n)[1:] ** 2)) / n)
+
+
+def kappa_random(n: int, contraction: float) -> float:
+    """Of peers redrawn each round, with that factor per round; 0: an exact mean, or delay-by-one."""
+    return (n - 1) / (n * (1 - contraction))
