@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from hvd_adpsgd.config import Config
+import hvd_adpsgd
+from hvd_adpsgd.config import PREFIX, Config
+from hvd_adpsgd.strategies import STRATEGIES, parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -63,6 +66,46 @@ def test_the_options_table_is_that_of_the_configuration():
     text = (ROOT / "docs" / "options.md").read_text()
     table = text.partition("<!-- table")[2].partition("<!-- end")[0]
     assert table.splitlines()[3:] == rows
+
+
+def names(pattern: str) -> set[tuple[str, str]]:
+    """What the pattern's group finds, with the page; the changelog tells of older names too."""
+    return {
+        (found, name(page)) for page in PAGES for found in re.findall(pattern, page.read_text())
+    }
+
+
+def test_every_function_is_there():
+    hvd = importlib.import_module("hvd_adpsgd.torch")
+    used = names(r"\bhvd\.([A-Za-z_]\w*)")
+    assert len(used) > 30
+    assert not [(n, page) for n, page in used if not hasattr(hvd, n)]
+
+
+def test_every_option_is_there():
+    known = {row.env for row in Config.table()}
+    used = names(rf"\b({PREFIX}[A-Z_]+[A-Z])\b")
+    assert not [(n, page) for n, page in used if n not in known]
+
+
+def test_every_strategy_can_be_parsed():
+    spec = rf"(?:{'|'.join(STRATEGIES)})(?:[:+][\w:=,.+]*)?"
+    specs = names(rf"(?:AVERAGING=|`)({spec})`?")
+    assert len(specs) > 20
+    for each, _ in specs:
+        parse(each)
+
+
+def test_every_error_is_listed():
+    text = (ROOT / "docs" / "options.md").read_text()
+    errors = [n for n in hvd_adpsgd.__all__ if n.endswith("Error")]
+    assert not [n for n in errors if f"`{n}`" not in text]
+
+
+def test_every_module_that_is_run_is_there():
+    for module, page in names(r"python -m ((?:examples|hvd_adpsgd|tests)[\w.]*)"):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (module, page)
 
 
 def test_the_example_of_one_screen_is_one_screen():
