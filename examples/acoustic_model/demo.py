@@ -34,10 +34,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=[0], help="of the trainings (default: 0)")
+    add("--seeds", type=int, nargs="+", default=[0], help="seeds of the trainings (default: 0)")
     add("--schemes", choices=tuple(STRATEGY), nargs="+", default=list(STRATEGY))
     add("--hard", action="store_true", help="58 words, SNR 0 to 20 dB, instead of the easy task")
-    add("--quick", action="store_true", help="a tiny corpus and one epoch: does everything run?")
+    add("--quick", action="store_true", help="tiny corpus and one epoch, as a test")
     add("--epochs", type=int, default=6)
     add("--out", type=Path, default=Path("out/demo"))
     add("--data", type=Path, help="folder of the speech (default: out/speech/TASK)")

@@ -31,12 +31,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--task", choices=sorted(TASKS), default="easy")
     parser.add_argument("--out", type=Path, help="folder (default: out/speech/TASK)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
     parser.add_argument(
-        "--jobs", type=int, default=usable_cores(), help="processes (default: cores)"
+        "--jobs", type=int, default=usable_cores(), help="processes (default: usable cores)"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="times as many hours (default: 1)")
-    parser.add_argument("--snr", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in dB")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all hours (default: 1)")
+    parser.add_argument("--snr", type=float, nargs=2, metavar=("LOW", "HIGH"), help="SNR in dB")
     return parser.parse_args(argv)
 
 

@@ -38,12 +38,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
-        help="of the stragglers (default: seven)")  # fmt: skip
-    add("--repetitions", type=int, help="of each (default: 3 with stragglers, 2 of the network)")
-    add("--links", nargs="+", default=list(network.LINKS), help="(default: all three)")
-    add("--models", nargs="+", default=list(network.MODELS), help="(default: all three)")
-    add("--no-curves", action="store_true", help="speeds only, no held-out loss")
-    add("--recall", action="store_true", help="measure nothing: tables of what is finished")
+        help="strategies beside a slow learner (default: seven)")  # fmt: skip
+    add("--repetitions", type=int, help="runs of each (default: 3 stragglers, 2 network)")
+    add("--links", nargs="+", default=list(network.LINKS), help="rates (default: all three)")
+    add("--models", nargs="+", default=list(network.MODELS), help="sizes (default: all three)")
+    add("--no-curves", action="store_true", help="measure speeds only, no held-out loss")
+    add("--recall", action="store_true", help="measure nothing, print tables of finished runs")
     add("--out", type=Path, default=Path("out/cluster"))
     options = parser.parse_args(argv)
     if options.repetitions is not None:

@@ -59,9 +59,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all)")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (default: 0 1 2)")
     add("--epochs", type=int, default=6)
-    add("--quick", action="store_true", help="a tiny corpus and one epoch: does everything run?")
+    add("--quick", action="store_true", help="tiny corpus and one epoch, as a test")
     add("--out", type=Path, help="folder (default: out/compare, or out/compare-quick)")
     options = parser.parse_args(argv)
     for seed in options.seeds:

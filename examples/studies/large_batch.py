@@ -73,10 +73,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all four)")
     add("--warmups", nargs="+", choices=tuple(WARMUPS), default=list(WARMUPS))
-    add("--factors", type=int, nargs="+", help="batches / B0 (default: 1 2 4 8 16)")
-    add("--seeds", type=int, nargs="+", default=CONFIRMING, help="(default: 1 2 3)")
-    add("--momentum", type=float, default=0.0, help="(default: 0)")
-    add("--launch-synchronous", action="store_true", help="synchronous with 4 learners, not one")
+    add("--factors", type=int, nargs="+", help="batches as multiples of B0 (default: 1 2 4 8 16)")
+    add("--seeds", type=int, nargs="+", default=CONFIRMING, help="seeds (default: 1 2 3)")
+    add("--momentum", type=float, default=0.0, help="momentum of SGD (default: 0)")
+    add("--launch-synchronous", action="store_true", help="synchronous with 4 learners, not 1")
     add("--out", type=Path, default=Path("out/large_batch"))
     options = parser.parse_args(argv)
     for seed in options.seeds:
@@ -309,7 +309,7 @@ def main() -> None:
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "table.md").write_text(text + "\n")
     titled = {TITLES[warmup]: {s: found[s][warmup] for s in schemes} for warmup in options.warmups}
-    title = f"Rate in proportion to the batch: {what}"
+    title = f"Learning rate proportional to the batch: {what}"
     figure.draw_batches(titled, bound(baseline(found)), title, options.out / "large_batch.png")
     print(text)
     print(f"{options.out}: result.json, table.md, large_batch.png")

@@ -121,14 +121,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--learners", type=int, nargs="+", default=list(LEARNERS), help="(default: 1 2 4)")
-    add("--periods", type=int, nargs="+", default=list(PERIODS), help="(default: 1 5 ... 100 500)")
-    add("--seeds", type=int, nargs="+", default=CONFIRMING, help="(default: 1 2 3)")
+    add("--learners", type=int, nargs="+", default=list(LEARNERS), help="learners (default: 1 2 4)")
+    add(
+        "--periods",
+        type=int,
+        nargs="+",
+        default=list(PERIODS),
+        help="periods (default: 1 5 ... 500)",
+    )
+    add("--seeds", type=int, nargs="+", default=CONFIRMING, help="seeds (default: 1 2 3)")
     add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     add("--weights", nargs="+", choices=tuple(INITS), default=list(INITS))
-    add("--explore", action="store_true", help="one learner, seed 0, a grid of rates")
-    add("--recall", action="store_true", help="train nothing: tables of what is finished")
-    add("--quick", action="store_true", help="a tiny corpus and net: does everything run?")
+    add("--explore", action="store_true", help="one learner, seed 0, a grid of learning rates")
+    add("--recall", action="store_true", help="train nothing, print tables of finished runs")
+    add("--quick", action="store_true", help="tiny corpus and net, as a test")
     add("--out", type=Path, help="folder (default: out/model_averaging, with -quick)")
     options = parser.parse_args(argv)
     if options.quick:

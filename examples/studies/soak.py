@@ -269,7 +269,7 @@ def figure(folder: Path) -> None:
         )
     for fault in rows(folder / "faults.jsonl"):
         axes.axvline((fault["t"] - zero) / 60, color="0.85", lw=0.5, zorder=0)
-    axes.set(xlabel="minutes", ylabel="resident memory, MiB", title="learners, and faults (grey)")
+    axes.set(xlabel="minutes", ylabel="resident memory, MiB", title="learners; faults in grey")
     axes.set_ylim(bottom=0)
     drawing.savefig(folder / "soak.png", dpi=120)
 

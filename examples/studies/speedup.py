@@ -53,10 +53,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--preset", choices=("dnn", "dnn-paper"), default="dnn-paper")
-    add("--batch", type=int, default=256, help="frames (default: 256)")
-    add("--learners", type=int, default=8, help="the most that are started (default: 8)")
+    add("--batch", type=int, default=256, help="frames per minibatch (default: 256)")
+    add("--learners", type=int, default=8, help="largest number of learners started (default: 8)")
     add("--rounds", type=int, default=5)
-    add("--recall", action="store_true", help="measure nothing: draw what is in --out")
+    add("--recall", action="store_true", help="measure nothing, draw the results in --out")
     add("--out", type=Path, default=Path("out/speedup"))
     options = parser.parse_args(argv)
     for name, low, high in (("batch", 1, 2**20), ("learners", 2, 64), ("rounds", 1, 1000)):
@@ -159,7 +159,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.plot(sizes, implied, "k--", lw=1, label=f"t_allreduce = {share:.2f} K t log2 N")
     axes.plot(list(PAPER), list(PAPER.values()), "ko", label="reported by Su and Chen, 2015")
     axes.set(
-        xlabel="learners", ylabel="times faster than one", xlim=(1, MOST), ylim=(0, MOST),
+        xlabel="learners", ylabel="speed-up over one learner", xlim=(1, MOST), ylim=(0, MOST),
         title=f"A model, not a measurement: t and t_allreduce(2 to {max(result['sizes'])}) of one machine, "
         f"{result['preset']}",
     )  # fmt: skip

@@ -615,9 +615,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m hvd_adpsgd build-horovod",
         description=f"Build Horovod {VERSION} for the installed torch and MPI, and install it.",
     )
-    parser.add_argument("--jobs", type=int, help="compilers at once (default: CPUs, or memory)")
-    parser.add_argument("--rebuild", action="store_true", help="even if there is one already")
-    parser.add_argument("--only-wheel", action="store_true", help="do not install, name the wheel")
+    parser.add_argument("--jobs", type=int, help="parallel compilers (default: by CPUs and memory)")
+    parser.add_argument("--rebuild", action="store_true", help="ignore a cached wheel")
+    parser.add_argument("--only-wheel", action="store_true", help="print the wheel's path only")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, stop)
     try:

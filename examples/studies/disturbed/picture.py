@@ -39,11 +39,11 @@ def draw_stragglers(result: Mapping[str, Any], path: Path) -> None:
             _kept(axis, scheme, one["kept"], who, style)
         _axis(axis, next(iter(result.values()))["kept"])
     axes[0].axhline(stragglers.GOAL, color="#000000", linewidth=0.8, linestyle=":")
-    axes[0].set_title("the three healthy learners (dotted: the goal)", fontsize=10)
-    axes[1].set_title("all four together (thin black: model)", fontsize=10)
+    axes[0].set_title("three healthy learners (dotted: goal)", fontsize=10)
+    axes[1].set_title("all four learners (thin black: model)", fontsize=10)
     for waits in (False, True):
         _model(axes[1], result, waits)
-    axes[0].set_ylabel("speed, of that without a slow learner")
+    axes[0].set_ylabel("speed relative to no slow learner")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.suptitle("One of four learners is s times slower", fontsize=11)
@@ -93,8 +93,8 @@ def draw_network(
     )
     for axis, kind in zip(axes[0], network.KINDS, strict=True):
         _links(axis, result, kind)
-        axis.set_title(f"computation: {kind} (dotted: the goal)", fontsize=10)
-    axes[0][0].set_ylabel("steps/s, of those with averaging off")
+        axis.set_title(f"computation: {kind} (dotted: goal)", fontsize=10)
+    axes[0][0].set_ylabel("steps/s relative to averaging off")
     if result:
         axes[0][0].legend(fontsize=8, frameon=False)
     if curves:

@@ -28,11 +28,11 @@ def main() -> None:
     add = parser.add_argument
     add("--averaging", required=True)
     add("--slowdowns", type=float, nargs="+", required=True)
-    add("--sizes", type=int, nargs="+", required=True, help="of the model's layers")
+    add("--sizes", type=int, nargs="+", required=True, help="sizes of the model's layers")
     add("--batch", type=int, required=True)
     add("--wait-s", type=float, required=True)
     add("--block-s", type=float, required=True)
-    add("--warm-up", type=int, required=True, help="steps, a multiple of every period")
+    add("--warm-up", type=int, required=True, help="warm-up steps, a multiple of every period")
     add("--seed", type=int, required=True)
     add("--out", type=Path, required=True)
     options = parser.parse_args()

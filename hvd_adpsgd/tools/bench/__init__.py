@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exchange.add_argument("--rounds", type=int, default=9)
     exchange.add_argument("--chunk-kib", type=int, default=256)
     exchange.add_argument(
-        "--through-mpi", action="store_true", help="as between hosts: no memory shared"
+        "--through-mpi", action="store_true", help="use messages, as between hosts"
     )
     step = kinds.add_parser("step", help="training steps, averaging on against off")
     step.add_argument("--learners", type=int, default=4)
@@ -57,34 +57,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--blocks", type=int, default=5)
     step.add_argument("--steps", type=int, default=20, help="steps per block")
     step.add_argument(
-        "--straggler", type=float, default=0.0, metavar="S", help="one sleeps S s/step"
+        "--straggler", type=float, default=0.0, metavar="S", help="one sleeps S s per step"
     )
     step.add_argument("--averaging", default="random_pairs")
-    gossip = kinds.add_parser("gossip", help="averaging on a ring, A2CiD2 or not, against theory")
+    gossip = kinds.add_parser("gossip", help="a ring, with and without A2CiD2, against theory")
     gossip.add_argument("--learners", type=int, default=8)
-    gossip.add_argument("--windows", type=int, default=200, help="short times; 0: no decay")
-    gossip.add_argument("--simulated", type=int, default=100, help="long times, without engines")
-    gossip.add_argument("--steps", type=int, default=1500, help="with updates; 0: none")
+    gossip.add_argument("--windows", type=int, default=200, help="windows to measure decay in")
+    gossip.add_argument("--simulated", type=int, default=100, help="long runs without engines")
+    gossip.add_argument("--steps", type=int, default=1500, help="steps with updates; 0: none")
     gossip.add_argument("--columns", type=int, default=100)
     gossip.add_argument("--seeds", type=int, nargs="+", default=[0])
-    overlap = kinds.add_parser("overlap", help="does the mean of all run beside the computation?")
+    overlap = kinds.add_parser("overlap", help="does the mean of all overlap the computation?")
     overlap.add_argument("--learners", type=int, default=2)
     overlap.add_argument("--mib", type=float, default=32.0, help="size of the model")
     overlap.add_argument("--blocks", type=int, default=5)
     overlap.add_argument("--steps", type=int, default=8, help="steps per block")
     overlap.add_argument(
-        "--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0], help="times of a mean"
+        "--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0], help="steps, in means"
     )
-    overlap.add_argument("--busy", action="store_true", help="compute, where otherwise sleep")
+    overlap.add_argument("--busy", action="store_true", help="compute instead of sleeping")
     overlap.add_argument("--picture", metavar="FILE", help="draw traced steps instead (matplotlib)")
-    allreduce = kinds.add_parser("allreduce", help="the mean of all: MPI's sum or the butterfly's")
+    allreduce = kinds.add_parser("allreduce", help="the mean of all, by MPI and by the butterfly")
     allreduce.add_argument(
-        "--learners", type=int, default=4, help="the most; 2, 4, ... up to these"
+        "--learners", type=int, default=4, help="largest number of learners: 2, 4, ... up to this"
     )
     allreduce.add_argument("--mib", type=float, default=32.0, help="size of the model")
     allreduce.add_argument("--rounds", type=int, default=9)
     for kind in (exchange, step, gossip, overlap, allreduce):
-        kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
+        kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=200)
     parser.add_argument("--simulated", type=int, default=100)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--columns", type=int, default=100, help="of each kind of update")
+    parser.add_argument("--columns", type=int, default=100, help="columns per kind of update")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
 

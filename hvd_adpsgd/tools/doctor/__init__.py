@@ -42,18 +42,18 @@ def _run(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd doctor", description=__doc__)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hostfile", metavar="FILE", help="hosts to visit, as for horovodrun")
-    where.add_argument("-H", "--hosts", metavar="NAME:N,...", help="hosts to visit")
+    where.add_argument("--hostfile", metavar="FILE", help="hosts to check, as for horovodrun")
+    where.add_argument("-H", "--hosts", metavar="NAME:N,...", help="hosts to check")
     parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
     parser.add_argument("-i", "--ssh-identity-file", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="launch nothing")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--quick", action="store_true", help="do not launch the test job")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
         "--patience",
         type=float,
         default=60.0,
         metavar="S",
-        help="longest time of one check; of a launch twice that (default 60 s)",
+        help="time limit of one check; the launch gets twice that (default 60 s)",
     )
     return parser
 
