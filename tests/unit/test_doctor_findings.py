@@ -219,11 +219,11 @@ def test_ulfm_on(flags, level, words):
     assert f.switches_ulfm_on(flags) == (level == OK)
 
 
-def test_the_options_are_those_of_the_readme():
-    readme = " ".join((ROOT / "README.md").read_text().split())
+def test_the_options_are_those_of_the_documentation():
+    page = " ".join((ROOT / "docs" / "launching.md").read_text().split())
     for option in f.ULFM_OPTIONS:
         name, _, value = option.partition("=")
-        assert f'{name}="{value}"' in readme
+        assert f'{name}="{value}"' in page
         assert f'{name}="{value}"' in f.judge_ulfm_on({"flags": []}).cure
 
 
