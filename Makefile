@@ -57,16 +57,16 @@ format: venv  ## let ruff lay out and repair the sources
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) -m examples.acoustic_model.demo $(ARGS)
 
-compare: venv $(STAMPS)/examples  ## every averaging scheme on the demo's task: word errors, figure (an hour)
+compare: venv $(STAMPS)/examples  ## every strategy on the demo's task: word errors, figure (an hour)
 	@$(PY) -m examples.studies.compare $(ARGS)
 
-large-batch: venv $(STAMPS)/examples  ## the largest batch that each scheme bears (an hour or more)
+large-batch: venv $(STAMPS)/examples  ## the largest batch that each strategy tolerates (an hour or more)
 	@$(PY) -m examples.studies.large_batch $(ARGS)
 
 model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
 	@$(PY) -m examples.studies.model_averaging $(ARGS)
 
-soak: venv $(STAMPS)/examples  ## an hour in which learners die and are replaced: does anything grow?
+soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
 	@$(PY) -m examples.studies.soak $(ARGS)
 
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler

@@ -4,8 +4,8 @@
     HVD_ADPSGD_SUPER_LEARNER_SIZE=2 horovodrun -np 4 python examples/quadratic.py
 
 All learners minimise ||x - p||^2 / 2 from gradients with noise of standard deviation s. A learner
-alone ends at a distance of s sqrt(lr / (2 - lr)) per coordinate. Averaging models keeps the learners
-together and takes noise out. Learner 0 loses time in every step; the others do not wait for it.
+alone stays at a distance of s sqrt(lr / (2 - lr)) per coordinate. Averaging models keeps the learners
+together and reduces the noise. Learner 0 sleeps in every step; the others do not wait for it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Recognise the test split with a trained model; word error rate with a bootstrap interval.
+"""Recognise the test split with a trained model: word error rate with a bootstrap interval.
 
     python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt
     python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt --against out/runs/ssgd/model.pt

@@ -1,11 +1,11 @@
-"""Asynchronous against synchronous against one learner: speech made, models trained, words counted.
+"""Compare asynchronous training, synchronous training and one learner on synthesised speech.
 
     python -m examples.acoustic_model.demo                 the easy task, one seed, minutes on two cores
     python -m examples.acoustic_model.demo --seeds 0 1 2   three trainings per scheme
     python -m examples.acoustic_model.demo --hard          58 words in heavy noise
 
 Three schemes see the same samples: H-ADPSGD (4 learners in 2 super learners) and SSGD under
-`horovodrun -np 4`, and one learner alone. Left in --out: result.json, heldout.png and all runs.
+`horovodrun -np 4`, and one learner alone. Written to --out: result.json, heldout.png and all runs.
 HOROVODRUN_ARGS adds arguments to horovodrun.
 """
 

@@ -3,7 +3,7 @@
     python -m examples.acoustic_model.prepare_data               easy: 20 words, SNR 10 to 30 dB, 0.85 h
     python -m examples.acoustic_model.prepare_data --task hard   58 words, SNR 0 to 20 dB, 1.4 h
 
-The same options and seed give the same bytes. Finished splits are kept and not made again.
+The same options and seed give the same bytes. Finished splits are kept.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     horovodrun -np 4 python -m examples.acoustic_model.pretrain_rbm   then
     horovodrun -np 4 python -m examples.acoustic_model.train --preset dnn --init out/rbm/stack.pt
 
-Layer after layer: Gaussian visible units for the speech, then 0 or 1 for what the layers below give.
+Layer after layer: Gaussian visible units for the speech, binary ones for the outputs of lower layers.
 Each machine is trained by contrastive divergence (CD-1), data parallel with any --strategy of train.py.
-Left in --out: stack.pt, and per epoch a line of monitor.jsonl with the squared error of reconstruction
-and the free-energy gap: mean F of held-out frames minus that of as many training frames, which grows
-when a machine learns its training data by heart.
+Written to --out: stack.pt, and per epoch a line of monitor.jsonl with the squared error of
+reconstruction and the free-energy gap: mean F of held-out frames minus that of as many training frames,
+which grows when a machine overfits.
 
 Recipe after Kaldi's (Hinton's guide, 2010): momentum 0.9, rate LR x (1 - momentum), L2 on weights. If
 reconstructions of Gaussian units spread more than twice as far as the data, all parameters are scaled

@@ -6,10 +6,10 @@
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
 HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one machine.
-All strategies see the same number of samples. Batch and rate are a learner's own; the rate is
+All strategies see the same number of samples. Batch and rate are those of one learner; the rate is
 multiplied by the number of learners (or by --scale) after a linear warm-up, so that `single` is the
 baseline with the batch and rate of one learner. `--schedule papers` warms up over 5/8 of the epochs, as
-the papers did over 10 of 16, and then takes 1/sqrt(2) of the rate per epoch. `--schedule exponential` is
+the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per epoch. `--schedule exponential` is
 Kaldi's: from LR x SCALE at once down to a tenth of it, by the same factor in every step.
 """
 

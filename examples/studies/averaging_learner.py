@@ -1,9 +1,9 @@
 """One learner of model_averaging.py: trains every run of a plan, one after another, in one process.
 
-Started by horovodrun, or alone. A run takes the same number of minibatches whatever the number of
-learners: learner r of N takes minibatch r, N + r, 2N + r, ... of one random order of all frames. All
-runs share one model, which gets new weights for each: the optimizer wrapped around it then takes the
-place of the one before, whose engine ends. The first learner writes what a run gave to its file.
+Started by horovodrun, or alone. A run uses the same number of minibatches for any number of learners:
+learner r of N takes minibatch r, N + r, 2N + r, ... of one random order of all frames. All runs share
+one model, which gets new weights for each: the optimizer wrapped around it then replaces the previous
+one, whose engine ends. Learner 0 writes the result of a run to its file.
 """
 
 from __future__ import annotations

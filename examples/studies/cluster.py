@@ -1,14 +1,14 @@
-"""Stragglers and thin networks: how fast, against what theory and a plain loop say.
+"""Stragglers and thin networks: speed, compared with theory and with a plain loop.
 
     python -m examples.studies.cluster                      both parts, half an hour on two idle cores
     python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
     python -m examples.studies.cluster --parts network      two hosts and a shaped link; needs root
 
-Stragglers: every averaging scheme and SSGD with one of 4 super learners 2 to 100 times slower. Network:
+Stragglers: every averaging strategy and SSGD with one of 4 super learners 2 to 100 times slower. Network:
 two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s and 100 Mb/s between them,
 models of 1, 10 and 43.15 M parameters; H-ADPSGD, SSGD and averaging off, and the held-out loss that each
-reaches at 1 Gb/s with the largest model. Runs that are finished are kept.
-Left in --out: result.json, table.md, stragglers.png, network.png and all runs.
+reaches at 1 Gb/s with the largest model. Finished runs are kept.
+Written to --out: result.json, table.md, stragglers.png, network.png and all runs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""All averaging schemes on the easy speech task, with the data and settings of `make demo`.
+"""All averaging strategies on the easy speech task, with the data and settings of `make demo`.
 
-    python -m examples.studies.compare           every scheme, seeds 0 1 2
+    python -m examples.studies.compare           every strategy, seeds 0 1 2
     python -m examples.studies.compare --schemes random_pairs synchronous --seeds 0
-    python -m examples.studies.compare --quick   a tiny corpus, one epoch: does it run?
+    python -m examples.studies.compare --quick   a tiny corpus, one epoch, as a test
 
-4 learners as 4 super learners of 1, unlike the demo's 2 of 2, so that averaging has more to do. Rate,
-batch and epochs are the demo's for every scheme; no scheme has been tuned. One training at a time; runs
-that are finished are kept, and a scheme that this version of the library does not know is skipped.
-Left in --out: result.json, table.md, heldout.png and all runs.
+4 learners as 4 super learners of 1, unlike the demo's 2 of 2, so that averaging matters more. Learning rate,
+batch and epochs are the demo's for every strategy; none was tuned. One training at a time; finished runs
+are kept, and strategies that this version of the library does not know are skipped.
+Written to --out: result.json, table.md, heldout.png and all runs.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The largest batch that each scheme bears, with the rate in proportion, at equal epochs.
+"""The largest batch that each strategy tolerates, with proportional learning rate, at equal epochs.
 
     python -m examples.studies.large_batch             the confirming seeds 1 2 3
     python -m examples.studies.large_batch --seeds 0   the exploring seed
     python -m examples.studies.large_batch --schemes synchronous random_ring --warmups none
 
 Batches are B0 times 1, 2, 4, 8, 16, rates R0 times the same, without and with the papers' warm-up (linear
-from R0 over 5/8 of the epochs; then, in both, 1/sqrt(2) per epoch). The answer for a scheme is the largest
-batch up to which the held-out loss stays within 5 % of the baseline's: synchronous, at B0. A training that
-diverges has an infinite loss. Plain SGD, as in the papers. Runs that are finished are kept.
+from R0 over 5/8 of the epochs; then, in both, 1/sqrt(2) per epoch). The result of a strategy is the
+largest batch up to which the held-out loss stays within 5 % of the baseline: synchronous, at B0. A
+training that diverges has an infinite loss. Plain SGD, as in the papers. Finished runs are kept.
 
-To be cheap, the model is small, training is short and only the loss per frame is measured: no decoding.
+To save time, the model is small, training is short and only the loss per frame is measured: no decoding.
 For the same reason `synchronous` is one learner with the whole batch: its mean gradient is over the same
-samples in the same order, summed up otherwise. On seed 0 at B0 the weights differ by less than 1e-6 of
+samples in the same order, summed in another one. On seed 0 at B0 the weights differ by less than 1e-6 of
 their norm for 80 steps; later rounding grows, as between any two orders of summation.
-`--launch-synchronous` starts four learners instead, which wait for one another in every step.
-Left in --out: result.json, table.md, large_batch.png and all runs.
+`--launch-synchronous` starts four learners instead, which wait for each other in every step.
+Written to --out: result.json, table.md, large_batch.png and all runs.
 """
 
 from __future__ import annotations

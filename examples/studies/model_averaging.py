@@ -1,18 +1,18 @@
-"""Model averaging on speech: N learners take the mean of their models every K minibatches.
+"""Model averaging on speech: N learners average their models every K minibatches.
 
     python -m examples.studies.model_averaging             the sweep, seeds 1 2 3
     python -m examples.studies.model_averaging --explore   the grid from which the rates were chosen
-    python -m examples.studies.model_averaging --recall    tables of what is finished
-    python -m examples.studies.model_averaging --quick     a tiny corpus and net: does it run?
+    python -m examples.studies.model_averaging --recall    tables of finished runs
+    python -m examples.studies.model_averaging --quick     a tiny corpus and net, as a test
 
 N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100, 500 x SGD and natural-gradient SGD x weights from
-Glorot's rule or from a stack of RBMs; and, one learner alone, rectified linear units in place of
+Glorot's rule or from a stack of RBMs; and, for one learner, ReLUs in place of
 sigmoids. Learners are super learners of one, in processes of their own, averaged by
-periodic_averaging:period=K and once more at the end. All runs take the same number of minibatches in
-all, without momentum; the rate is N times that of one learner and falls tenfold over the run. Four
+periodic_averaging:period=K and once more at the end. All runs use the same total number of
+minibatches, without momentum; the rate is N times that of one learner and falls tenfold over the run. Four
 learners at K = 10 are also trained with the rate of one. One launch per seed and N trains all its runs
-one after another; a run that is finished is kept. WER of some: one learner, and four at K = 10 and 100.
-Left in --out: result.json, table.md, model_averaging.png and all runs.
+one after another; finished runs are kept. WER of some: one learner, and four at K = 10 and 100.
+Written to --out: result.json, table.md, model_averaging.png and all runs.
 """
 
 from __future__ import annotations

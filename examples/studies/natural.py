@@ -1,22 +1,22 @@
-"""Natural-gradient SGD against SGD: what it gains on a toy, and what a step costs.
+"""Natural-gradient SGD against SGD: its gain on a toy problem, and the cost of a step.
 
     python -m examples.studies.natural toy   one learner, and eight averaged every 10 and 40
-    python -m examples.studies.natural toy --quick   few samples, one seed: does it run?
+    python -m examples.studies.natural toy --quick   few samples, one seed, as a test
     python -m examples.studies.natural overhead   a step on a DNN with 6 x 1024 sigmoids
     python -m examples.studies.natural overhead --layers 5 --hidden 256   that of the speech example
 
 toy: 40 Gaussian classes in 40 dimensions, seen through a matrix of condition 100 (covariances of
 condition 10^4); ReLU layers 40-128-128-40, minibatch 128, no momentum, the rate falls tenfold over
 the run. The eight learners are simulated in one process: each takes every eighth minibatch, and
-after every K of its minibatches all take the mean of the parameters; estimates stay each learner's
-own. Every method gets the rate of the grid that is best on seed 0, and keeps it for the other seeds,
-which are the result. Methods: sgd (torch.optim.SGD), sgd-max-change (the same limits as natural, no
-preconditioning), natural (NaturalGradientSGD as it comes).
+after every K of its minibatches all parameters are averaged; estimates stay with each learner. Every
+method uses the rate of the grid that is best on seed 0 also for the other seeds, which are the result.
+Methods: sgd (torch.optim.SGD), sgd-max-change (the same limits as natural, no preconditioning), natural
+(NaturalGradientSGD with its defaults).
 
 overhead: seconds of a whole step (forward, backward, update) of both optimizers in turn, on the
 same minibatch of 256 x 440, and CPU seconds; medians over rounds, and the median of the ratios.
 
-Left in --out: toy.json, overhead.json, and the tables as Markdown.
+Written to --out: toy.json, overhead.json, and the tables as Markdown.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Train for an hour while learners die and are replaced, and see what grows.
+"""Train for an hour while learners fail and are replaced, and measure what grows.
 
     python -m examples.studies.soak   an hour
     python -m examples.studies.soak --minutes 5
 
 Four super learners of one learner train, with `hvd.replace_failed` every 50 steps. At random moments a
-random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. What is
-lost is replaced, and the new one may be next. Each learner writes what it holds every second: resident
-memory, threads, file descriptors, shared memory. In the end all leave, and the machine is looked at.
+random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. Failed
+ones are replaced, and a replacement may be next. Each learner records once per second: resident memory,
+threads, file descriptors, shared memory. After all have ended, leftovers on the machine are counted.
 
 A learner is flat if its memory in the last quarter of its life is within 1 % (or 1 MiB) of that in the
 second quarter, and half a MiB for each joining learner between: communicators with a failed process are
-freed when all leave. Counted are those that lived for at least 2 minutes. Status 0 if all are flat, nothing
-is left behind, and all that should have ended well did.
-Left in --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
+freed when all leave. Learners of less than 2 minutes do not count. Status 0 if all are flat, nothing is
+left behind, and all that should have ended well did.
+Written to --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How much faster N learners that average every K minibatches would go: a model fed with two measurements.
+"""Speed-up of N learners that average every K minibatches: a model with two measured parameters.
 
     python -m examples.studies.speedup                minutes, on an idle machine
     python -m examples.studies.speedup --preset dnn   a small net
-    python -m examples.studies.speedup --recall       draw again what was measured
+    python -m examples.studies.speedup --recall       draw the measured again
 
     S(N) = N K t / (K t + t_allreduce(N)),   t_allreduce(N) = a + b log2 N
 
@@ -11,9 +11,9 @@ t_allreduce: of a mean of its models through the averaging engine, summed by MPI
 2, 4 and 8 learners on this machine; a and b by least squares, none of them below 0. The curves go to 32
 learners. Nothing beyond 8 is measured, and those that are share the cores of one machine.
 
-Beside them the two speed-ups that Su and Chen report (arXiv:1507.01239), and what they say about their
+Also drawn: the two speed-ups that Su and Chen report (arXiv:1507.01239), and what they imply for their
 all-reduce: N / S - 1 = t_allreduce(N) / (K t).
-Left in --out: result.json, table.md, speedup.png.
+Written to --out: result.json, table.md, speedup.png.
 """
 
 from __future__ import annotations

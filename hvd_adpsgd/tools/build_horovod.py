@@ -5,8 +5,8 @@
 
 Horovod's last release exists as source only, and needs changes to build and to start today: see
 `CHANGES`. A finished wheel stays in the user's cache folder, under a key of everything it depends
-on, so that the next environment takes seconds. Standard library only; no room of the package is
-imported, for this file runs before they can be.
+on, so that the next environment takes seconds. Standard library only; nothing of the package is
+imported, because this file runs before its dependencies are installed.
 
 GPU builds: the names Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL, HOROVOD_CUDA_HOME, ...) are
 passed on from the environment.

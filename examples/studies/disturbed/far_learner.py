@@ -5,8 +5,8 @@ sample is new; which ones a learner sees depends on the seed, its rank and the s
 
 Speed: blocks of steps in turn, with averaging off (the plain optimizer on a model of its own, the
 engine at rest) and on, for each kind of computation. Curve: one training from the start, with copies of
-the model on the way, which are judged when it is over, so that judging takes no time from it.
-What all learners counted is written to --out by the first.
+the model on the way, which are evaluated after training, so that evaluation takes no time from it.
+Learner 0 writes the counts of all learners to --out.
 """
 
 from __future__ import annotations

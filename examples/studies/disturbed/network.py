@@ -1,4 +1,4 @@
-"""Two hosts with a link of some rate between them: what averaging costs, and what it gives."""
+"""Two hosts with a link of limited rate: cost and benefit of averaging."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One learner of the straggler benchmark, started by horovodrun.
 
 A step is a small real gradient and a wait, which stands for a GPU that computes. Forward pass and wait
-together take the last learner s times as long. A block of steps is measured for each s in turn; what
-all learners counted is written to --out by the first.
+together take the last learner s times as long. A block of steps is measured for each s in turn; learner
+0 writes the counts of all learners to --out.
 """
 
 from __future__ import annotations

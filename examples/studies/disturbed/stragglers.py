@@ -1,4 +1,4 @@
-"""One slow learner among four: the speed of the others and of all together, under each scheme."""
+"""One slow learner among four: the speed of the others and of all together, with each strategy."""
 
 from __future__ import annotations
 
