@@ -33,7 +33,7 @@ FAMILIES = {
     ),
     "In step": (
         "delay_by_one",
-        "delay_by_one:reading=b",
+        "delayed_gradients",
         "synchronous_gossip:order=awc+fixed_ring",
         "synchronous_gossip:order=atc+random_pairs",
     ),

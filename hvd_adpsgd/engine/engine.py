@@ -41,8 +41,7 @@ from hvd_adpsgd.errors import (
     TransportError,
 )
 from hvd_adpsgd.runtime.collectives import mpi_failures, ulfm_enabled
-from hvd_adpsgd.strategies.plan import AFTER, NOBODY, Plan, Rounds
-from hvd_adpsgd.strategies.update_rules import DelayGradients
+from hvd_adpsgd.strategies.plan import NOBODY, Plan, Rounds
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
 __all__ = ["Engine", "EngineOptions", "exchange_metrics"]
@@ -409,8 +408,7 @@ class Engine:
         if self._plan.width:
             self._loop.pause(True)
             self._wait(self._loop.wait_quiet)
-        replace = rounds.order == AFTER or isinstance(self._plan.rule, DelayGradients)
-        number = self._loop.begin_mean(replace)
+        number = self._loop.begin_mean(rounds.replaces)
         self._round_over = functools.partial(self._loop.wait_mean, number)
 
     def _begin_pairs(self, number: int, asked: int, asker: int) -> None:

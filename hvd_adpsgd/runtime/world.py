@@ -465,7 +465,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     answers = allgather_object(everyone, _answer(everyone, hosts, config, asks_sets))
     checked = _agreed_config(answers)
     placements = tuple(answer["placement"] for answer in answers)
-    joined = strategies.parse(checked.averaging).averages_gradients_globally
+    joined = strategies.parse(checked.averaging).averages == "nothing"
     groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
     asking = [rank for rank, answer in enumerate(answers) if answer["sets"]]
     if asking and len(groups) > 1:

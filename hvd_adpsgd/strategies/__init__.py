@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.a2cid2 import A2CiD2
-from hvd_adpsgd.strategies.everybody import DelayByOne, GossipPGA, PeriodicAveraging
+from hvd_adpsgd.strategies.delay_by_one import DelayByOne
+from hvd_adpsgd.strategies.delayed_gradients import DelayedGradients
+from hvd_adpsgd.strategies.gossip_pga import GossipPGA
 from hvd_adpsgd.strategies.noloco import NoLoCo
+from hvd_adpsgd.strategies.periodic_averaging import PeriodicAveraging
 from hvd_adpsgd.strategies.plan import Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.ring import FixedRing, RandomRing
@@ -25,6 +29,7 @@ __all__ = [
     "STRATEGIES",
     "A2CiD2",
     "DelayByOne",
+    "DelayedGradients",
     "FixedRing",
     "GossipPGA",
     "NoLoCo",
@@ -47,6 +52,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         FixedRing,
         RandomRing,
         DelayByOne,
+        DelayedGradients,
         PeriodicAveraging,
         GossipPGA,
         SynchronousGossip,
@@ -64,8 +70,9 @@ _KINDS: dict[Any, Callable[[str], Any]] = {
 _FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
+@functools.lru_cache(maxsize=64)
 def parse(spec: str) -> Strategy:
-    """The strategy that a spec string names; the inverse of `Strategy.spec`.
+    """The strategy that a spec string names; the inverse of `Strategy.spec`. A spec is read once.
 
     Args:
         spec: for instance "random_pairs", "random_pairs:seed=3", "synchronous",

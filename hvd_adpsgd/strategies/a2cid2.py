@@ -35,38 +35,35 @@ class A2CiD2(Strategy):
         base: FixedRing().
 
     Raises:
-        ConfigError: for another strategy: on random pairs and random rings everybody meets
-            everybody, and there is nothing to accelerate.
+        ConfigError: for another strategy: on random pairs and random rings all pairs meet, so there is
+            nothing to accelerate.
 
     Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
     """
 
     base: Strategy = field(default_factory=FixedRing)
     name: ClassVar[str] = "a2cid2"
-    weight: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
         require_strategy(self.name, self.base)
         if not isinstance(self.base, FixedRing):
             raise ConfigError(
                 f"{self.name} accelerates gossip on sparse graphs, not {self.base.name!r}, where "
-                "everybody meets everybody or nobody gossips: nothing to gain. Use it of fixed_ring, or "
-                "the other strategy alone."
+                "all pairs meet or none does: nothing to gain. Use it on fixed_ring, or the other "
+                "strategy alone."
             )
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """The ring's neighbours with weight 1/2.
+    def pair_weight(self, n: int) -> float:
+        """The mean of a pair."""
+        return 1 / 2
 
-        Raises:
-            ConfigError: for rings of 2 or 3, which are complete graphs.
-        """
-        ring = self.base.plan(super_rank, super_size)
-        if super_size == 1:
-            return Plan.nobody()
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        # raises ConfigError for rings of 2 or 3, which are complete graphs
         constants = gossip.require_acceleration(super_size, topology.ring_edges(super_size))
         rule = Accelerate(constants.eta, constants.alpha_tilde)
-        return Plan(ring.schedule, self.weight, rule=rule)
+        schedule = self.base.plan(super_rank, super_size).schedule
+        return Plan(schedule, 1 / 2, rule=rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The ring's: the second model has no place in it."""
+        """That of the ring, for the model alone."""
         return self.base.mixing_matrix(n, round)

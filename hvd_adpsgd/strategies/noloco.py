@@ -11,8 +11,7 @@ import numpy.typing as npt
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, checked_seed
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import SlowModel
-from hvd_adpsgd.strategies.validation import require_number, require_whole
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.strategies.validation import require_integer, require_number
 
 __all__ = ["NoLoCo"]
 
@@ -46,10 +45,9 @@ class NoLoCo(Strategy):
     momentum: float = 0.5
     seed: int = 0
     name: ClassVar[str] = "noloco"
-    weight: ClassVar[float] = 1 / 2
 
     def __post_init__(self) -> None:
-        require_whole(self.name, "period", self.period)
+        require_integer(self.name, "period", self.period)
         rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
         object.__setattr__(self, "rate", rate)  # 1 and 1.0 are one spec
         object.__setattr__(
@@ -57,18 +55,18 @@ class NoLoCo(Strategy):
         )
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """1024 rounds of perfect matchings."""
-        topology.require_rank(super_size, super_rank)
-        if super_size == 1:
-            return Plan.nobody()
+    def pair_weight(self, n: int) -> float:
+        """The mean of a pair."""
+        return 1 / 2
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
         rows = [self.round_peers(super_size, super_rank, r) for r in range(NOLOCO_ROUNDS)]
         rounds = Rounds(self.period, AFTER, np.array(rows, dtype=np.int32))
-        return Plan.nobody(rounds, self.weight, SlowModel(self.momentum, self.rate))
+        return Plan.nobody(rounds, 1 / 2, SlowModel(self.momentum, self.rate))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's perfect matching."""
-        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
+        return RandomPairs(self.seed).mixing_matrix(n, round)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer of this round's perfect matching; the lower rank asks."""

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd.strategies.update_rules import Rule
+from hvd_adpsgd.theory import topology
 
 __all__ = [
     "AFTER",
     "DURING",
     "NOBODY",
     "SEED_BOUND",
+    "Averaged",
     "Plan",
     "Rounds",
     "Strategy",
     "checked_seed",
+    "require_gossip",
     "require_strategy",
 ]
 
 SEED_BOUND = 2**32
 NOBODY = -1
-DURING, AFTER = "awc", "atc"  # adapt while communicating; adapt, then communicate
+DURING, AFTER = "awc", "atc"  # adapt while combining; adapt, then combine
+Averaged = Literal["models", "gradients", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +51,7 @@ class Rounds:
         peers: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
             and who asks it; NOBODY for none. None: the exact mean of all super learners.
         warm_up: steps at the beginning after which no round comes, >= 0.
+        still: what is averaged does not change during a round, also with order DURING.
 
     Raises:
         ConfigError: for a bad period, order, table or warm-up.
@@ -56,6 +63,7 @@ class Rounds:
     order: str = AFTER
     peers: npt.NDArray[np.int32] | None = None
     warm_up: int = 0
+    still: bool = False
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
@@ -85,13 +93,21 @@ class Rounds:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rounds):
             return NotImplemented
-        same = (self.period, self.order, self.warm_up) == (other.period, other.order, other.warm_up)
-        if self.peers is None or other.peers is None:
-            return same and self.peers is other.peers
-        return same and np.array_equal(self.peers, other.peers)
+        if self._key != other._key or self.peers is None or other.peers is None:
+            return self._key == other._key and self.peers is other.peers
+        return np.array_equal(self.peers, other.peers)
 
     def __hash__(self) -> int:
-        return hash((self.period, self.order))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.period, self.order, self.warm_up, self.still
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a mean of all replaces the model, to the last bit; else its difference is added."""
+        return self.order == AFTER or self.still
 
     def is_due(self, step: int) -> bool:
         """Whether a round comes after step number `step`; the first is 0."""
@@ -113,7 +129,8 @@ class Plan:
     Attributes:
         schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. Width 0
             asks nobody.
-        weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 if width is 0.
+        weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 for no exchanges. With
+            width 0 it is that of exchanges that others ask for.
             With w <= 1/2 an exchange never moves a model past the middle, so that one active and
             one passive exchange at the same time cannot enlarge the disagreement.
         in_step: what is done in step with the others, beside the exchanges of the schedule or, with
@@ -173,14 +190,29 @@ class Strategy(ABC):
 
     Attributes:
         name: the name in a spec string.
-        weight: share of the difference that each side of an exchange moves, for large n.
-        averages_gradients_globally: whether gradients of all learners are averaged each step, so
-            that there is nothing left for the engine to do.
+        averages: what super learners average: "models", "gradients", or "nothing": then all learners
+            form one super learner, as in plain Horovod.
+        is_gossip: pairs of models are averaged at times of their own, and nothing else is done.
+        refuses: uses that have no meaning with this strategy, each with the reason and the cure.
     """
 
     name: ClassVar[str]
-    weight: ClassVar[float]
-    averages_gradients_globally: ClassVar[bool] = False
+    averages: ClassVar[Averaged] = "models"
+    is_gossip: ClassVar[bool] = False
+    refuses: ClassVar[Mapping[str, str]] = {}
+
+    def refuse(self, use: str, error: type[AdpsgdError] = ConfigError) -> None:
+        """Raise the error if this strategy refuses the use."""
+        if use in self.refuses:
+            raise error(f"{use} with averaging={self.spec()}: {self.refuses[use]}")
+
+    def pair_weight(self, n: int) -> float:
+        """Share of the difference that each side of an exchange moves, among n super learners.
+
+        That of the base; 0 without exchanges.
+        """
+        base: Strategy | None = getattr(self, "base", None)
+        return 0.0 if base is None else base.pair_weight(n)
 
     def spec(self) -> str:
         """The canonical spec string, `name` or `name:key=value,...`; `parse` reads it back.
@@ -198,13 +230,19 @@ class Strategy(ABC):
         mine = f"{self.name}:{','.join(values)}" if values else self.name
         return mine if base is None else f"{mine}+{base.spec()}"
 
-    @abstractmethod
     def plan(self, super_rank: int, super_size: int) -> Plan:
-        """The plan of one super learner among `super_size`.
+        """The plan of one super learner among `super_size`; made once, then remembered.
 
         Raises:
             TopologyError: if super_size < 1 or super_rank is not in [0, super_size).
+            ConfigError: if the strategy cannot serve so many.
         """
+        topology.require_rank(super_size, super_rank)
+        return _planned(self, super_rank, super_size)
+
+    @abstractmethod
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        """The plan of one among two or more."""
 
     @abstractmethod
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
@@ -231,6 +269,21 @@ class Strategy(ABC):
         """
         raise ConfigError(
             f"{self.name} has no rounds of pairs. Use fixed_ring, random_ring or random_pairs there."
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(strategy: Strategy, super_rank: int, super_size: int) -> Plan:
+    return Plan.nobody() if super_size == 1 else strategy._plan(super_rank, super_size)
+
+
+def require_gossip(name: str, base: Any) -> None:
+    """Raise ConfigError unless `base` is plain gossip."""
+    require_strategy(name, base)
+    if not base.is_gossip:
+        raise ConfigError(
+            f"{name} is on top of gossip, not of {base.name!r}, which is no plain gossip. Use it on "
+            "random_pairs, fixed_ring or random_ring."
         )
 
 
@@ -279,9 +332,7 @@ def _require_schedule(table: npt.NDArray[np.int32]) -> None:
 
 
 def _require_plan_weight(weight: float, width: int) -> None:
-    if width == 0 and weight == 0:
-        return
-    if width == 0 or not 0 < weight <= 0.5:
+    if not 0 <= weight <= 0.5 or (weight == 0 and width > 0):
         raise ConfigError(
             f"bad weight: Plan got {weight} with width {width}, allowed is > 0 and <= 0.5, and 0 "
             "with width 0. Give 0.5 for the mean of a pair."

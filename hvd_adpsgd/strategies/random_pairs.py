@@ -34,22 +34,22 @@ class RandomPairs(Strategy):
 
     seed: int = 0
     name: ClassVar[str] = "random_pairs"
-    weight: ClassVar[float] = 1 / 2
+    is_gossip: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """4096 rows of one random peer."""
-        topology.require_rank(super_size, super_rank)
-        if super_size == 1:
-            return Plan.nobody()
+    def pair_weight(self, n: int) -> float:
+        """The mean of a pair."""
+        return 1 / 2
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
         peers = topology.random_partners(super_size, super_rank, self.seed, RANDOM_PAIRS_ROUNDS)
-        return Plan(peers[:, np.newaxis], self.weight)
+        return Plan(peers[:, np.newaxis], 1 / 2)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's perfect matching."""
-        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), self.weight)
+        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), 1 / 2)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer of this round's perfect matching; the lower rank asks."""

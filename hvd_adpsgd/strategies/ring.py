@@ -27,11 +27,15 @@ class FixedRing(Strategy):
     """
 
     name: ClassVar[str] = "fixed_ring"
-    weight: ClassVar[float] = 1 / 3
+    is_gossip: ClassVar[bool] = True
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """One row: the neighbours of the ring."""
-        return _ring_plan(super_size, [topology.ring_neighbours(super_size, super_rank)])
+    def pair_weight(self, n: int) -> float:
+        """1/3, on the single edge of a ring of two 1/2."""
+        return 1 / 2 if n == 2 else 1 / 3
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        row = topology.ring_neighbours(super_size, super_rank)
+        return Plan(np.array([row], dtype=np.int32), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The ring's matrix, the same for every round."""
@@ -61,18 +65,21 @@ class RandomRing(Strategy):
 
     seed: int = 0
     name: ClassVar[str] = "random_ring"
-    weight: ClassVar[float] = 1 / 3
+    is_gossip: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """1024 rows: the neighbours on the ring of each round."""
+    def pair_weight(self, n: int) -> float:
+        """As on the fixed ring."""
+        return FixedRing().pair_weight(n)
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
         rows = [
             topology.permuted_ring_neighbours(super_size, super_rank, self.seed, round)
             for round in range(RANDOM_RING_ROUNDS)
         ]
-        return _ring_plan(super_size, rows)
+        return Plan(np.array(rows, dtype=np.int32), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix of this round's ring; the table's period does not apply to it."""
@@ -91,10 +98,3 @@ def _asked_and_asker(neighbours: tuple[int, ...], i: int) -> tuple[int, int]:
         return NOBODY, NOBODY
     (other,) = neighbours
     return (other, NOBODY) if i < other else (NOBODY, other)
-
-
-def _ring_plan(n: int, rows: list[tuple[int, ...]]) -> Plan:
-    """The plan of neighbours, weight 1/3, or 1/2 on the single edge of a ring of two."""
-    if n == 1:
-        return Plan.nobody()
-    return Plan(np.array(rows, dtype=np.int32), 1 / 2 if n == 2 else 1 / 3)

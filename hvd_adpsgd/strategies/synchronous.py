@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.strategies.plan import Plan, Strategy
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.strategies.plan import Averaged, Plan, Strategy
+from hvd_adpsgd.theory import mixing
 
 __all__ = ["Synchronous"]
 
@@ -22,12 +22,9 @@ class Synchronous(Strategy):
     """
 
     name: ClassVar[str] = "synchronous"
-    weight: ClassVar[float] = 0.0
-    averages_gradients_globally: ClassVar[bool] = True
+    averages: ClassVar[Averaged] = "nothing"
 
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """The plan that asks nobody."""
-        topology.require_rank(super_size, super_rank)
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
         return Plan.nobody()
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:

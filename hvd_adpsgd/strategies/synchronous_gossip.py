@@ -1,4 +1,4 @@
-"""Gossip in rounds, everybody in step: the synchronous form of the decentralized strategies."""
+"""Gossip in rounds, all in step: the synchronous form of the decentralized strategies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies.everybody import require_gossip
-from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy
+from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy, require_gossip
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.theory import topology
 
@@ -48,30 +47,20 @@ class SynchronousGossip(Strategy):
         if self.order not in (DURING, AFTER):
             raise ConfigError(
                 f"bad order for {self.name}: got {self.order!r}, allowed is {DURING!r} (adapt while "
-                f"communicating) or {AFTER!r} (adapt, then communicate). Use one of these."
+                f"combining) or {AFTER!r} (adapt, then combine). Use one of these."
             )
         require_gossip(self.name, self.base)
-        self.base.round_peers(4, 0, 0)
 
-    @property
-    def weight(self) -> float:  # type: ignore[override]
-        """That of the gossip."""
-        return self.base.weight
-
-    def plan(self, super_rank: int, super_size: int) -> Plan:
-        """1024 rounds of peers."""
-        weight = self.base.plan(super_rank, super_size).weight
-        if super_size == 1:
-            return Plan.nobody()
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
         rows = [self.base.round_peers(super_size, super_rank, r) for r in range(ROUNDS_OF_PEERS)]
         table = np.array(rows, dtype=np.int32)
-        return Plan.nobody(Rounds(1, self.order, table), weight)
+        return Plan.nobody(Rounds(1, self.order, table), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The gossip's; rounds repeat after 1024."""
+        """That of the gossip; rounds repeat after 1024."""
         return self.base.mixing_matrix(n, round % ROUNDS_OF_PEERS)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The gossip's; rounds repeat after 1024."""
+        """That of the gossip; rounds repeat after 1024."""
         topology.require_rank(n, i)
         return self.base.round_peers(n, i, round % ROUNDS_OF_PEERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accelerate", "BlockMomentum", "DelayGradients", "Rule", "SlowModel"]
+__all__ = ["Accelerate", "BlockMomentum", "LateGradients", "Rule", "SlowModel"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Accelerate:
 
 
 @dataclass(frozen=True)
-class DelayGradients:
-    """Gradients are averaged instead of models, and used one step later; see DelayByOne."""
+class LateGradients:
+    """Gradients are averaged instead of models, and used one step later; see DelayedGradients."""
 
 
-Rule = BlockMomentum | SlowModel | Accelerate | DelayGradients
+Rule = BlockMomentum | SlowModel | Accelerate | LateGradients

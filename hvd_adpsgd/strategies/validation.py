@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["require_flag", "require_number", "require_whole"]
+__all__ = ["require_flag", "require_integer", "require_number"]
 
 
 def require_flag(strategy: str, argument: str, value: Any) -> None:
@@ -21,7 +21,7 @@ def require_flag(strategy: str, argument: str, value: Any) -> None:
         )
 
 
-def require_whole(strategy: str, argument: str, value: Any, low: int = 1) -> None:
+def require_integer(strategy: str, argument: str, value: Any, low: int = 1) -> None:
     """Raise ConfigError unless the value is a whole number >= low."""
     try:
         good = not isinstance(value, bool) and operator.index(value) >= low

@@ -24,6 +24,7 @@ from hvd_adpsgd.optim.natural_gradient import (
 from hvd_adpsgd.strategies import (
     A2CiD2,
     DelayByOne,
+    DelayedGradients,
     FixedRing,
     GossipPGA,
     NoLoCo,
@@ -142,6 +143,7 @@ __all__ = [
     "CollectiveMismatchError",
     "Compression",
     "DelayByOne",
+    "DelayedGradients",
     "DistributedOptimizer",
     "FixedRing",
     "GossipPGA",

@@ -29,7 +29,7 @@ from hvd_adpsgd.torch.consistency import described, difference, unanimous
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.timeline import open_timeline
-from hvd_adpsgd.torch.update_rules import DelayGradients, NoRule, make_rule
+from hvd_adpsgd.torch.update_rules import make_rule
 
 __all__ = ["Averaging", "live", "metrics"]
 
@@ -202,21 +202,15 @@ class Averaging:
             return True
         if self._slot == _NO_SLOT:  # no all-reduce in the node came after the last step
             self._publish_here()
+        if any(p.grad is not None and p.grad.is_sparse for p in self.rule.model):
+            self._wish.strategy.refuse("a sparse gradient", ModelMismatchError)
         self._absorb()
         self.rule.before_optimizer()
         return self._step > 0
 
     def require_whole_step(self) -> None:
-        """A closure's gradients cannot be used one step late.
-
-        Raises:
-            UnsupportedOptimizerError: with DelayByOne(reading="b").
-        """
-        if self._averages_gradients:
-            raise UnsupportedOptimizerError(
-                "step(closure) with delay_by_one:reading=b: the closure's gradients would be used one "
-                "step later. Call backward() and then step(), or use reading=a."
-            )
+        """Raise UnsupportedOptimizerError if the strategy refuses closures."""
+        self._wish.strategy.refuse("step(closure)", UnsupportedOptimizerError)
 
     def count_optimizer(self, began: float) -> None:
         self._count("optimizer", began)
@@ -265,16 +259,10 @@ class Averaging:
         """Take part in the rounds of skipped steps, with the model as it is.
 
         Raises:
-            UnsupportedOptimizerError: with DelayByOne(reading="b"), for which models must be equal.
+            UnsupportedOptimizerError: if the strategy refuses skipped steps.
         """
         while self._steps.owed:
-            if self._averages_gradients:
-                raise UnsupportedOptimizerError(
-                    f"step {self._step}: the step() of averaged gradients never came, or was left by "
-                    f"an exception, with averaging={self._spec}: they would be used one step late, and "
-                    "cannot be taken back. Step every time (no GradScaler) and end where a step fails, "
-                    "or use delay_by_one:reading=a."
-                )
+            self._wish.strategy.refuse("a skipped step()", UnsupportedOptimizerError)
             self._steps.owed -= 1
             self._offer(self._take_in())
 
@@ -371,10 +359,10 @@ class Averaging:
     def require_growing(self) -> None:
         """Raise a typed error if tensors cannot be added."""
         self.require_running()
-        if type(self.rule) is not NoRule:
+        if self._plan.rule is not None:
             raise UnsupportedOptimizerError(
-                "add_param_group with a strategy that keeps models of its own (block momentum, noloco, "
-                "a2cid2, delay_by_one:reading=b): wrap a new optimizer with all groups instead."
+                f"add_param_group with averaging={self._spec}, which keeps tensors of its own for each "
+                "parameter: wrap a new optimizer with all groups instead."
             )
 
     @torch.no_grad()
@@ -577,7 +565,7 @@ class Averaging:
 
     @property
     def _averages_gradients(self) -> bool:
-        return isinstance(self.rule, DelayGradients)
+        return self._wish.strategy.averages == "gradients"
 
     # ---- numbers -----------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def settled() -> Iterator[None]:
     mean is that of the run. All learners enter together; waits for the slowest super learner.
 
     Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
-    during the next gradient (delay_by_one:reading=a, synchronous_gossip:order=awc): it is taken in here, one
+    during the next gradient (delay_by_one, synchronous_gossip:order=awc): it is taken in here, one
     step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
     of its two models.
     """

@@ -30,7 +30,6 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.strategies.update_rules import DelayGradients
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
@@ -147,36 +146,20 @@ def _wish(
     _require_supported(optimizer)
     strategy = _strategy(averaging, world.config.averaging)
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
-    if not strategy.averages_gradients_globally:
+    if strategy.averages != "nothing":
         _inner_process_set(process_set, world)
-    _require_wire(strategy, config, world.super_size)
-    _require_no_buffers(strategy, buffers)
-    _require_no_adasum(strategy, op)
+    _require_wire(strategy, config, world)
+    if buffers is not None:
+        strategy.refuse("buffers=")
+    if op == horovod.Adasum:
+        strategy.refuse("op=Adasum")
     trained = _trained(_names(optimizer, named), optimizer.param_groups)
     return AveragingSpec(strategy, config, trained, _floating(buffers))
 
 
-def _require_no_buffers(strategy: Strategy, buffers: Any) -> None:
-    rule = strategy.plan(0, 1).rule
-    if buffers is not None and isinstance(rule, DelayGradients):
-        raise ConfigError(
-            f"buffers= with averaging={strategy.spec()}: it averages gradients, which buffers do not "
-            "have. Leave buffers out, or use delay_by_one:reading=a."
-        )
-
-
-def _require_no_adasum(strategy: Strategy, op: Any) -> None:
-    """Adasum steps first and reduces then, so there are no gradients to average."""
-    if op == horovod.Adasum and isinstance(strategy.plan(0, 1).rule, DelayGradients):
-        raise ConfigError(
-            f"op=Adasum with averaging={strategy.spec()}: it averages gradients, and Adasum combines "
-            "what steps have changed. Use op=Average, or delay_by_one:reading=a."
-        )
-
-
-def _require_wire(strategy: Strategy, config: Config, super_size: int) -> None:
+def _require_wire(strategy: Strategy, config: Config, world: Any) -> None:
     """Sums of all models are made in full precision."""
-    plan = strategy.plan(0, super_size)
+    plan = strategy.plan(world.super_rank, world.super_size)
     sums = plan.in_step is not None and plan.in_step.peers is None
     if sums and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(
@@ -226,7 +209,7 @@ def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
 
 def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
     """The synchronous strategy makes all learners one super learner: plain Horovod."""
-    if not strategy.averages_gradients_globally or world.super_size == 1:
+    if strategy.averages != "nothing" or world.super_size == 1:
         return world
     if live():
         raise StrategyMismatchError(
@@ -270,7 +253,7 @@ def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
     global _said_nothing_to_average
     if world.rank > 0 or _said_nothing_to_average:
         return
-    if not strategy.averages_gradients_globally:
+    if strategy.averages != "nothing":
         _said_nothing_to_average = True
         log.warning(
             "one super learner of %d learner%s: nothing to average between super learners, this is "

@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.strategies import update_rules as laws
 
-__all__ = ["DelayGradients", "NoRule", "Rule", "make_rule"]
+__all__ = ["UpdateRule", "make_rule"]
 
 Tensors = list[torch.Tensor]
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-class Rule:
-    """The hooks of a rule, in the order of a step. All of them leave the model alone here.
+class UpdateRule:
+    """The hooks of a rule, in the order of a step. This one leaves the model alone: averaging is all.
 
     Args:
         model: (name, tensor) of what the optimizer trains.
@@ -68,11 +67,7 @@ class Rule:
         return {}
 
 
-class NoRule(Rule):
-    """Averaging is all."""
-
-
-class _BlockMomentum(Rule):
+class _BlockMomentum(UpdateRule):
     """w(t) = w(t-1) + D(t), D(t) = eta D(t-1) + zeta (mean - s(t)); see PeriodicAveraging."""
 
     def __init__(self, model: Named, law: laws.BlockMomentum):
@@ -103,7 +98,7 @@ class _BlockMomentum(Rule):
         return {"global": self._global, "start": self._start, "delta": self._delta}
 
 
-class _SlowModel(Rule):
+class _SlowModel(UpdateRule):
     """m' = mu m + eta bar(w - p) + eta (bar(p) - p), w' = p' = p + m'; see NoLoCo."""
 
     own = True
@@ -142,7 +137,7 @@ class _SlowModel(Rule):
         return {"slow": self._slow, "momentum": self._momentum}
 
 
-class _Accelerate(Rule):
+class _Accelerate(UpdateRule):
     """The second model as its distance h = xt - x, which no gradient changes; see A2CiD2.
 
     In a unit of time x += h (1 - exp(-2 eta)) / 2 and h *= exp(-2 eta). An exchange that moves x by
@@ -186,14 +181,14 @@ class _Accelerate(Rule):
         return {"distance": self._distance}
 
 
-class DelayGradients(Rule):
-    """Steps with the mean gradient of the step before; see DelayByOne(reading="b").
+class _LateGradients(UpdateRule):
+    """Steps with the mean gradient of the step before; see DelayedGradients.
 
     What is averaged are copies of the gradients: while the mean of these is made, the next
     gradients are computed.
     """
 
-    def __init__(self, model: Named, law: laws.DelayGradients):
+    def __init__(self, model: Named, law: laws.LateGradients):
         super().__init__(model)
         self._late = _like(self.model)
 
@@ -211,11 +206,6 @@ class DelayGradients(Rule):
                 continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            if p.grad.is_sparse:
-                raise ModelMismatchError(
-                    f"delay_by_one:reading=b has no use for the sparse gradient of shape "
-                    f"{list(p.shape)}. Use sparse=False in the embedding, or reading=a."
-                )
             mine = p.grad.clone()
             p.grad.copy_(late)
             late.copy_(mine)
@@ -224,16 +214,16 @@ class DelayGradients(Rule):
         return {"late": self._late}
 
 
-def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) -> Rule:
+def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) -> UpdateRule:
     """The rule of a plan on the tensors that an optimizer trains."""
     if isinstance(law, laws.Accelerate):
         return _Accelerate(model, law, exchanges_per_step)
-    made: dict[type, Callable[..., Rule]] = {
+    made: dict[type, Callable[..., UpdateRule]] = {
         laws.BlockMomentum: _BlockMomentum,
         laws.SlowModel: _SlowModel,
-        laws.DelayGradients: DelayGradients,
+        laws.LateGradients: _LateGradients,
     }
-    return NoRule(model) if law is None else made[type(law)](model, law)
+    return UpdateRule(model) if law is None else made[type(law)](model, law)
 
 
 def _like(model: Tensors) -> Tensors:

@@ -81,7 +81,7 @@ def run(spec: str, how: str, victims: str, sums: str) -> Result:
         ("delay_by_one", "middle", "2", "butterfly"),
         pytest.param("delay_by_one", "between", "0,2", "mpi", marks=pytest.mark.extended),
         ("delay_by_one", "raise", "0", "butterfly"),
-        pytest.param("delay_by_one:reading=b", "middle", "0", "mpi", marks=pytest.mark.extended),
+        pytest.param("delayed_gradients", "middle", "0", "mpi", marks=pytest.mark.extended),
         ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2", "mpi"),
         pytest.param(
             "periodic_averaging:period=2", "middle", "0,3", "butterfly", marks=pytest.mark.extended

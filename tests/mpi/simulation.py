@@ -18,8 +18,8 @@ from hvd_adpsgd.theory import topology
 Array = NDArray[np.float64]
 
 LAWS = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
+    "delay_by_one",
+    "delayed_gradients",
     "periodic_averaging:period=3",
     "periodic_averaging:period=3,block_momentum=0.75",
     "periodic_averaging:period=3,block_momentum=0.75,block_rate=0.8,nesterov=1",
@@ -154,20 +154,20 @@ class Simulation:
 
     def settle(self, step: int) -> None:
         """What was to come one step later is taken in now."""
-        if parse(self.setting.spec).name != "delay_by_one" or not self.reading_b:
+        if not self.delays_gradients:
             self.W = self.mix(step)
             self.pending = False
 
     @property
-    def reading_b(self) -> bool:
-        return getattr(parse(self.setting.spec), "reading", "") == "b"
+    def delays_gradients(self) -> bool:
+        return parse(self.setting.spec).averages == "gradients"
 
     def step(self, step: int) -> None:
         strategy = parse(self.setting.spec)
         G = self.gradients(step)
         if strategy.name == "synchronous":
             self.descend(self.mean(G))
-        elif self.reading_b:
+        elif self.delays_gradients:
             if step:
                 self.descend(self.mean(self.late))
             self.late = G

@@ -84,8 +84,8 @@ def test_random_schemes_shrink_disagreement_by_their_law(n: int) -> None:
 def slowest(strategy: Strategy, n: int) -> float:
     """Factor on squared disagreement per exchange if exchanges come one by one, at random."""
     if strategy.name == "fixed_ring":
-        return theorems.event_contraction(n, topology.ring_edges(n), strategy.weight)
-    return theorems.complete_event_contraction(n, strategy.weight)
+        return theorems.event_contraction(n, topology.ring_edges(n), strategy.pair_weight(n))
+    return theorems.complete_event_contraction(n, strategy.pair_weight(n))
 
 
 def fastest(strategy: Strategy, n: int) -> float:

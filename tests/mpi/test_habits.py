@@ -65,7 +65,7 @@ def test_a_skipped_step_keeps_nobody_waiting_and_the_mean_exact(place: str, spec
 def test_a_gradient_used_one_step_late_cannot_be_skipped(place: str) -> None:
     for facts in said(f"{place}/skipped late"):
         assert facts["error"] == "UnsupportedOptimizerError", facts
-        assert "reading=a" in facts["text"]
+        assert "delay_by_one" in facts["text"]
 
 
 @pytest.mark.parametrize("how", ["closure", "synchronize"])
@@ -139,7 +139,7 @@ def test_buffers_get_the_plain_mean(place: str, spec: str) -> None:
         ("periodic_averaging:period=2,block_momentum=0.9", 5),
         ("periodic_averaging:period=2,block_momentum=0.9,nesterov=1", 5),
         ("noloco:period=1,rate=1,momentum=0.9", 12),  # until the slow models of all have met
-        ("delay_by_one:reading=b", 4),
+        ("delayed_gradients", 4),
     ],
 )
 @pytest.mark.parametrize("place", PLACES)

@@ -16,7 +16,7 @@ from launcher import run_learners
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "natural.py"
-ALONE = ("random_pairs", "delay_by_one", DELAYED := "delay_by_one:reading=b", "periodic_averaging:period=3",
+ALONE = ("random_pairs", "delay_by_one", DELAYED := "delayed_gradients", "periodic_averaging:period=3",
          "synchronous")  # fmt: skip
 IN_PAIRS = ("random_pairs", "delay_by_one", "periodic_averaging:period=3", "random_pairs*2",
             "synchronous")  # fmt: skip
@@ -43,7 +43,7 @@ def require_trained(said: list[Facts], learners: int) -> None:
         assert facts["last"] < 0.95 * facts["first"], facts
     own = [facts["estimates"] for facts in said]
     assert len(set(own)) == learners
-    # reading b takes no first step: a first minibatch does not enter the estimates
+    # delayed_gradients takes no first step: a first minibatch does not enter the estimates
     delayed = said[0]["case"] == DELAYED
     assert all(delayed or facts["error"] < 1e-5 for facts in said), said
     assert [facts["as_alone"] for facts in said] == [not delayed] * learners

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "overlap.py"
 BESIDE = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
+    "delay_by_one",
+    "delayed_gradients",
     "synchronous_gossip:order=awc+fixed_ring",
 )
 WAITING = ("periodic_averaging:period=1", "synchronous_gossip:order=atc+fixed_ring")

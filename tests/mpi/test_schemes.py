@@ -131,7 +131,7 @@ def test_schemes_are_told_apart(place: str) -> None:
         last[spec] = simulation(place, setting).run()[-1]
     same = [(a, b) for a in LAWS for b in LAWS if a < b and np.abs(last[a] - last[b]).max() < 1e-3]
     equal_rings = {spec for spec in LAWS if "ring" in spec or (n == 2 and "pairs" in spec)}
-    averages = {spec for spec in LAWS if spec == "delay_by_one:reading=a"}
+    averages = {spec for spec in LAWS if spec == "delay_by_one"}
     for a, b in same:  # rings of 2 and 3 are the exact mean, however permuted
         assert n <= 3, (a, b)
         assert {a, b} <= equal_rings | averages, (a, b)
@@ -365,10 +365,10 @@ def test_learners_of_a_node_stay_the_same_with_a_second_model() -> None:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 HALF = 10
-HOLDS = {"delay_by_one:reading=b": ["late"], "noloco:period=3": ["momentum", "slow"]}
+HOLDS = {"delayed_gradients": ["late"], "noloco:period=3": ["momentum", "slow"]}
 RESUMED = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
+    "delay_by_one",
+    "delayed_gradients",
     "synchronous_gossip:order=awc+random_ring:seed=2",
     "synchronous_gossip:order=atc+random_pairs:seed=1",
     "noloco:period=3",
@@ -394,7 +394,7 @@ def test_a_scheme_in_step_goes_on_from_its_checkpoint_to_the_bit(spec: str) -> N
 
 
 @pytest.mark.parametrize(
-    "spec", ["delay_by_one:reading=a", "synchronous_gossip:order=awc+random_ring:seed=2"]
+    "spec", ["delay_by_one", "synchronous_gossip:order=awc+random_ring:seed=2"]
 )
 def test_settling_changes_what_is_delayed(spec: str) -> None:
     """So the law that the checkpoints are held to is not that of an undisturbed run."""
@@ -473,10 +473,10 @@ REFUSED = {
         "ConfigError",
         ("gossip_pga", "synchronous", "random_pairs"),
     ),
-    "adasum": ("ConfigError", ("Adasum", "reading=a")),
+    "adasum": ("ConfigError", ("Adasum", "delay_by_one")),
     "class": ("ConfigError", ("RandomPairs",)),
-    "closure": ("UnsupportedOptimizerError", ("closure", "reading=a")),
-    "group/delay_by_one:reading=b": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),
+    "closure": ("UnsupportedOptimizerError", ("closure", "delay_by_one")),
+    "group/delayed_gradients": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),
     "group/periodic_averaging:block_momentum=0.5": ("UnsupportedOptimizerError", ("block",)),
     "group/noloco": ("UnsupportedOptimizerError", ("noloco",)),
 }
@@ -501,7 +501,7 @@ def finite(models: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "spec", ["periodic_averaging:period=2", "delay_by_one", "delay_by_one:reading=b"]
+    "spec", ["periodic_averaging:period=2", "delay_by_one", "delayed_gradients"]
 )
 def test_the_mean_is_made_without_a_model_that_is_not_finite(spec: str) -> None:
     run = trained("later", 4)
@@ -543,7 +543,7 @@ def uneven() -> dict[str, list[Facts]]:
     ("spec", "period"),
     [
         ("delay_by_one", 1),
-        ("delay_by_one:reading=b", 1),
+        ("delayed_gradients", 1),
         ("periodic_averaging:period=2", 2),
         ("periodic_averaging:period=1,block_momentum=0.5", 1),
         ("gossip_pga:period=2", 2),

@@ -16,6 +16,7 @@ from hvd_adpsgd.strategies import (
     STRATEGIES,
     A2CiD2,
     DelayByOne,
+    DelayedGradients,
     FixedRing,
     GossipPGA,
     NoLoCo,
@@ -30,7 +31,7 @@ from hvd_adpsgd.strategies import (
     same,
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
-from hvd_adpsgd.strategies.update_rules import BlockMomentum, DelayGradients, SlowModel
+from hvd_adpsgd.strategies.update_rules import BlockMomentum, LateGradients, SlowModel
 
 SEEDS = st.integers(0, 2**32 - 1)
 PERIODS = st.integers(1, 1000)
@@ -41,12 +42,13 @@ ALL = st.one_of(
     GOSSIP,
     st.just(Synchronous()),
     st.just(A2CiD2()),
-    st.sampled_from("ab").map(DelayByOne),
+    st.sampled_from([DelayByOne(), DelayedGradients()]),
     st.builds(PeriodicAveraging, PERIODS, MOMENTA, RATES, st.booleans()),
     st.builds(GossipPGA, PERIODS, GOSSIP),
     st.builds(SynchronousGossip, st.sampled_from([DURING, AFTER]), GOSSIP),
     st.builds(NoLoCo, PERIODS, RATES, MOMENTA, SEEDS),
 )
+KINDS = (FixedRing, RandomRing, RandomPairs)
 IN_PAIRS = (SynchronousGossip, NoLoCo)
 TOO_FEW = {A2CiD2: (2, 3)}  # super learners
 
@@ -123,7 +125,7 @@ def test_what_is_done_in_step():
     assert paired == ["synchronous_gossip", "synchronous_gossip:order=atc+random_pairs", "noloco"]
     rules = {spec: p.rule for spec, p in plans.items() if p.rule is not None}
     assert rules == {
-        "delay_by_one:reading=b": DelayGradients(),
+        "delayed_gradients": LateGradients(),
         "periodic_averaging:block_momentum=0.75,nesterov=1": BlockMomentum(0.75, 1.0, True),
         "periodic_averaging:block_rate=0.5": BlockMomentum(0.0, 0.5, False),
         "noloco": SlowModel(0.5, 0.7),
@@ -134,7 +136,7 @@ def test_what_is_done_in_step():
 
 SCHEDULED = {
     "delay_by_one": (1, DURING),
-    "delay_by_one:reading=b": (1, DURING),
+    "delayed_gradients": (1, DURING),
     "periodic_averaging": (10, AFTER),
     "periodic_averaging:block_momentum=0.75,nesterov=1": (10, AFTER),
     "periodic_averaging:block_rate=0.5": (10, AFTER),
@@ -180,7 +182,7 @@ def test_rounds_widths_and_weights():
         "gossip_pga": (4096, 1),
         "a2cid2": (1, 2),
         **dict.fromkeys(
-            ("synchronous", "delay_by_one", "periodic_averaging", "synchronous_gossip", "noloco"),
+            "synchronous delay_by_one delayed_gradients periodic_averaging synchronous_gossip noloco".split(),
             (1, 0),
         ),
     }
@@ -217,7 +219,8 @@ def test_spec_is_read_back(strategy):
         ("random_ring: seed = 1", None, None),
         ("random_ring:seed=1", RandomRing(1), "random_ring:seed=1"),
         ("synchronous", Synchronous(), "synchronous"),
-        ("delay_by_one", DelayByOne(), "delay_by_one:reading=a"),
+        ("delay_by_one", DelayByOne(), "delay_by_one"),
+        ("delayed_gradients", DelayedGradients(), "delayed_gradients"),
         (
             "periodic_averaging:period=20,nesterov=1",
             PeriodicAveraging(20, nesterov=True),
@@ -282,10 +285,10 @@ def test_parse(text, strategy, spec):
         ("gossip_pga+synchronous_gossip", "on top of gossip"),
         ("gossip_pga:period=2+gossip_pga:period=3", "on top of gossip"),
         ("gossip_pga:period=0", "period.*int >= 1"),
-        ("a2cid2+random_pairs", "sparse graphs.*everybody meets everybody"),
+        ("a2cid2+random_pairs", "sparse graphs.*all pairs meet"),
         ("a2cid2+random_ring", "sparse graphs"),
         ("a2cid2+synchronous_gossip", "sparse graphs"),
-        ("delay_by_one:reading=c", "'a' or 'b'"),
+        ("delay_by_one:reading=a", "nothing after its name"),
         ("periodic_averaging:period=0", "period.*>= 1"),
         ("periodic_averaging:period=1.5", "period=<int>"),
         ("periodic_averaging:warm_up=-1", "warm_up.*>= 0"),
@@ -330,9 +333,30 @@ def test_seeds_are_plain_and_strategies_frozen():
     assert RandomRing(3) != RandomPairs(3)
 
 
-def test_only_synchronous_averages_gradients_globally():
-    kinds = {name: kind.averages_gradients_globally for name, kind in STRATEGIES.items()}
-    assert [name for name, yes in kinds.items() if yes] == ["synchronous"]
+def test_what_others_must_know_of_a_strategy():
+    averages = {name: kind.averages for name, kind in STRATEGIES.items()}
+    others = {name: what for name, what in averages.items() if what != "models"}
+    assert others == {"synchronous": "nothing", "delayed_gradients": "gradients"}
+    assert {n for n, kind in STRATEGIES.items() if kind.is_gossip} == {s.name for s in KINDS}
+    for n in (2, 3, 8):
+        for strategy in map(parse, STRATEGIES):
+            if n > 3 or strategy.name != "a2cid2":
+                assert strategy.plan(0, n).weight == strategy.pair_weight(n)
+    with pytest.raises(
+        ConfigError, match=r"op=Adasum with averaging=delayed_gradients: .*delay_by_one"
+    ):
+        DelayedGradients().refuse("op=Adasum")
+    assert DelayByOne().refuse("op=Adasum") is None
+
+
+def test_a_strategy_is_read_and_planned_once(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(RandomRing, "_plan", lambda self, rank, n: drawn.append((rank, n)))
+    for _ in range(3):
+        parse("random_ring:seed=77").plan(1, 4)
+        RandomRing(77).plan(1, 4)
+    assert drawn == [(1, 4)]
+    assert parse("random_ring:seed=77") is parse("random_ring:seed=77")
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
@@ -351,7 +375,7 @@ def test_plan_of_no_super_learner(name, rank, size):
         ([[1]], 0.0),
         ([[1]], 0.6),
         ([[1]], float("nan")),
-        (np.empty((1, 0)), 0.5),
+        (np.empty((1, 0)), 0.6),
     ],
 )
 def test_plan_refuses(schedule, weight):
@@ -411,7 +435,7 @@ def test_plans_with_rounds_or_rules_are_told_apart():
         Plan.nobody(Rounds()),
         Plan.nobody(Rounds(2)),
         Plan.nobody(pairs, 0.5),
-        Plan.nobody(Rounds(), rule=DelayGradients()),
+        Plan.nobody(Rounds(), rule=LateGradients()),
         Plan.nobody(Rounds(), rule=SlowModel(0.5, 0.7)),
     ]
     for i, a in enumerate(plans):
@@ -420,7 +444,7 @@ def test_plans_with_rounds_or_rules_are_told_apart():
 
 @pytest.mark.parametrize(
     ("in_step", "weight"),
-    [(Rounds(1, AFTER, [[1, 0]]), 0.0), (Rounds(1, AFTER, [[1, 0]]), 0.6), (Rounds(), 0.5)],
+    [(Rounds(1, AFTER, [[1, 0]]), 0.0), (Rounds(1, AFTER, [[1, 0]]), 0.6), (Rounds(), -0.5)],
 )
 def test_weights_of_rounds_are_those_of_pairs(in_step, weight):
     with pytest.raises(ConfigError, match="bad weight"):
@@ -438,11 +462,11 @@ def test_rounds_of_pairs_only_where_there_are_pairs(name):
     [
         (
             lambda: SynchronousGossip(AFTER, "fixed_ring"),
-            "bad of .*'fixed_ring', allowed is a strategy",
+            "bad base.*'fixed_ring', allowed is a strategy",
         ),
-        (lambda: SynchronousGossip(AFTER, FixedRing), "bad of for synchronous_gossip"),
+        (lambda: SynchronousGossip(AFTER, FixedRing), "bad base for synchronous_gossip"),
         (lambda: GossipPGA(3, None), "None, allowed is a strategy"),
-        (lambda: A2CiD2("fixed_ring"), "bad of .*'fixed_ring'.*a2cid2\\+fixed_ring"),
+        (lambda: A2CiD2("fixed_ring"), "bad base.*'fixed_ring'.*a2cid2\\+fixed_ring"),
         (lambda: PeriodicAveraging(True), "period"),
         (lambda: PeriodicAveraging(2.0), "period"),
         (lambda: PeriodicAveraging(2, "0.5"), "block_momentum"),

@@ -111,7 +111,7 @@ class Trainer:
         self.in_step = False
         if averaged:
             strategy = strategies.parse(options.averaging)
-            self.in_step = strategy.averages_gradients_globally
+            self.in_step = strategy.averages == "nothing"
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 named_parameters=self.model.named_parameters(),

@@ -112,7 +112,7 @@ class Learner:
 def _period(spec: str) -> int | None:
     """After how many steps all wait for others; None if nobody ever does."""
     strategy = strategies.parse(spec)
-    if strategy.averages_gradients_globally:
+    if strategy.averages == "nothing":
         return 1
     in_step = strategy.plan(0, max(hvd.super_size(), 2)).in_step
     return None if in_step is None else in_step.period

@@ -67,7 +67,7 @@ def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jo
 def waits(scheme: str) -> bool:
     """Whether all wait for the slowest."""
     strategy = strategies.parse(scheme)
-    return strategy.averages_gradients_globally or strategy.plan(0, 4).in_step is not None
+    return strategy.averages == "nothing" or strategy.plan(0, 4).in_step is not None
 
 
 def speeds(blocks: list[tuple[float, Block]]) -> dict[float, dict[str, float]]:

@@ -99,7 +99,7 @@ def skipped(where: str) -> None:
 def skipped_late(where: str) -> None:
     """Gradients that are used one step late cannot be skipped."""
     p = vector()
-    with training("delay_by_one:reading=b", [p]) as optimizer:
+    with training("delayed_gradients", [p]) as optimizer:
 
         def skip() -> None:
             for step in range(2):
@@ -209,7 +209,7 @@ def frozen(where: str) -> None:
         "periodic_averaging:period=2,block_momentum=0.9",
         "periodic_averaging:period=2,block_momentum=0.9,nesterov=1",
         "noloco:period=1,rate=1,momentum=0.9",
-        "delay_by_one:reading=b",
+        "delayed_gradients",
     )
     for spec in specs:
         p, q = vector(), vector()

@@ -264,12 +264,12 @@ def refusals(where: str) -> None:
             case=f"{where}/refused/{spec}",
             **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
         )
-    reading_b = {"averaging": "delay_by_one:reading=b", "op": hvd.Adasum}
-    for name, given in (("adasum", reading_b), ("class", {"averaging": hvd.RandomPairs})):
+    delayed = {"averaging": "delayed_gradients", "op": hvd.Adasum}
+    for name, given in (("adasum", delayed), ("class", {"averaging": hvd.RandomPairs})):
         plain = torch.optim.SGD(fresh(), lr=0.1)
         call = lambda plain=plain, given=given: hvd.DistributedOptimizer(plain, **given)  # noqa: E731
         say(case=f"{where}/refused/{name}", **outcome(call))
-    s = Setting("delay_by_one:reading=b")
+    s = Setting("delayed_gradients")
     with training(s) as (model, optimizer):
         for step in range(2):
             advance(s, step, model, optimizer)
@@ -281,7 +281,7 @@ def refusals(where: str) -> None:
             return loss
 
         say(case=f"{where}/refused/closure", **outcome(lambda: optimizer.step(closure)))
-    for spec in ("delay_by_one:reading=b", "periodic_averaging:block_momentum=0.5", "noloco"):
+    for spec in ("delayed_gradients", "periodic_averaging:block_momentum=0.5", "noloco"):
         s = Setting(spec)
         with training(s) as (model, optimizer):
             advance(s, 0, model, optimizer)
@@ -295,7 +295,7 @@ def not_finite(where: str) -> None:
     for spec in (
         "periodic_averaging:period=2",
         "delay_by_one",
-        "delay_by_one:reading=b",
+        "delayed_gradients",
         "synchronous_gossip:order=awc+random_pairs",
         "synchronous_gossip:order=atc+fixed_ring",
         "noloco:period=2",
@@ -318,8 +318,8 @@ def not_finite(where: str) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------
 
 RESUMED = (
-    "delay_by_one:reading=a",
-    "delay_by_one:reading=b",
+    "delay_by_one",
+    "delayed_gradients",
     "synchronous_gossip:order=awc+random_ring:seed=2",
     "synchronous_gossip:order=atc+random_pairs:seed=1",
     "noloco:period=3",

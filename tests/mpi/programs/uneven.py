@@ -15,7 +15,7 @@ import hvd_adpsgd.torch as hvd
 
 SPECS = (
     "delay_by_one",
-    "delay_by_one:reading=b",
+    "delayed_gradients",
     "periodic_averaging:period=2",
     "periodic_averaging:period=1,block_momentum=0.5",
     "gossip_pga:period=2",

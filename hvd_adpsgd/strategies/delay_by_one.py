@@ -1,0 +1,39 @@
+"""Delay by one: the mean of all models, computed during the next gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.strategies.plan import DURING, Plan, Rounds, Strategy
+from hvd_adpsgd.theory import mixing
+
+__all__ = ["DelayByOne"]
+
+
+@dataclass(frozen=True)
+class DelayByOne(Strategy):
+    """The mean of all models, computed while the next gradient is.
+
+    With g_l the gradient of super learner l:
+
+        w_l' = mean(w) - lr g_l(w_l)
+
+    Each starts from its own model of the step before, so models differ by the update of one step.
+    Every step waits for the slowest super learner. One super learner is the plain optimizer.
+
+    Source: Zhang et al., arXiv:2002.01119 and arXiv:2110.11199 (delay by one). Their text allows
+        another reading too, DelayedGradients.
+    """
+
+    name: ClassVar[str] = "delay_by_one"
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        return Plan.nobody(Rounds(order=DURING))
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The exact mean."""
+        return mixing.uniform_matrix(n)

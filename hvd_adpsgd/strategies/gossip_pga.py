@@ -1,0 +1,49 @@
+"""Gossip-PGA: gossip with a periodic global average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, require_gossip
+from hvd_adpsgd.strategies.random_pairs import RandomPairs
+from hvd_adpsgd.strategies.validation import require_integer
+from hvd_adpsgd.theory import mixing
+
+__all__ = ["GossipPGA"]
+
+
+@dataclass(frozen=True)
+class GossipPGA(Strategy):
+    """Gossip, and the exact mean of all after every `period` steps, for which all wait.
+
+    Args:
+        period: steps, >= 1.
+        base: the gossip: RandomPairs, FixedRing or RandomRing.
+
+    Raises:
+        ConfigError: for a bad number, or another strategy.
+
+    Source: Chen et al., Gossip-PGA, arXiv:2105.09080.
+    """
+
+    period: int = 50
+    base: Strategy = field(default_factory=RandomPairs)
+    name: ClassVar[str] = "gossip_pga"
+
+    def __post_init__(self) -> None:
+        require_integer(self.name, "period", self.period)
+        require_gossip(self.name, self.base)
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        gossip = self.base.plan(super_rank, super_size)
+        return Plan(gossip.schedule, gossip.weight, Rounds(self.period, AFTER))
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """That of the gossip; every `period`-th round is the exact mean."""
+        if (round + 1) % self.period == 0:
+            return mixing.uniform_matrix(n)
+        return self.base.mixing_matrix(n, round)

@@ -1,0 +1,74 @@
+"""Periodic model averaging, with block momentum if wished (BMUF)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
+from hvd_adpsgd.strategies.update_rules import BlockMomentum
+from hvd_adpsgd.strategies.validation import require_flag, require_integer, require_number
+from hvd_adpsgd.theory import mixing
+
+__all__ = ["PeriodicAveraging"]
+
+
+@dataclass(frozen=True)
+class PeriodicAveraging(Strategy):
+    """Model averaging: the exact mean of all after every `period` steps; all wait for it.
+
+    With block momentum (BMUF) the mean is not taken as it is. For block t of `period` steps, s(t)
+    the model that all started it from:
+
+        G(t) = mean(w) - s(t);   D(t) = eta D(t-1) + zeta G(t);   w(t) = w(t-1) + D(t)
+        s(t+1) = w(t), with nesterov w(t) + eta D(t)
+
+    The usual choice is eta = 1 - 1/n, zeta = 1. eta = 0, zeta = 1 is plain model averaging. All must
+    start from the same model (broadcast_parameters).
+
+    Args:
+        period: steps, >= 1.
+        block_momentum: eta in [0, 1).
+        block_rate: zeta > 0.
+        nesterov: whether a block starts ahead.
+        warm_up: steps at the beginning after which nobody averages, >= 0: models that still move fast
+            average badly. The first block ends at the first multiple of `period` beyond it; block
+            momentum carries all of its way on.
+
+    Raises:
+        ConfigError: for a value out of range.
+
+    Source: Su and Chen, arXiv:1507.01239 (model averaging); Chen and Huo, ICASSP 2016 (BMUF), with
+        G taken against the start of the block, as its implementations do. No averaging at the beginning
+        as in Kaldi's parameter averaging.
+    """
+
+    period: int = 10
+    block_momentum: float = 0.0
+    block_rate: float = 1.0
+    nesterov: bool = False
+    warm_up: int = 0
+    name: ClassVar[str] = "periodic_averaging"
+
+    def __post_init__(self) -> None:
+        require_integer(self.name, "period", self.period)
+        require_integer(self.name, "warm_up", self.warm_up, low=0)
+        momentum = require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
+        rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
+        require_flag(self.name, "nesterov", self.nesterov)
+        object.__setattr__(self, "nesterov", bool(self.nesterov))
+        object.__setattr__(self, "block_momentum", momentum)  # 0 and 0.0 are one spec
+        object.__setattr__(self, "block_rate", rate)
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        plain = self.block_momentum == 0 and self.block_rate == 1
+        rule = BlockMomentum(self.block_momentum, self.block_rate, self.nesterov)
+        rounds = Rounds(self.period, AFTER, warm_up=self.warm_up)
+        return Plan.nobody(rounds, rule=None if plain else rule)
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The exact mean."""
+        return mixing.uniform_matrix(n)
