@@ -167,7 +167,7 @@ class Config:
         "mpi",
         str,
         "",
-        "how strategies that average all at once sum: MPI's all-reduce, or pairwise in log2 n stages",
+        "how a mean of all super learners is summed: MPI's all-reduce, or pairwise in log2 n stages",
         choices=("mpi", "butterfly"),
     )
     nonfinite: str = _option(
@@ -197,7 +197,7 @@ class Config:
         5.0,
         float,
         "s",
-        "longest wait for the others when a learner leaves",
+        "longest wait for other learners when one leaves",
         low=0.05,
         high=3600,
     )
@@ -205,7 +205,7 @@ class Config:
         "continue",
         str,
         "",
-        "operations over all learners when some have failed: go on with the others, or raise",
+        "operations over all learners when some have failed: continue with the survivors, or raise",
         choices=("continue", "raise"),
     )
     state_dir: str | None = _option(

@@ -139,8 +139,8 @@ class TransportError(AdpsgdError, RuntimeError):
 class PeerFailedError(TransportError):
     """A super learner that this one cannot do without has failed.
 
-    Losing a peer is survived and only logged; this is raised where an operation needs the
-    lost one (a global allreduce, say). Catch it to save the model and go on alone, or restart.
+    A failed peer is only logged; this is raised where an operation needs it (an allreduce over all
+    learners, say). Catch it to save the model and continue alone, or restart.
     """
 
 

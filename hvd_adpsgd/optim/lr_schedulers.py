@@ -126,10 +126,10 @@ class Newbob(_Resumable):
     halving ends it: `finished` is then true, and the rate stays. A large gain in between does not
     undo anything.
 
-    Call `step(held_out_loss)` after each epoch. The first call only remembers: call it before
-    training if the first epoch is to be judged too. Give every learner the same loss
-    (`hvd.allreduce` it), else their rates part. Kaldi also throws away an epoch that made the loss
-    worse; whoever wants that keeps the last good model and loads it.
+    Call `step(held_out_loss)` after each epoch. The first call only records the loss: call it
+    before training if the first epoch is to be judged too. Give every learner the same loss
+    (`hvd.allreduce` it), else their rates diverge. Kaldi also discards an epoch that increased the loss:
+    to do so, keep the last good model and load it.
 
     Args:
         optimizer: the optimizer; it starts at its own rates.

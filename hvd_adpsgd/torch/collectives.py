@@ -1,7 +1,7 @@
 """Operations over all learners, with Horovod's signatures and conventions.
 
 With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super
-learners they go through MPI: every learner first tells all others what it calls, so that a mismatch
+learners they go through MPI: all learners first exchange what they call, so that a mismatch
 is an error on all of them instead of a hang, and learners that failed are left out.
 """
 
@@ -339,7 +339,7 @@ def broadcast(
     Args:
         tensor: the same dtype and shape on all learners.
         root_rank: whose; among all learners, or in the super learner if that is the process set. None:
-            the first learner that lives.
+            the first surviving learner.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
@@ -393,7 +393,7 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
 
     Args:
         params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
-        root_rank: whose, among all learners; None: the first that lives.
+        root_rank: whose, among all learners; None: the first surviving learner.
 
     Raises:
         ConfigError: for params of another type or a root_rank out of range.
@@ -423,12 +423,12 @@ def broadcast_optimizer_state(
     """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
 
     Over several super learners the state is the root's exactly: where the root's optimizer has not
-    stepped yet, nobody's has afterwards. (Horovod makes an empty state by a step with zero
+    stepped yet, no learner's has afterwards. (Horovod makes an empty state by a step with zero
     gradients, which counts as a step and applies weight decay.)
 
     Args:
         optimizer: wrapped or not; with the same parameter groups on all learners.
-        root_rank: whose, among all learners; None: the first that lives.
+        root_rank: whose, among all learners; None: the first surviving learner.
         model: as in Horovod, which needs it to find sparse parameters.
 
     Raises:
@@ -470,7 +470,7 @@ def broadcast_object(
     Args:
         obj: the root's counts; it is returned there itself.
         root_rank: whose; among all learners, or in the super learner if that is the process set. None:
-            the first learner that lives.
+            the first surviving learner.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
@@ -528,7 +528,7 @@ def _broadcast_all(
 
 
 def _root_in(world: World, call: Call) -> int:
-    """The root's rank in world.comm; None is the first learner that lives.
+    """The root's rank in world.comm; None is the first surviving learner.
 
     To a joining learner that has not joined yet its own first learner stands for the root.
     """
@@ -542,7 +542,7 @@ def _root_in(world: World, call: Call) -> int:
     if call.root not in world.ranks:
         raise PeerFailedError(
             f"{call.kind}(root_rank={call.root}): learner {call.root} failed. Choose another "
-            f"root, or None for the first that lives ({world.ranks[0]} of the {len(world.ranks)} left)."
+            f"root, or None for the first survivor ({world.ranks[0]} of the {len(world.ranks)} left)."
         )
     return world.ranks.index(call.root)
 

@@ -83,7 +83,7 @@ class OnlineFisher:
     Kaldi's other floor, 1e-10, and its start value are absolute, and made for derivatives of a sum
     over the minibatch. Here both are relative to the mean square of a coordinate, because
     derivatives of a mean are smaller by n: the estimate follows any scale of the rows. A minibatch
-    of zeros, or with an Inf or a NaN, leaves it as it is. Rows are made orthonormal again at errors
+    of zeros, or with an Inf or a NaN, leaves it unchanged. Rows are made orthonormal again at errors
     of 1e-9, not 1e-3, for they are float64; where Cholesky's factor is in doubt, by QR, which is the same
     but for signs.
 

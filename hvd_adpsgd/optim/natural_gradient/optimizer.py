@@ -45,7 +45,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
     Horovod's mean over the learners of a node, delayed gradients) handles natural gradients, each
     learner's made with its own estimates, as in Kaldi. Estimates are never averaged between
     learners. Several backward passes before a step are one minibatch. A term of the loss that holds
-    a weight itself is added as it is, unpreconditioned, as is `weight_decay`.
+    a weight itself is added unpreconditioned, as is `weight_decay`.
 
     The rate: lr means what it means in torch.optim.SGD, for a loss that is a mean over rows. Kaldi's
     objective is a sum over the n rows of a minibatch, and its momentum scales the step by
