@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,8 +24,11 @@ from hvd_adpsgd.tools.build_horovod import KEEPER
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
-QUICK = ROOT / "tests" / "quick"  # the sitecustomize.py that makes a start cheaper
+QUICK = ROOT / "tests" / "quick"  # what makes a start cheaper: sitecustomize.py, and server.py
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
+
+# Variables that Python, MPI or a library reads before a forked learner has its environment.
+_EARLY = ("GOMP_", "LD_", "MALLOC_", "MKL_", "MPI4PY_", "OMP_", "PYTHON", "TORCH")
 
 # What every program starts with. One os.write per line: learners share the pipe.
 PRELUDE = f"""
@@ -72,6 +78,7 @@ def run_learners(
     timeout: float = 60,
     launcher: str | None = "mpirun",
     kept: bool = False,
+    fresh: bool = False,
 ) -> Result:
     """Run a program on `np` learners and wait for all of them.
 
@@ -84,17 +91,43 @@ def run_learners(
         launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), or None for
             one process without any.
         kept: run each learner below the shell that our Horovod build puts there.
+        fresh: start each learner's Python, where a learner's end, parent or memory matters; without,
+            learners started by mpirun are forked by QUICK's server.
     """
+    env = env or {}
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(program, str):
             file = Path(folder) / "program.py"
             file.write_text(PRELUDE + textwrap.dedent(program))
         else:
             file = program
-        keeper = ["sh", "-c", KEEPER, "learner"] if kept else []
-        command = [*_launch(np, launcher), *keeper, sys.executable, str(file), *args]
+        python = [sys.executable]
+        if kept:
+            python = ["sh", "-c", KEEPER, "learner", *python]
+        elif launcher == "mpirun" and not fresh and not any(k.startswith(_EARLY) for k in env):
+            python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
+        command = [*_launch(np, launcher), *python, str(file), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
-        return _run(command, environment(env or {}, first), timeout)
+        return _run(command, environment(env, first), timeout)
+
+
+@functools.cache
+def server() -> str:
+    """Start the process that forks learners; it ends with this one, however that ends."""
+    name = f"hvd_adpsgd-tests-{secrets.token_hex(16)}"
+    process = subprocess.Popen(
+        [sys.executable, QUICK / "server.py", name],
+        env=environment({}, [QUICK]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert process.stdin and process.stdout
+    assert process.stdout.readline() == b"ready\n", "tests/quick/server.py does not start"
+    process.stdout.close()
+    atexit.register(process.communicate)
+    return name
 
 
 def _launch(np: int, launcher: str | None) -> list[str]:
@@ -133,6 +166,7 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     env["PYTHONPATH"] = os.pathsep.join([*map(str, first), str(ROOT), env.get("PYTHONPATH", "")])
     env["OMP_NUM_THREADS"] = "1"
+    env["OMPI_MCA_btl"] = "^ofi"  # which sleeps a second in each MPI_Init
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each learner compiles this tree: 0.1 CPU s
     return {**env, **extra}
 

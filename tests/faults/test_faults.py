@@ -119,7 +119,9 @@ def run(folder: Path, kind: str, place: str, victims: Victims, *args: object) ->
     arguments = [str(a) for a in (*every, *who, *args)]
     # os._exit passes by every exit handler: only the shell above the learner can tell
     kept = kind == "os_exit1"
-    return run_learners(victims.n, PROGRAM, args=arguments, env=env, timeout=150, kept=kept)
+    return run_learners(
+        victims.n, PROGRAM, args=arguments, env=env, timeout=150, kept=kept, fresh=True
+    )
 
 
 def left(folder: Path, kind: str) -> dict[int, dict[str, Any]]:

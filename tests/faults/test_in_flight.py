@@ -61,7 +61,9 @@ def killed(
     folder.mkdir()
     arguments = ["--folder", folder, "--victim", victim, "--elements", ELEMENTS, "--seed", seed]
     side = ("--asking",) if asking else ()
-    result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120)
+    result = run_learners(
+        N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120, fresh=True
+    )
     return result, [json.loads((folder / f"{r}.json").read_text()) for r in range(N) if r != victim]
 
 

@@ -71,7 +71,7 @@ PROGRAM = """
 def run(spec: str, how: str, victims: str, sums: str) -> Result:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
     env["HVD_ADPSGD_ALL_REDUCE"] = sums
-    return run_learners(N, PROGRAM, args=[spec, how, victims], env=env, timeout=120)
+    return run_learners(N, PROGRAM, args=[spec, how, victims], env=env, timeout=120, fresh=True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ HALF = """
 
 def test_a_mean_that_some_have_and_others_not_is_taken_again(tmp_path: Path) -> None:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    result = run_learners(3, HALF, args=[str(tmp_path)], env=env, timeout=90)
+    result = run_learners(3, HALF, args=[str(tmp_path)], env=env, timeout=90, fresh=True)
     first, *living = result.by_rank()
     assert first == {"rank": 0, "died": True}, result.report()
     assert len(living) == 2, result.report()
@@ -205,7 +205,7 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
             say(rank=outer.rank, kind=type(error).__name__, text=str(error))
         os._exit(0)
     """
-    result = run_learners(2, program)
+    result = run_learners(2, program, fresh=True)
     (facts,) = result.by_rank()
     assert facts["kind"] == "PeerFailedError", result.report()
     assert facts["text"].startswith("averaging: a learner failed meanwhile")

@@ -25,7 +25,9 @@ def train(
 ) -> Result:
     arguments = [str(a) for a in ("--folder", folder, "--victims", victims, *args)]
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(of)}
-    return run_learners(np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher)
+    return run_learners(
+        np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher, fresh=True
+    )
 
 
 def close(a: float, b: float) -> bool:

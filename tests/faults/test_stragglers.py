@@ -46,7 +46,7 @@ def training(folder: Path, *args: object, n: int = N) -> Iterator[Future[Result]
     """train.py of n learners under way; the future is its result."""
     arguments = [str(a) for a in ("--folder", folder, *args)]
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=60)
+        yield pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=60, fresh=True)
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30) -> Any:
@@ -233,7 +233,7 @@ def alive(pid: int) -> bool:
 def test_every_run_ends(how: str) -> None:
     """Within 10 s after the last learner is done, and no process is left."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    result = run_learners(3, SCRIPT, args=[how], env=env, timeout=90)
+    result = run_learners(3, SCRIPT, args=[how], env=env, timeout=90, fresh=True)
     ended = time.monotonic()
     said = result.by_rank()
     assert len(said) == 3, result.report()
@@ -255,7 +255,7 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     with ThreadPoolExecutor(1) as pool:
         args = ["interrupt", str(tmp_path)]
-        run = pool.submit(run_learners, 3, script, args=args, env=env, timeout=90)
+        run = pool.submit(run_learners, 3, script, args=args, env=env, timeout=90, fresh=True)
         files = wait_for(
             lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start"
         )
