@@ -12,7 +12,8 @@ PIP    := $(PY) -m pip --disable-pip-version-check
 TORCH  ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 LOCK   := $(if $(shell command -v flock),exec 9>.venv.lock; flock -n 9 || { echo "== waiting for another make"; flock 9; };)
 QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
-PYTEST ?= $(PY) -m pytest
+WORKERS ?= 2
+PYTEST ?= $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 
 EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.pyx ext/hvd_adpsgd/*/*.pxd ext/c/*.c ext/c/*.h)

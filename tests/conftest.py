@@ -1,8 +1,48 @@
-"""What all tests share."""
+"""What all tests share: the order of a run, and what runs beside what where workers share it."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # A failing example prints the line that reproduces it; no deadline, for the machine may be busy.
 settings.register_profile("hvd_adpsgd", print_blob=True, deadline=None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that no worker is left with one; what runs alone last."""
+
+    def turn(item: pytest.Item) -> int:
+        first = next(
+            (mark for mark in ("alone", "slow", "mpi") if item.get_closest_marker(mark)), ""
+        )
+        return ("slow", "mpi", "", "alone").index(first)
+
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Nothing runs beside a test that is marked `alone`. Waiting is not part of its time-out."""
+    if not hasattr(item.config, "workerinput"):  # the only process
+        return (yield)
+    with machine(item.config.cache, item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextlib.contextmanager
+def machine(cache: pytest.Cache, alone: bool) -> Iterator[None]:
+    """Have the machine, alone or with others. A test that waits to be alone is the next."""
+    folder = cache.mkdir("machine")
+    with open(folder / "queue", "w") as queue, open(folder / "users", "w") as users:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(users, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(users, fcntl.LOCK_UN)
