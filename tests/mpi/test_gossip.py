@@ -25,8 +25,8 @@ def test_decay_with_and_without_a2cid2_on_a_ring(learners: int, windows: int) ->
     Exchanges come at times drawn from the seed, so this passes always or never. So many windows leave a
     sampling error of 2.6 % (n = 8) and 2.7 % (n = 16).
     """
-    args = [f"--windows={windows}", "--simulated=0", "--steps=0", "--seeds=0"]
-    said = run_learners(learners, GOSSIP, args=args, timeout=200).checked().stdout
+    asked = {"windows": windows, "simulated": 0, "steps": 0, "seeds": [0]}
+    said = run_learners(learners, GOSSIP, args=[json.dumps(asked)], timeout=200).checked().stdout
     (line,) = (line for line in said.splitlines() if MARK in line)
     decay = json.loads(line.split(MARK, 1)[1])["decay"]
     edges = topology.ring_edges(learners)

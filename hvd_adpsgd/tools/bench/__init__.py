@@ -1,4 +1,4 @@
-"""The ruler: what averaging costs here, as ratios of two things measured in one run."""
+"""Microbenchmarks: what averaging costs here, as ratios of two things measured in one run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARK", "add_arguments", "run", "timed"]
+__all__ = ["MARK", "add_arguments", "report", "run", "settings", "spread_of", "timed"]
 
 MARK = "HVD_ADPSGD_BENCH "
 
@@ -40,109 +41,107 @@ _MEANINGS = {
     "*.periodic_to_sum": "averaging after every step / (off + mean)",
 }
 
+# Each kind is a module of this package: what it is, and its options with their defaults.
+_KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
+    "exchange": (
+        "one exchange against raw MPI_Sendrecv",
+        {
+            "mib": (164.6, "size of the model"),
+            "rounds": (9, ""),
+            "through-mpi": (False, "use messages, as between hosts"),
+        },
+    ),
+    "step": (
+        "training steps, averaging on against off",
+        {
+            "learners": (4, ""),
+            "super-learner-size": (1, "learners of a super learner"),
+            "blocks": (5, ""),
+            "steps": (20, "steps per block"),
+            "straggler": (0.0, "one learner sleeps S seconds per step"),
+            "averaging": ("random_pairs", "a strategy"),
+        },
+    ),
+    "gossip": (
+        "a ring, with and without A2CiD2, against theory",
+        {
+            "learners": (8, ""),
+            "windows": (200, "windows to measure decay in; 0: none"),
+            "simulated": (100, "long runs without engines"),
+            "steps": (1500, "steps with updates; 0: none"),
+            "columns": (100, "columns per kind of update"),
+            "seeds": ([0], ""),
+        },
+    ),
+    "overlap": (
+        "does the mean of all overlap the computation?",
+        {
+            "learners": (2, ""),
+            "mib": (32.0, "size of the model"),
+            "blocks": (5, ""),
+            "steps": (8, "steps per block"),
+            "compute": ([0.5, 1.0, 2.0, 3.0], "steps, in means"),
+            "busy": (False, "compute instead of sleeping"),
+            "picture": ("", "file: draw traced steps instead (matplotlib)"),
+        },
+    ),
+    "allreduce": (
+        "the mean of all, by MPI and by the butterfly",
+        {
+            "learners": (4, "largest number of learners: 2, 4, ... up to this"),
+            "mib": (32.0, "size of the model"),
+            "rounds": (9, ""),
+        },
+    ),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m hvd_adpsgd bench`."""
     kinds = parser.add_subparsers(dest="kind", required=True)
-    exchange = kinds.add_parser("exchange", help="one exchange against raw MPI_Sendrecv")
-    exchange.add_argument("--mib", type=float, default=164.6, help="size of the model")
-    exchange.add_argument("--rounds", type=int, default=9)
-    exchange.add_argument("--chunk-kib", type=int, default=256)
-    exchange.add_argument(
-        "--through-mpi", action="store_true", help="use messages, as between hosts"
-    )
-    step = kinds.add_parser("step", help="training steps, averaging on against off")
-    step.add_argument("--learners", type=int, default=4)
-    step.add_argument("--super-learner-size", type=int, default=1)
-    step.add_argument("--blocks", type=int, default=5)
-    step.add_argument("--steps", type=int, default=20, help="steps per block")
-    step.add_argument(
-        "--straggler", type=float, default=0.0, metavar="S", help="one sleeps S s per step"
-    )
-    step.add_argument("--averaging", default="random_pairs")
-    gossip = kinds.add_parser("gossip", help="a ring, with and without A2CiD2, against theory")
-    gossip.add_argument("--learners", type=int, default=8)
-    gossip.add_argument("--windows", type=int, default=200, help="windows to measure decay in")
-    gossip.add_argument("--simulated", type=int, default=100, help="long runs without engines")
-    gossip.add_argument("--steps", type=int, default=1500, help="steps with updates; 0: none")
-    gossip.add_argument("--columns", type=int, default=100)
-    gossip.add_argument("--seeds", type=int, nargs="+", default=[0])
-    overlap = kinds.add_parser("overlap", help="does the mean of all overlap the computation?")
-    overlap.add_argument("--learners", type=int, default=2)
-    overlap.add_argument("--mib", type=float, default=32.0, help="size of the model")
-    overlap.add_argument("--blocks", type=int, default=5)
-    overlap.add_argument("--steps", type=int, default=8, help="steps per block")
-    overlap.add_argument(
-        "--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0], help="steps, in means"
-    )
-    overlap.add_argument("--busy", action="store_true", help="compute instead of sleeping")
-    overlap.add_argument("--picture", metavar="FILE", help="draw traced steps instead (matplotlib)")
-    allreduce = kinds.add_parser("allreduce", help="the mean of all, by MPI and by the butterfly")
-    allreduce.add_argument(
-        "--learners", type=int, default=4, help="largest number of learners: 2, 4, ... up to this"
-    )
-    allreduce.add_argument("--mib", type=float, default=32.0, help="size of the model")
-    allreduce.add_argument("--rounds", type=int, default=9)
-    for kind in (exchange, step, gossip, overlap, allreduce):
+    for name, (told, options) in _KINDS.items():
+        kind = kinds.add_parser(name, help=told)
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        for option, (default, means) in options.items():
+            if default is False:
+                kind.add_argument(f"--{option}", action="store_true", help=means)
+                continue
+            several = isinstance(default, list)
+            kind.add_argument(
+                f"--{option}",
+                type=type(default[0] if several else default),
+                nargs="+" if several else None,
+                default=default,
+                help=f"{means} (default: %(default)s)".strip(),
+            )
 
 
 def run(args: argparse.Namespace) -> int:
     """Launch the learners, print what they measured. Returns the exit status."""
-    if getattr(args, "picture", None):
-        return _draw_overlap(args)
-    result = _measure(args.kind, _learners(args), _options(args), _variables(args))
+    asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
+    if asked.get("picture"):
+        return _draw_overlap(asked)
+    result = _measure(asked)
     if result is None:
         return 1
     print(json.dumps(result) if args.json else _table(result))
     return 0
 
 
-def _learners(args: argparse.Namespace) -> int:
-    return int(getattr(args, "learners", 2))
-
-
-def _variables(args: argparse.Namespace) -> dict[str, str]:
-    """Every learner is a super learner, unless said otherwise."""
-    return {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(getattr(args, "super_learner_size", 1))}
-
-
-def _options(args: argparse.Namespace) -> list[str]:
-    """The command line of the kind's module: what was given here, but for what is ours."""
-    ours = {"command", "kind", "json", "learners", "super_learner_size", "picture"}
-    options = []
-    for name, value in vars(args).items():
-        flag = "--" + name.replace("_", "-")
-        if name in ours or value is False:
-            continue
-        if value is True:
-            options.append(flag)
-        elif isinstance(value, list):
-            options += [flag, *map(str, value)]
-        else:
-            options.append(f"{flag}={value}")
-    return options
-
-
-def _measure(
-    kind: str, learners: int, options: list[str], variables: dict[str, str]
-) -> dict[str, Any] | None:
-    """What the learners of a kind say; None if they failed, with what they wrote on stderr."""
+def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
+    """What the learners of a kind report; None if they failed, with what they wrote on stderr."""
+    kind = asked["kind"]
     beside = os.path.dirname(sys.executable)  # mpirun's folder, whether or not it is activated
     path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
     launcher = shutil.which("horovodrun", path=path) or "horovodrun"
-    command = [
-        launcher,
-        "-np",
-        str(learners),
-        sys.executable,
-        "-m",
-        f"hvd_adpsgd.tools.bench.{kind}",
-    ]
+    program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
     done = subprocess.run(
-        [*command, *options], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
+        [launcher, "-np", str(asked["learners"]), *program],
+        env=environment, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
     found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
     if done.returncode or not found:
         sys.stderr.write(done.stdout)
@@ -151,32 +150,30 @@ def _measure(
     return {**json.loads(found[0]), "machine": _machine()}
 
 
-def _draw_overlap(args: argparse.Namespace) -> int:
+def _draw_overlap(asked: dict[str, Any]) -> int:
     """Trace a few steps of each scheme, and draw them."""
     from hvd_adpsgd.tools.bench import picture
 
-    options = [f"--mib={args.mib}", f"--steps={args.steps}"] + ["--busy"] * args.busy
     with tempfile.TemporaryDirectory() as folder:
         traces, compute_ms = {}, 0.0
         for scheme in reversed(picture.SCHEMES):  # first what shows how long a mean takes alone
             traces[scheme] = os.path.join(folder, f"{scheme}.json")
-            variables = {**_variables(args), "HVD_ADPSGD_TIMELINE": traces[scheme]}
-            asked = [*options, f"--only={scheme}", f"--compute-ms={compute_ms}"]
-            result = _measure("overlap", 2, asked, variables)
+            one = asked | {"learners": 2, "only": scheme, "compute_ms": compute_ms}
+            result = _measure(one, HVD_ADPSGD_TIMELINE=traces[scheme])
             if result is None:
                 return 1
             compute_ms = compute_ms or 1.5 * result["mean_ms"]
-        picture.draw(traces, args.picture)
+        picture.draw(traces, asked["picture"])
     return 0
 
 
 def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{os.cpu_count()} cores, {model}"
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{os.cpu_count()} cores, {(*names, platform.machine())[0]}"
 
 
 def _table(result: dict[str, Any]) -> str:
@@ -198,6 +195,20 @@ def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, s
             yield label, value, meaning
 
 
+# ---- in a learner
+
+
+def settings() -> argparse.Namespace:
+    """What this learner was asked to measure."""
+    return argparse.Namespace(**json.loads(sys.argv[1]))
+
+
+def report(rank: int, result: dict[str, Any]) -> None:
+    """The first learner's result, on one line that no launcher cuts."""
+    if rank == 0:
+        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+
+
 def timed(comm: Any, act: Callable[[], object]) -> float:
     """Seconds from a common start until all of `comm` are done."""
     comm.Barrier()
@@ -205,3 +216,8 @@ def timed(comm: Any, act: Callable[[], object]) -> float:
     act()
     comm.Barrier()
     return time.perf_counter() - began
+
+
+def spread_of(name: str, ratios: list[float]) -> dict[str, float]:
+    """Median, least and most of ratios."""
+    return {name: statistics.median(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}

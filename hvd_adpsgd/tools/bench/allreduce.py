@@ -8,27 +8,21 @@ reads the model, sums it and hands the difference to the trainer, so it is more 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
-from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import PeriodicAveraging
-from hvd_adpsgd.tools.bench import MARK, timed
+from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
+from hvd_adpsgd.tools.bench.driven import Driven
 
 WARM_UP = 2  # rounds
 WAYS = ("mpi", "butterfly")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=float, default=32.0)
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+    args = settings()
 
     from mpi4py import MPI
 
@@ -42,65 +36,30 @@ def main() -> None:
             result[f"n {n}"] = summary(times)
         world.Barrier()
         n *= 2
-    if world.rank == 0:
-        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+    report(world.rank, result)
 
 
 def measure(comm: Any, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round."""
     model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
     total = np.empty_like(model)
-    means = {way: Means(comm, model.copy(), way) for way in WAYS}
+    plan = PeriodicAveraging(period=1).plan(comm.rank, comm.size)
+    means = {way: Driven(comm, model.copy(), plan, all_reduce=way) for way in WAYS}
     times: dict[str, list[float]] = {"allreduce": [], **{way: [] for way in WAYS}}
     for number in range(rounds + WARM_UP):
         times["allreduce"].append(timed(comm, lambda: comm.Allreduce(model, total)))
-        for way in WAYS:
-            times[way].append(means[way].seconds(number))
-    for one in means.values():
-        one.engine.stop()
+        for way, driven in means.items():
+            mean = partial(driven.average, number)
+            times[way].append(driven.round(number, partial(timed, comm, mean)))
+    for driven in means.values():
+        driven.engine.stop()
     return {name: seconds[WARM_UP:] for name, seconds in times.items()}
 
 
-class Means:
-    """An engine that averages a model of its own, one way of summing."""
-
-    def __init__(self, comm: Any, model: np.ndarray, way: str):
-        from mpi4py import MPI
-
-        self._comm, self._model = comm, model
-        self._addresses = np.array([model.ctypes.data], dtype=np.uintp)
-        outer = comm.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
-        plan = PeriodicAveraging(period=1).plan(comm.rank, comm.size)
-        options = EngineOptions(deadline_s=60.0, all_reduce=way)
-        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-        self.engine.extend([TensorSpec("model", model.shape, "float32")])
-        self.engine.start()
-
-    def seconds(self, number: int) -> float:
-        """Of one mean, until all have it."""
-        engine = self.engine
-        engine.absorb(self._addresses, -1, number)
-        engine.offer(number)
-
-        def mean() -> None:
-            engine.begin_round(number)
-            engine.finish_round()
-
-        seconds = timed(self._comm, mean)
-        engine.publish(number)
-        engine.absorb(self._addresses, engine.published(), number)
-        return seconds
-
-
 def summary(times: dict[str, list[float]]) -> dict[str, float]:
-    ratios = np.array(times["butterfly"]) / np.array(times["mpi"])
     found = {f"{name}_ms": 1e3 * float(np.median(seconds)) for name, seconds in times.items()}
-    return found | {
-        "butterfly_to_mpi": float(np.median(ratios)),
-        "butterfly_to_mpi_min": float(ratios.min()),
-        "butterfly_to_mpi_max": float(ratios.max()),
-    }
+    ratios = [a / b for a, b in zip(times["butterfly"], times["mpi"], strict=True)]
+    return found | spread_of("butterfly_to_mpi", ratios)
 
 
 if __name__ == "__main__":

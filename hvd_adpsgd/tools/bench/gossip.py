@@ -20,21 +20,18 @@ gossip, also at twice the rate.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
-from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.strategies.plan import DURING, NOBODY, Plan, Rounds
 from hvd_adpsgd.theory import gossip as theory
 from hvd_adpsgd.theory import topology
-from hvd_adpsgd.tools.bench import MARK
+from hvd_adpsgd.tools.bench import report, settings
+from hvd_adpsgd.tools.bench.driven import Driven
 
 Matrix = npt.NDArray[np.float64]
 Event = tuple[float, int, int]  # time, and two neighbours
@@ -47,13 +44,7 @@ BURN_IN = 12  # in units of chi1, the time in which the slowest mode of the mean
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--windows", type=int, default=200)
-    parser.add_argument("--simulated", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--columns", type=int, default=100, help="columns per kind of update")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    args = parser.parse_args()
+    args = settings()
 
     from mpi4py import MPI
 
@@ -66,8 +57,7 @@ def main() -> None:
     if args.steps:
         result["left"] = spread(comm, args)
         result["left"]["drift"]["theory"] = 1 / theory.drift_gain(constants)
-    if comm.rank == 0:
-        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+    report(comm.rank, result)
 
 
 def draw(rng: np.random.Generator, n: int, rate: float, seconds: float) -> list[Event]:
@@ -88,7 +78,7 @@ class Gossip:
         constants: of A2CiD2.
         plain: columns, and
         accelerated: columns, of the model.
-        events: all that will come, in order.
+        sequences: of events; all that will come, in order.
     """
 
     def __init__(
@@ -97,26 +87,17 @@ class Gossip:
         constants: theory.Acceleration,
         plain: int,
         accelerated: int,
-        events: list[Event],
+        sequences: list[list[Event]],
     ):
-        from mpi4py import MPI
-
-        self.comm, self.events = comm, events
+        self.comm, self.events = comm, [event for events in sequences for event in events]
         self.next = 0
         self.model = np.zeros(plain + accelerated)
         self.distance = np.zeros(accelerated)  # xt - x of the accelerated columns
         self._fast = self.model[plain:]
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
         self._coupled = 0.0  # up to this time
-        self._addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
-        outer = comm.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
-        options = EngineOptions(chunk_nbytes=2**16, deadline_s=60.0, offered_only=True)
-        rounds = Rounds(1, DURING, self._partners())
-        plan = Plan.nobody(rounds, weight=1 / 2)
-        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-        self.engine.extend([TensorSpec("model", self.model.shape, "float64")])
-        self.engine.start()
+        plan = Plan.nobody(Rounds(1, DURING, self._partners()), weight=1 / 2)
+        self.driven = Driven(comm, self.model, plan, chunk_nbytes=2**16, offered_only=True)
 
     def _partners(self) -> npt.NDArray[np.int32]:
         """One row per event: whom this super learner asks in it, and who asks it."""
@@ -149,13 +130,8 @@ class Gossip:
 
     def _exchange(self, k: int) -> None:
         """Event k: the mean of the pair; h takes 2 alpha_tilde - 1 of what x is moved by."""
-        self.engine.absorb(self._addresses, -1, k)
-        self.engine.offer(k)
-        self.engine.begin_round(k)
         before = self._fast.copy()
-        self.engine.finish_round()
-        self.engine.publish(k)
-        self.engine.absorb(self._addresses, self.engine.published(), k)
+        self.driven.round(k, lambda: self.driven.average(k))
         self.distance += self._share * (self._fast - before)
 
     def squares(self) -> Matrix:
@@ -176,46 +152,56 @@ def decay(comm: Any, constants: theory.Acceleration, args: argparse.Namespace) -
     """Rates of decay of the squared disagreement, measured and in theory."""
     n = comm.size
     edges = topology.ring_edges(n)
-    rates = {
-        "plain": theory.gossip_decay(n, edges),
-        "a2cid2": theory.gossip_decay(n, edges, constants),
-    }
-    short, long = SHORT / rates["a2cid2"], LONG / rates["a2cid2"]
+    plain, fast = theory.gossip_decay(n, edges), theory.gossip_decay(n, edges, constants)
+    short, long = SHORT / fast, LONG / fast
     windows = draw_all([args.seeds, 1], args.windows, n, short)
     longer = draw_all([args.seeds, 2], LONG_RUNS, n, long)
     start = Start(n, constants)
-    cuts = [(short, events) for events in windows]
-    cuts += [part for events in longer for part in halves(events, long)]
-    gossip = Gossip(comm, constants, n, 2 * n, [e for _, events in cuts for e in events])
-    factors = []
-    found: dict[str, Any] = {"windows": len(windows), "long_runs": len(longer)}
-    found |= {"window": short, "long": long, "from_law": 0.0}
-    for i, (until, events) in enumerate(cuts):
-        if i < len(windows) or until < long:
-            gossip.start(*start.of(comm.rank))
-        gossip.until(until, gossip.next + len(events))
-        factors.append(by_scheme(gossip.squares(), n))
-        if i < len(windows):
-            models = np.array(allgather_object(comm, gossip.model))
-            law = start.after(events, until)
-            found["from_law"] = max(found["from_law"], float(np.abs(models - law).max()))
-    gossip.engine.stop()
+    few, from_law = window_factors(comm, start, windows, short)
+    typical = typical_rates(comm, start, longer, long)
     simulated = simulate(start, draw_all([args.seeds, 5], args.simulated, n, long), long)
-    few, runs = np.array(factors[: len(windows)]), np.array(factors[len(windows) :])
-    for column, (name, rate) in enumerate(rates.items()):
-        mean = few[:, column].mean()
+    mean, error = few.mean(axis=0), few.std(axis=0, ddof=1) / math.sqrt(len(few))
+    found: dict[str, Any] = {"windows": len(windows), "long_runs": len(longer)}
+    found |= {"window": short, "long": long, "from_law": from_law}
+    for column, (name, rate) in enumerate((("plain", plain), ("a2cid2", fast))):
         found[name] = {
             "theory": rate,
-            "measured": -math.log(mean) / short,
-            "error": few[:, column].std(ddof=1) / math.sqrt(len(few)) / mean / short,
-            "typical": float(np.log(runs[::2, column] / runs[1::2, column]).mean() / (long / 2)),
+            "measured": -math.log(mean[column]) / short,
+            "error": float(error[column] / mean[column] / short),
+            "typical": float(typical[column]),
             "typical_simulated": float(simulated[column]),
         }
-    found["gain"] = {
-        key: found["a2cid2"][key] / found["plain"][key]
-        for key in ("theory", "measured", "typical", "typical_simulated")
-    }
-    return found
+    kinds = ("theory", "measured", "typical", "typical_simulated")
+    return found | {"gain": {key: found["a2cid2"][key] / found["plain"][key] for key in kinds}}
+
+
+def window_factors(
+    comm: Any, start: Start, windows: list[list[Event]], length: float
+) -> tuple[Matrix, float]:
+    """Squared disagreement after each window, by scheme; the largest difference to the law."""
+    gossip, factors, from_law = Gossip(comm, start.constants, *start.columns, windows), [], 0.0
+    for events in windows:
+        gossip.start(*start.of(comm.rank))
+        gossip.until(length, gossip.next + len(events))
+        factors.append(by_scheme(gossip.squares(), comm.size))
+        models = np.array(allgather_object(comm, gossip.model))
+        from_law = max(from_law, float(np.abs(models - start.after(events, length)).max()))
+    gossip.driven.engine.stop()
+    return np.array(factors), from_law
+
+
+def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: float) -> Matrix:
+    """Rates of typical runs by scheme, over the second half of each."""
+    gossip, rates = Gossip(comm, start.constants, *start.columns, runs), []
+    for events in runs:
+        gossip.start(*start.of(comm.rank))
+        ends = []
+        for until, part in halves(events, length):
+            gossip.until(until, gossip.next + len(part))
+            ends.append(np.log(by_scheme(gossip.squares(), comm.size)))
+        rates.append((ends[0] - ends[1]) / (length / 2))
+    gossip.driven.engine.stop()
+    return np.asarray(np.mean(rates, axis=0))
 
 
 def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
@@ -242,10 +228,10 @@ def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matri
     for events in sequences:
         (middle, first), _ = halves(events, length)
         ends = [
-            by_scheme(((x - x.mean(axis=0)) ** 2).sum(axis=0), n)
+            np.log(by_scheme(((x - x.mean(axis=0)) ** 2).sum(axis=0), n))
             for x in (start.after(first, middle), start.after(events, length))
         ]
-        rates.append(np.log(np.array(ends[0]) / np.array(ends[1])) / (length - middle))
+        rates.append((ends[0] - ends[1]) / (length - middle))
     return np.asarray(np.mean(rates, axis=0)) if rates else np.full(2, np.nan)
 
 
@@ -255,6 +241,8 @@ class Start:
     Attributes:
         model: of all super learners; the first n columns are for plain gossip. Shape (n, 3 n).
         shadow: second models of the other columns, shape (n, 2 n).
+        constants: of A2CiD2.
+        columns: how many are plain, and how many accelerated.
     """
 
     def __init__(self, n: int, constants: theory.Acceleration):
@@ -263,7 +251,7 @@ class Start:
         fast = square_root(theory.slowest_disagreement(n, edges, constants))
         self.model = np.hstack([plain, fast[:n]])
         self.shadow = fast[n:]
-        self._constants = constants
+        self.constants, self.columns = constants, (n, 2 * n)
 
     def of(self, rank: int) -> tuple[Matrix, Matrix]:
         """Model, and distance of the second one, of a super learner."""
@@ -273,7 +261,7 @@ class Start:
     def after(self, events: list[Event], length: float) -> Matrix:
         """Models at the end by the law as it is written, both models of everybody in one array."""
         n = len(self.model)
-        eta, weight = self._constants.eta, self._constants.alpha_tilde
+        eta, weight = self.constants.eta, self.constants.alpha_tilde
         x, xt = self.model.copy(), self.shadow.copy()
         now = 0.0
         for time, i, j in [*events, (length, 0, 0)]:
@@ -322,7 +310,7 @@ def left(comm: Any, rate: float, seed: int, args: argparse.Namespace) -> Matrix:
     events = draw(np.random.default_rng([seed, 3]), n, rate, burn_in + args.steps)
     times = np.array([time for time, _, _ in events])
     half = len(UPDATES) * width
-    gossip = Gossip(comm, constants, half, half, events)
+    gossip = Gossip(comm, constants, half, half, [events])
     rng = np.random.default_rng([seed, 4, comm.rank])
     drift, moving = rng.standard_normal(width), np.zeros(width)
     total, looks = np.zeros(2 * half), 0
@@ -334,7 +322,7 @@ def left(comm: Any, rate: float, seed: int, args: argparse.Namespace) -> Matrix:
         if step > burn_in and step % 5 == 0:
             total += gossip.squares()
             looks += 1
-    gossip.engine.stop()
+    gossip.driven.engine.stop()
     return total.reshape(2, len(UPDATES), width).mean(axis=2) / (looks * n)
 
 

@@ -16,8 +16,6 @@ its own, 0 for none.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
 from typing import Any
@@ -26,40 +24,32 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.tools.bench import MARK
+from hvd_adpsgd.tools.bench import report, settings
 
 KINDS = {"off": None, "delay": "delay_by_one", "periodic": "periodic_averaging:period=1"}
 WARM_UP = 2  # steps before the clock starts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=float, default=32.0)
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="steps per block")
-    parser.add_argument("--compute", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
-    parser.add_argument("--busy", action="store_true", help="compute on the processor")
-    parser.add_argument("--only", choices=("delay", "periodic"), help="one block only, to trace")
-    parser.add_argument("--compute-ms", type=float, default=0.0, help="computation per step in ms")
-    args = parser.parse_args()
+    args = settings()
     torch.set_num_threads(1)
     hvd.init()
-    kinds = (args.only,) if args.only else tuple(KINDS)
-    trial = Trial(args.mib, args.busy, kinds)
-    if args.only:
-        trial.block(args.only, args.steps, 0.0)
-        mean_s = trial.mean_s(args.only)
-        trial.block(args.only, args.steps, 1e-3 * args.compute_ms or 1.5 * mean_s)
-        result: dict[str, Any] = {"mean_ms": 1e3 * mean_s}
-    else:
-        result = measure(trial, args)
-    if hvd.rank() == 0:
-        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+    report(hvd.rank(), traced(args) if args.picture else measured(args))
     hvd.shutdown()
 
 
-def measure(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
+def traced(args: argparse.Namespace) -> dict[str, Any]:
+    """One block of one kind, for a picture of its trace."""
+    trial = Trial(args.mib, args.busy, (args.only,))
+    trial.block(args.only, args.steps, 0.0)
+    mean_s = trial.mean_s(args.only)
+    trial.block(args.only, args.steps, 1e-3 * args.compute_ms or 1.5 * mean_s)
+    return {"mean_ms": 1e3 * mean_s}
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over rows, by length of the computation. A row sees the same machine, more or less."""
+    trial = Trial(args.mib, args.busy, tuple(KINDS))
     for kind in KINDS:
         trial.block(kind, args.steps, 0.0)  # memory is touched
     result: dict[str, Any] = {"learners": hvd.size(), "model_mib": args.mib, "busy": args.busy}
@@ -72,15 +62,12 @@ def measure(trial: Trial, args: argparse.Namespace) -> dict[str, Any]:
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     found = {f"{kind}_ms": 1e3 * statistics.median(row[kind] for row in rows) for kind in rows[0]}
     for kind in ("delay", "periodic"):
-        found[f"{kind}_to_max"] = statistics.median(
-            row[kind] / max(row["off"], row["mean"]) for row in rows
-        )
-        found[f"{kind}_to_sum"] = statistics.median(
-            row[kind] / (row["off"] + row["mean"]) for row in rows
-        )
-        found[f"{kind}_hidden"] = statistics.median(
-            (row["off"] + row["mean"] - row[kind]) / min(row["off"], row["mean"]) for row in rows
-        )
+        alone = [(row[kind], sorted((row["off"], row["mean"]))) for row in rows]
+        found |= {
+            f"{kind}_to_max": statistics.median(step / long for step, (_, long) in alone),
+            f"{kind}_to_sum": statistics.median(step / sum(both) for step, both in alone),
+            f"{kind}_hidden": statistics.median((sum(b) - step) / b[0] for step, b in alone),
+        }
     return found
 
 

@@ -11,10 +11,7 @@ counts is the speed of the others, averaging on, against their speed when nobody
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
 import time
 from typing import Any
@@ -23,7 +20,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.tools.bench import MARK
+from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.torch.averaging import live
 
 SIZES = (512, 2048, 2048, 2048, 10)
@@ -31,12 +28,7 @@ BATCH = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="steps per block")
-    parser.add_argument("--straggler", type=float, default=0.0, metavar="S")
-    parser.add_argument("--averaging", default=None)
-    args = parser.parse_args()
+    args = settings()
     torch.set_num_threads(1)
     hvd.init()
     trial = Trial(args.averaging)
@@ -45,15 +37,14 @@ def main() -> None:
     rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
     result = {"learners": hvd.size(), "super_learners": hvd.super_size(), "rows": rows}
     result["idle"] = trial.idle(2.0)
-    if hvd.rank() == 0:
-        os.write(1, (MARK + json.dumps(_summary(result)) + "\n").encode())
+    report(hvd.rank(), _summary(result))
     hvd.shutdown()
 
 
 class Trial:
     """The same model trained by two optimizers, one of them averaged."""
 
-    def __init__(self, averaging: str | None):
+    def __init__(self, averaging: str):
         torch.manual_seed(hvd.rank())
         layers: list[torch.nn.Module] = []
         for a, b in itertools.pairwise(SIZES):
@@ -125,22 +116,16 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "cpu_ms_per_step": _median(blocks, "cpu_ms_per_step"),
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
         }
-    _ratio(result, "speed_kept", [(_rate(row["on"]), _rate(row["off"])) for row in rows])
+    result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
     if "straggler_on" in rows[0]:
-        others = [(_rate(row["straggler_on"][:-1]), _rate(row["on"][:-1])) for row in rows]
-        _ratio(result, "straggler_speed_kept", others)
+        kept = [_rate(row["straggler_on"][:-1]) / _rate(row["on"][:-1]) for row in rows]
+        result |= spread_of("straggler_speed_kept", kept)
     return result
 
 
 def _rate(block: list[dict[str, float]]) -> float:
     """Steps per second of all learners together."""
     return sum(learner["steps_per_s"] for learner in block)
-
-
-def _ratio(result: dict[str, Any], name: str, pairs: list[tuple[float, float]]) -> None:
-    ratios = [a / b for a, b in pairs]
-    result[name] = statistics.median(ratios)
-    result[name + "_min"], result[name + "_max"] = min(ratios), max(ratios)
 
 
 def _median(blocks: list[list[dict[str, float]]], key: str) -> float:
