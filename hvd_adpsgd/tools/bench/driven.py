@@ -31,6 +31,7 @@ class Driven:
         self.engine = Engine(inner=None, outer=outer, plan=plan, options=chosen)
         self.engine.extend([TensorSpec("model", model.shape, str(model.dtype))])
         self.engine.start()
+        self._model = model  # corrections go to its address
         self._addresses = np.array([model.ctypes.data], dtype=np.uintp)
 
     def round(self, number: int, average: Callable[[], Any]) -> Any:
