@@ -23,9 +23,9 @@ MARK = "HVD_ADPSGD_BENCH "
 _MEANINGS = {
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
-    "straggler_speed_kept": "steps/s of the others while one sleeps / while nobody sleeps",
-    "idle": "share of a core that an engine uses while nobody trains",
-    "decay.from_law": "largest difference to the law as it is written, models of size 1",
+    "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
+    "idle": "share of a core that an idle engine uses",
+    "decay.from_law": "largest difference to the law, models of size 1",
     "*.theory": "rate of the expectation, or a ratio of two",
     "*.measured": "the same through the engine",
     "*.typical": "rate of a typical run",

@@ -1,4 +1,4 @@
-"""An engine without a trainer: one model, averaged when it is told."""
+"""An engine without a trainer: one model, averaged on command."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Gossip:
         self.driven = Driven(comm, self.model, plan, chunk_nbytes=2**16, offered_only=True)
 
     def _partners(self) -> npt.NDArray[np.int32]:
-        """One row per event: whom this super learner asks in it, and who asks it."""
+        """One row per event: the peer that this super learner asks, and the peer that asks it."""
         table = np.full((max(1, len(self.events)), 2), NOBODY, dtype=np.int32)
         for k, (_, i, j) in enumerate(self.events):
             if self.comm.rank in (i, j):
@@ -259,7 +259,7 @@ class Start:
         return self.model[rank], self.shadow[rank] - self.model[rank, n:]
 
     def after(self, events: list[Event], length: float) -> Matrix:
-        """Models at the end by the law as it is written, both models of everybody in one array."""
+        """Final models by the law, both models of every super learner in one array."""
         n = len(self.model)
         eta, weight = self.constants.eta, self.constants.alpha_tilde
         x, xt = self.model.copy(), self.shadow.copy()

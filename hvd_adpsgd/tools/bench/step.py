@@ -6,7 +6,7 @@ blocks of steps in turn: one with averaging off (the plain optimizer, the engine
 averaging on, so that each ratio compares two things that saw the same machine.
 
 With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
-counts is the speed of the others, averaging on, against their speed when nobody sleeps.
+counts is the speed of the others, averaging on, against their speed when none sleeps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Trial:
         optimizer.step()
 
     def idle(self, seconds: float) -> float:
-        """Share of a core that the engine uses while nobody trains; the largest of all learners."""
+        """Share of a core that the engine uses while it is idle; the largest of all learners."""
         self.comm.Barrier()
         engines = [averaging.engine for averaging in live()]
         before = sum(engine.cpu_s() for engine in engines)

@@ -212,7 +212,7 @@ def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Find
 
 
 def has_ulfm(ompi_info: str) -> bool:
-    """Whether `ompi_info --parsable` tells of fault tolerance (ULFM)."""
+    """Whether `ompi_info --parsable` reports fault tolerance (ULFM)."""
     return re.search(r"^options?:ft_mpi_support:yes", ompi_info, re.MULTILINE) is not None
 
 
@@ -358,7 +358,7 @@ def judge_cores(cores: float, learners: int | None, host: str = "this host") -> 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; speed in Mb/s, None if it does not tell."""
+    """A network interface; speed in Mb/s, None if unknown."""
 
     name: str
     up: bool
@@ -514,7 +514,7 @@ class Survival:
 
 
 def judge_launch(survival: Survival, ulfm: bool) -> Finding:
-    """Whether learners start under horovodrun, and one lives on when the other is killed.
+    """Whether learners start under horovodrun, and one continues when the other is killed.
 
     Args:
         survival: what came of it.

@@ -1,4 +1,4 @@
-"""The survival probe: learners start under horovodrun, one kills itself, the others go on."""
+"""The survival probe: learners start under horovodrun, one kills itself, the others continue."""
 
 from __future__ import annotations
 

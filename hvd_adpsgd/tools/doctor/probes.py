@@ -24,7 +24,7 @@ MARK = "@doctor "
 PACKAGE = Path(__file__).resolve().parents[2]
 SHARED_FOLDER = "/dev/shm"
 ARPHRD_LOOPBACK = "772"
-# What a launcher tells its processes; programs started here belong to no job.
+# Variables that a launcher sets for its processes; programs started here belong to no job.
 _OF_A_JOB = ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "PMI_", "PRTE_JOB")
 
 
@@ -59,7 +59,7 @@ def bounded(
 ) -> Answer:
     """Run a program, at most so long; then it and its process group are ended.
 
-    What it writes goes through files: a grandchild that lives on holds no pipe open.
+    What it writes goes through files: a surviving grandchild holds no pipe open.
 
     Args:
         command: program and arguments; found on PATH.
@@ -232,7 +232,7 @@ def ask_horovod(seconds: float) -> dict[str, Any]:
 
 
 def ask_spec(seconds: float) -> str | None:
-    """What is wrong with HVD_ADPSGD_AVERAGING; None if nothing, or if it cannot be told."""
+    """What is wrong with HVD_ADPSGD_AVERAGING; None if nothing is, or that is unknown."""
     problem: str | None = ask(_SPEC, seconds).get("problem")
     return problem
 
@@ -350,7 +350,7 @@ def interfaces(folder: str = "/sys/class/net") -> list[Interface]:
     for path in sorted(Path(folder).glob("*")):
         if not path.is_dir() or _read(path / "type") == ARPHRD_LOOPBACK:
             continue
-        speed = _read(path / "speed")  # EINVAL or -1 where the driver does not tell
+        speed = _read(path / "speed")  # EINVAL or -1 where the driver does not report it
         known = speed.isdigit() and int(speed) > 0
         # "unknown" is what drivers without a carrier's state say of a working interface
         up = _read(path / "operstate") in ("up", "unknown")
