@@ -27,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import STALENESS_BINS
-from hvd_adpsgd.engine.peers import Losses, PeerState, PeerTable
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.shared_memory import Mailbox, Outboxes, private_memory
 from hvd_adpsgd.engine.store import Arena
 from hvd_adpsgd.errors import (
@@ -40,7 +41,6 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     TransportError,
 )
-from hvd_adpsgd.runtime.collectives import mpi_failures, ulfm_enabled
 from hvd_adpsgd.strategies.plan import NOBODY, Plan, Rounds
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
@@ -70,7 +70,6 @@ _NO_COUNTERS: dict[str, Any] = {
     "met": [],
 }
 _PATIENCE_S = 60.0  # of a step for others, before it says so; as Horovod's stall check
-_ALIVE, _LEFT, _LOST = 0, 2, 3  # alive, suspect, left, lost
 
 
 @dataclass(frozen=True)
@@ -162,13 +161,9 @@ class Engine:
         self._names = list(names) or [str(i) for i in self._members]
         self._round_over: Callable[[float], bool] | None = None  # of the round begun last
         self._met: dict[int, int] = {}  # exchanges with its peers before that
-        self._partners = PeerTable(len(self._names), self._names) if outer else None
-        self._states = [_ALIVE] * len(self._names)
-        self._rank = self._members[outer.Get_rank()] if outer else NOBODY
-        self._losses = Losses(self._rank) if outer else None
-        self._pass_over_absent()
         self._step = 0
         self._seen_events = 0
+        self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
         self._seen: dict[str, Any] = {"square": 0.0, "compared": 0}
         self._told_void = False
         self._distance = float("nan")
@@ -237,14 +232,6 @@ class Engine:
         self._loop.start()
         atexit.register(self.stop)  # before MPI is finalised, however the program ends
 
-    def _pass_over_absent(self) -> None:
-        """Who is no member failed before, and all have been told."""
-        if self._partners is None:
-            return
-        for peer in set(range(len(self._names))) - set(self._members):
-            self._states[peer] = _LOST
-            self._partners.failed(peer)
-
     def _schedule(self) -> NDArray[np.intc]:
         """Whom to ask, one after the other, by rank in `outer`."""
         wanted = self._plan.schedule.ravel()
@@ -289,7 +276,6 @@ class Engine:
         if self._loop is not None:
             self._arena.reopen()  # what is on its way can still be merged
             self._loop.stop(broken)
-            self._log_partners(stopped=True)
             atexit.unregister(self.stop)
 
     # ---- the step --------------------------------------------------------------------------
@@ -345,8 +331,6 @@ class Engine:
         self._step = step
         self._announce()
         self._loop.offer(step, fit or _in_pairs(self._plan.in_step))
-        if self._loop.peer_events() != self._seen_events:
-            self._log_partners()
         if not self._told_void and self._loop.void_exchanges():
             self._told_void = True
             self._warn_void()
@@ -438,7 +422,9 @@ class Engine:
         finished = self._loop.finished()
         states = self._loop.peers()
         missing = [
-            p for p, met in self._met.items() if self._loop.met(p) == met and states[p] < _LEFT
+            p
+            for p, met in self._met.items()
+            if self._loop.met(p) == met and states[p] < PeerState.LEFT
         ]
         if not missing:
             return True
@@ -496,58 +482,26 @@ class Engine:
         if kind == _FAULT_GONE:
             return PeerFailedError(
                 f"super learner {who} has left or has failed, and this strategy averages over all super "
-                "learners. Let all make as many steps, launch under `--with-ft ulfm` to go on without "
-                "the lost, or use a gossip strategy (random_pairs), which waits for nobody.",
+                "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which waits "
+                f"for nobody. {ulfm_advice()}",
                 code=code,
                 peer=peer if peer >= 0 else None,
             )
         cls = PeerFailedError if peer >= 0 else TransportError
         return cls(
-            f"MPI failed with code {code} in the averaging engine (peer: {who}). The job must be "
-            "restarted; run with `--with-ft ulfm` to outlive failed processes.",
+            f"MPI failed with code {code} in the averaging engine (peer: {who}). {ulfm_advice()}",
             code=code,
             peer=peer if peer >= 0 else None,
         )
 
-    def _log_partners(self, stopped: bool = False) -> None:
-        """One line for each peer that fell silent, came back, left or failed."""
-        assert self._loop is not None and self._partners is not None and self._losses is not None
-        self._seen_events = self._loop.peer_events()
-        tell = (
-            self._partners.answered,
-            self._partners.missed_deadline,
-            self._partners.said_goodbye,
-            self._partners.failed,
-        )
-        for peer, state in zip(self._members, self._loop.peers(), strict=True):
-            if state == self._states[peer]:
-                continue
-            self._states[peer] = state
-            message = tell[state](peer, step=self._step).message
-            if state in (_LEFT, _LOST):  # who cannot go on says goodbye too
-                self._note_last_words(peer)
-            if message and state == _LOST:
-                self._losses.noticed(peer, message, time.monotonic())
-            elif message:
-                log.info("%s", message)
-        living = self._partners.among(PeerState.ALIVE, PeerState.SUSPECT)
-        if stopped:
-            self._note_last_words(self._rank)
-            living = tuple(peer for peer in living if peer != self._rank)
-        for warn, message in self._losses.to_tell(living):
-            log.log(logging.WARNING if warn else logging.INFO, "%s", message)
-
-    def _note_last_words(self, peer: int) -> None:
-        assert self._loop is not None and self._losses is not None
-        knew = self._loop.last_words(self._place(peer))
-        self._losses.left(peer, [self._partner(place) for place in knew])
-
-    def lost(self) -> list[int]:
-        """Super learners known to have failed; none on learners that do not lead."""
-        if self._loop is None:
+    def report(self) -> list[tuple[int, PeerState]]:
+        """What has become of peers since the last report: (super_rank, state)."""
+        if self._loop is None or self._loop.peer_events() == self._seen_events:
             return []
-        states = self._by_super_rank(self._loop.peers(), _LOST)
-        return [peer for peer, state in enumerate(states) if state == _LOST]
+        self._seen_events = self._loop.peer_events()
+        before, self._reported = self._reported, [PeerState(s) for s in self._loop.peers()]
+        changes = zip(self._members, before, self._reported, strict=True)
+        return [(peer, state) for peer, old, state in changes if state is not old]
 
     def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
         """Values by rank in `outer`, of all super learners."""

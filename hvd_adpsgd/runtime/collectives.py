@@ -1,4 +1,4 @@
-"""What all learners do together through MPI: wait without burning a core, go on without the lost.
+"""What all learners do together through MPI: wait without burning a core, go on without who failed.
 
 mpi4py does not keep the buffers of a non-blocking collective alive: whoever posts one holds them in
 variables until it is complete. A temporary array as an argument gives wrong results in silence.
@@ -7,7 +7,8 @@ variables until it is complete. A temporary array as an argument gives wrong res
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +16,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_adpsgd.errors import PeerFailedError, TransportError
+from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
+from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.runtime.membership import Membership
 
-__all__ = [
-    "allgather_object",
-    "failed_comm_ranks",
-    "mpi_failures",
-    "run_collective",
-    "ulfm_enabled",
-    "wait",
-]
+__all__ = ["Collectives", "allgather_object", "failed_comm_ranks", "wait"]
 
 T = TypeVar("T")
+
+log = logging.getLogger("hvd_adpsgd")
 
 AGREEMENTS = 5  # asked before a no is believed
 _LOOKS = 16  # Open MPI looks at the launcher's news in every 8th call
@@ -67,11 +65,6 @@ def allgather_object(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def ulfm_enabled() -> bool:
-    """Whether Open MPI runs with ULFM, so that processes outlive others' end."""
-    return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
-
-
 def failed_comm_ranks(comm: Any) -> set[int]:
     """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM."""
     from mpi4py import MPI
@@ -87,39 +80,120 @@ def failed_comm_ranks(comm: Any) -> set[int]:
     return set()
 
 
-def run_collective(comm: Any, doing: str, operation: Callable[[Any], T]) -> tuple[T, Any]:
-    """Run a collective operation, again without the learners that failed meanwhile.
+class Collectives:
+    """Operations over all learners, run again without those that failed meanwhile.
 
-    A loss may be noticed by some learners and not by others, and a learner that has its result
+    A failure may be noticed by some learners and not by others, and a learner that has its result
     cannot know whether the others have theirs. So all agree on it:
 
         1. whoever notices revokes the communicator: nobody waits any longer;
         2. all agree whether everybody was successful;
         3. if not, the living make a communicator of their own, and start again.
 
-    Args:
-        comm: all learners that take part; each calls this.
-        doing: what is done, for messages.
-        operation: gets the communicator. Must leave its input as it is. What it raises itself it
-            must raise on all learners.
-
-    Returns:
-        The operation's result and the communicator it was reached on, `comm` if nobody failed.
-
-    Raises:
-        PeerFailedError, TransportError: if MPI fails and ULFM is off.
+    Attributes:
+        comm: the learners that lived at the end of the last operation.
+        ranks: theirs, by their rank in `comm`.
+        on_failure: what is done without those that are gone: "continue" or "raise".
+        joining: this is a joining learner that has not met the others yet.
+        before: called before each operation.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013.
     """
-    if not ulfm_enabled():
-        with mpi_failures(doing):
-            return operation(comm), comm
-    while True:
-        outcome = _attempt(comm, operation)
-        if _all_agree(comm, outcome is not None):
-            assert outcome is not None
-            return outcome(), comm
-        comm = _without_lost(comm)
+
+    def __init__(
+        self,
+        comm: Any,
+        rank: int,
+        ranks: tuple[int, ...],
+        size: int,
+        membership: Membership,
+        on_failure: str,
+        joining: bool,
+    ):
+        self.comm, self.ranks = comm, ranks
+        self.on_failure, self.joining = on_failure, joining
+        self.before: list[Callable[[], object]] = []
+        self._rank, self._size, self._membership = rank, size, membership
+
+    def run(self, doing: str, operation: Callable[[Any], T]) -> T:
+        """Run one; all learners call this. `comm` and `ranks` change when learners have failed.
+
+        Args:
+            doing: what is done, for messages.
+            operation: gets the communicator. Must leave its input as it is. What it raises itself it
+                must raise on all learners.
+
+        Returns:
+            What the operation returns.
+
+        Raises:
+            PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
+            PeerFailedError, TransportError: if MPI fails and ULFM is off.
+        """
+        for call in list(self.before):
+            call()
+        if not ulfm_enabled():
+            with mpi_failures(doing):
+                return operation(self.comm)
+        comm = self.comm
+        while True:
+            outcome = _attempt(comm, functools.partial(self._checked, doing, operation))
+            if _all_agree(comm, outcome is not None):
+                assert outcome is not None
+                return outcome()
+            comm = _without_failed(comm)
+
+    def _checked(self, doing: str, operation: Callable[[Any], T], comm: Any) -> T:
+        if comm is not self.comm:
+            self._go_on_with(comm, doing)
+        if self.on_failure == "raise" and not self.joining:
+            self._require_everybody(doing)
+        return operation(comm)
+
+    def _go_on_with(self, comm: Any, doing: str) -> None:
+        """`comm` is of the living."""
+        ranks = tuple(allgather_object(comm, self._rank))
+        gone = sorted(set(self.ranks) - set(ranks))
+        self.comm, self.ranks = comm, ranks
+        self._membership.mates_ended(gone)
+        if self._rank == ranks[0]:
+            log.warning(
+                "%s: learners %s are gone; operations over all learners go on with the other %d.",
+                doing,
+                gone,
+                len(ranks),
+            )
+
+    def _require_everybody(self, doing: str) -> None:
+        """The same outcome on all learners of `comm`."""
+        gone = self.gone()
+        if gone:
+            raise PeerFailedError(
+                f"{doing}: learners {sorted(gone)} of {self._size} are gone, and HVD_ADPSGD_ON_FAILURE or "
+                'hvd.on_failure says "raise". Save the model and restart, or go on with the others '
+                'inside `with hvd.on_failure("continue")`.'
+            )
+
+    @contextlib.contextmanager
+    def instead(self, on_failure: str) -> Iterator[None]:
+        """Inside, "continue" or "raise"."""
+        before, self.on_failure = self.on_failure, on_failure
+        try:
+            yield
+        finally:
+            self.on_failure = before
+
+    def gone(self) -> set[int]:
+        """Learners without whom operations go on."""
+        return set(range(self._size)) - set(self.ranks)
+
+    def ended(self) -> set[int]:
+        """Learners whose process is known to have ended. Waits for nobody."""
+        return self.gone() | {self.ranks[i] for i in failed_comm_ranks(self.comm)}
+
+    def meet(self, comm: Any, ranks: tuple[int, ...]) -> None:
+        """Go on with those who live and a super learner that has joined them, of which this may be one."""
+        self.comm, self.ranks, self.joining = comm, ranks, False
 
 
 def _attempt(comm: Any, operation: Callable[[Any], T]) -> Callable[[], T] | None:
@@ -169,7 +243,7 @@ def _agreement(comm: Any, success: bool) -> bool | None:
     return bool(flag[0])
 
 
-def _without_lost(comm: Any) -> Any:
+def _without_failed(comm: Any) -> Any:
     """A communicator of the living; all of them have come to the same place already.
 
     Shrink blocks, but Ishrink of Open MPI 5.0 fails on a revoked communicator.
@@ -181,32 +255,3 @@ def _without_lost(comm: Any) -> Any:
         smaller.Set_errhandler(MPI.ERRORS_RETURN)
         comm.Free()
     return smaller
-
-
-@contextlib.contextmanager
-def mpi_failures(doing: str) -> Iterator[None]:
-    """Turn MPI's exceptions into ours.
-
-    Args:
-        doing: what is done, for the message.
-
-    Raises:
-        PeerFailedError: if a learner failed.
-        TransportError: if MPI failed otherwise.
-    """
-    from mpi4py import MPI
-
-    try:
-        yield
-    except MPI.Exception as error:
-        kind = error.Get_error_class()
-        text = error.Get_error_string()
-        if kind in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
-            raise PeerFailedError(
-                f"{doing}: a learner failed meanwhile ({text}). Run under Open MPI with "
-                "`--with-ft ulfm` to go on without it.",
-                code=kind,
-            ) from error
-        raise TransportError(
-            f"{doing}: MPI failed ({text}). Start the job again.", code=kind
-        ) from error

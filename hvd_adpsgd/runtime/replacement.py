@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import pickle
@@ -35,11 +36,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.errors import AlreadyInitializedError, LaunchError, PeerFailedError, TransportError
+from hvd_adpsgd.errors import LaunchError, PeerFailedError, TransportError
+from hvd_adpsgd.runtime import bootstrap, communicators
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.runtime.shutdown import ShutdownBarrier
-from hvd_adpsgd.runtime.world import Placement, World
+from hvd_adpsgd.runtime.world import Communicators, Placement, World
 
 __all__ = [
     "JoinInfo",
@@ -102,11 +104,11 @@ class MergedComms:
     members: tuple[int, ...]
 
     def adopt(self, world: World) -> None:
-        """Make this the world of all learners."""
-        world.owned += [world.comm, world.goodbye.comm, world.outer]
-        world.comm, world.ranks = self.comm, self.ranks
-        world.goodbye, world.outer, world.members = self.goodbye, self.outer, self.members
-        world.joining, world.mixed = False, True
+        """Make the world of all learners from this one; worlds.current returns it from now on."""
+        world.teardown.join(self.goodbye, world.collectives.comm, world.outer)
+        world.collectives.meet(self.comm, self.ranks)
+        world.membership.meet(self.members)
+        worlds.put(dataclasses.replace(world, outer=self.outer, members=self.members))
 
 
 def is_newcomer() -> bool:
@@ -115,8 +117,8 @@ def is_newcomer() -> bool:
 
 
 def failed_groups(world: World) -> tuple[int, ...]:
-    """The super learners none of whose learners is in `world.ranks`."""
-    living = set(world.ranks)
+    """The super learners none of whose learners takes part in collectives any longer."""
+    living = set(world.collectives.ranks)
     return tuple(i for i, group in enumerate(world.groups) if not living & set(group))
 
 
@@ -360,7 +362,7 @@ def _host_for(world: World, super_rank: int) -> str:
     hostname = world.placements[world.groups[super_rank][0]].hostname
     return (
         hostname
-        if any(world.placements[r].hostname == hostname for r in world.ranks)
+        if any(world.placements[r].hostname == hostname for r in world.collectives.ranks)
         else (world.hostname)
     )
 
@@ -379,7 +381,8 @@ class JoiningLearner:
         self._recruiter = int(pid) if hostname == socket.gethostname() else None
         met = threading.Event()
         threading.Thread(target=self._watch, args=(met,), daemon=True).start()
-        mpi = worlds.load_mpi(_start_mpi)
+        mpi = communicators.load_mpi(_start_mpi)
+        bootstrap.watch_exit()
         parent = mpi.Comm.Get_parent()
         if parent == mpi.COMM_NULL:
             raise LaunchError(
@@ -426,37 +429,10 @@ class JoiningLearner:
 
         comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        told, mine = self.welcome, comm.Get_rank()
-        group = told.groups[told.super_rank]
-        rank = group[mine]
-        placement = told.placements[rank]
-        crossing = [
-            r for r, s in enumerate(told.placements) if s.local_rank == placement.local_rank
-        ]
-        return World(
-            config=told.config,
-            comm=comm,
-            host=comm.Dup(),
-            inner=comm.Dup(),
-            outer=None,
-            rank=rank,
-            size=len(told.placements),
-            local_rank=placement.local_rank,
-            local_size=placement.local_size,
-            cross_rank=crossing.index(rank),
-            cross_size=len(crossing),
-            super_rank=told.super_rank,
-            super_size=len(told.groups),
-            inner_rank=mine,
-            inner_size=len(group),
-            groups=told.groups,
-            hostname=socket.gethostname(),
-            placements=told.placements,
-            ranks=group,
-            goodbye=ShutdownBarrier(comm.Dup(), group),
-            on_failure=told.config.on_failure,
-            joining=True,
-        )
+        told = self.welcome
+        comms = Communicators(comm, comm.Dup(), comm.Dup(), comm.Dup(), None)
+        rank = told.groups[told.super_rank][comm.Get_rank()]
+        return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
     def ready(self, terms: Any) -> tuple[str, int]:
         """Say so, and wait until the others are there too. Returns the port, and the recruiter's rank.
@@ -505,17 +481,12 @@ def enter() -> World:
     """init() of a joining learner. Returns its world, which worlds.current returns from now on.
 
     Raises:
-        AlreadyInitializedError: after an init without a shutdown.
         LaunchError: if nobody started it.
         PeerFailedError: if whoever started it has failed.
     """
     global _newcomer
-    if worlds.is_initialized():
-        raise AlreadyInitializedError(
-            "init(): hvd_adpsgd is initialized already. Drop the second call."
-        )
     _newcomer = JoiningLearner()
-    return worlds.enter(_newcomer.make_world())
+    return bootstrap.enter(_newcomer.make_world())
 
 
 def this_newcomer() -> JoiningLearner:
@@ -567,5 +538,5 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
 
 def agreed(world: World, doing: str, mine: bool) -> bool:
     """Whether all learners say yes."""
-    said: Sequence[bool] = world.together(doing, lambda comm: allgather_object(comm, mine))
+    said: Sequence[bool] = world.collectives.run(doing, lambda comm: allgather_object(comm, mine))
     return all(said)

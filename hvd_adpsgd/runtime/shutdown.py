@@ -5,8 +5,8 @@
                                             first learner that lives ends last, for the launcher
                                             tells of the last status only
 
-The worlds tell `exit_state` what they know. Nothing here knows a world: what is done at exit comes from
-there, by `at_exit`.
+Worlds tell `exit_state` what they know. Nothing here knows a world: what is done at exit comes from
+`at_exit`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.engine.failures import ulfm_enabled
 from hvd_adpsgd.runtime import process_exit
-from hvd_adpsgd.runtime.collectives import failed_comm_ranks, ulfm_enabled, wait
+from hvd_adpsgd.runtime.collectives import failed_comm_ranks, wait
+from hvd_adpsgd.runtime.membership import Membership
 
 __all__ = [
     "FAILED_STATUS",
     "ExitState",
     "ShutdownBarrier",
+    "Teardown",
     "at_exit",
     "exit_state",
+    "free",
     "mark",
-    "meet",
-    "meet_all",
     "returns",
     "script_fails",
 ]
@@ -49,6 +51,7 @@ log = logging.getLogger("hvd_adpsgd")
 FAILED_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
 
 _LAST_S = 8.0  # longest wait for the processes of others to end
+_LAST_FAILING_S = 3.0  # of a learner that fails itself, whose others may train on
 _LOOK_S = 5e-3  # between looks at who has ended
 _LAUNCHERS = ("prterun", "mpirun")
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
@@ -74,11 +77,6 @@ class ShutdownBarrier:
     comm: Any
     ranks: tuple[int, ...]
 
-    @classmethod
-    def of_all(cls, comm: Any) -> ShutdownBarrier:
-        """The learners of `comm` are those of the job."""
-        return cls(comm, tuple(range(comm.Get_size())))
-
     @property
     def rank(self) -> int:
         """Of this learner, in the job."""
@@ -99,9 +97,9 @@ class ExitState:
         has_begun: init() was successful once.
         stuck: a Horovod shutdown did not return.
         clean: the last shutdown met all others.
-        last: all others failed by then.
-        failing: learners that have failed or leave because something failed.
-        goodbye: where all learners should have met, after a shutdown that did not meet them all.
+        failed: learners that this one knows to have failed, or to leave because something failed.
+        has_failures: whether there are any, known here or elsewhere.
+        goodbye: where all learners should have met, if it did not.
         is_over: the script is; exit handlers run.
         exit_status: what sys.exit was called with.
         farewells: buffers that MPI may still write to.
@@ -112,8 +110,8 @@ class ExitState:
     has_begun: bool = False
     stuck: bool = False
     clean: bool = True
-    last: bool = False
-    failing: set[int] = field(default_factory=set)
+    failed: tuple[int, ...] = ()
+    has_failures: bool = False
     goodbye: ShutdownBarrier | None = None
     is_over: bool = False
     exit_status: object = None
@@ -121,62 +119,145 @@ class ExitState:
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: neither freeing nor finalizing can be done without who has failed."""
-        self.clean, self.goodbye = False, ShutdownBarrier.of_all(everyone)
-        self.failing.update(self.goodbye.ended())
+        self.clean = False
+        self.goodbye = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
+        self.failed = tuple(self.goodbye.ended())
+        self.has_failures = bool(self.failed)
 
 
 exit_state = ExitState()  # of this process
 
 
-# ---- the last meeting ---------------------------------------------------------------------------
+# ---- what a world does ---------------------------------------------------------------------------
 
 
-def meet_all(goodbye: ShutdownBarrier, fails: bool, stopped: bool, ends: float) -> bool:
-    """Meet all others for the last time; `exit_state` keeps what came of it.
+class Teardown:
+    """The end of a world: what is stopped, where all meet for the last time, what is freed then.
 
-    Args:
-        goodbye: all learners.
-        fails: whether this one leaves because something failed.
-        stopped: whether its Horovod has stopped.
-        ends: longest wait for the others, a time of time.monotonic.
-
-    Returns:
-        Whether all have come, and live: then communicators can be freed, and MPI finalized.
+    Attributes:
+        owned: communicators to free. MPI_Finalize would wait for everybody in two or more of a mixed
+            world.
+        has_begun: the script is in shutdown().
     """
-    failing = meet(goodbye, fails, ends)
-    met = failing is not None
-    exit_state.failing.update(failing or ())
-    # all are here; but one whose patience was over may have gone before it knew
-    exit_state.clean = stopped and met and not goodbye.ended()
-    exit_state.last = not met and len(goodbye.ended()) == len(goodbye.ranks) - 1
-    exit_state.goodbye = None if exit_state.clean else goodbye
-    return exit_state.clean
+
+    def __init__(self, barrier: ShutdownBarrier, membership: Membership):
+        self.owned: list[Any] = []
+        self.has_begun = False
+        self._barrier, self._membership = barrier, membership
+        # Some were started later. MPI_Finalize of those started together does not wait for the rest, whom
+        # an early end would keep from meeting; so all meet twice.
+        self._is_mixed = False
+        self._stops: list[Callable[[], object]] = []
+
+    def at_shutdown(self, stop: Callable[[], object]) -> None:
+        """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
+        self._stops.append(stop)
+
+    def forget(self, stop: Callable[[], object]) -> None:
+        """`stop` was done before shutdown(), and whatever it holds on to may go."""
+        if stop in self._stops:
+            self._stops.remove(stop)
+
+    def inherit(self, other: Teardown) -> None:
+        """Stop what was to be stopped with a world that this one replaces."""
+        self._stops, other._stops = other._stops, []
+        free(other._barrier.comm)
+
+    def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
+        """Meet there in the end, with a super learner that has joined; the old communicators go then."""
+        self.owned += [self._barrier.comm, *old]
+        self._barrier, self._is_mixed = barrier, True
+
+    def run_stops(self) -> Iterator[Exception]:
+        """Run all callbacks; what they raise is logged and yielded."""
+        self.has_begun = True
+        while self._stops:
+            try:
+                self._stops.pop()()
+            except Exception as error:  # the others must be stopped too
+                log.error("learner %d, at shutdown: %s", self._barrier.rank, error, exc_info=error)
+                yield error
+
+    @property
+    def fails(self) -> bool:
+        """Whether this learner is on its way out because something failed."""
+        return self._membership.own_failed or (self.has_begun and script_fails())
+
+    def meet(self, stopped: bool, ends: float) -> bool:
+        """Meet all others for the last time; `exit_state` keeps what came of it.
+
+        Args:
+            stopped: whether this one's Horovod has stopped.
+            ends: longest wait for the others, of time.monotonic.
+
+        Returns:
+            Whether all have come, and live: then communicators can be freed, and MPI finalized.
+        """
+        barrier = self._barrier
+        failing = _meet(barrier, self.fails, ends)
+        self._membership.fail(failing or ())
+        # all are here; but one whose patience was over may have gone before it knew
+        exit_state.clean = stopped and failing is not None and not barrier.ended()
+        exit_state.failed = self._membership.failed_ranks()
+        exit_state.goodbye = None if exit_state.clean else barrier
+        exit_state.has_failures = bool(exit_state.failed)
+        if not exit_state.clean:
+            exit_state.has_failures = _any_failure(barrier, bool(exit_state.failed), ends)
+        return exit_state.clean
+
+    def free_all(self, comms: Sequence[Any], seconds: float) -> None:
+        """Free the communicators, when all have met: others may still use theirs before."""
+        free(*self.owned, *comms)
+        if self._is_mixed:
+            _meet(self._barrier, False, time.monotonic() + seconds)
+        free(self._barrier.comm)
 
 
-def meet(goodbye: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
+def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
     """Which of all learners leave because something failed.
 
     Args:
-        goodbye: all learners.
+        barrier: all learners.
         fails: whether this one does.
-        ends: longest wait for the others, a time of time.monotonic.
+        ends: longest wait for the others, of time.monotonic.
 
     Returns:
         Their ranks; None if not all learners come here in time.
     """
     from mpi4py import MPI
 
-    mine, total = np.zeros((2, len(goodbye.ranks)), dtype=np.int32)
-    mine[goodbye.comm.Get_rank()] = fails
+    mine, total = np.zeros((2, len(barrier.ranks)), dtype=np.int32)
+    mine[barrier.comm.Get_rank()] = fails
     exit_state.farewells.append((mine, total))
     try:
-        request = goodbye.comm.Iallreduce(mine, total)
+        request = barrier.comm.Iallreduce(mine, total)
         if not wait(request, max(ends, time.monotonic())):
             return None
-        return {goodbye.ranks[place] for place in np.flatnonzero(total)}
+        return {barrier.ranks[i] for i in np.flatnonzero(total)}
     except MPI.Exception as error:
         log.info("leaving without the others: %s", error)
         return None
+
+
+def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
+    """Whether a learner that is here knows of a failure; as this one does, if not all that live come."""
+    from mpi4py import MPI
+
+    none = np.array([not mine], dtype=np.intc)
+    exit_state.farewells.append(none)
+    with contextlib.suppress(MPI.Exception):  # some have ended: the answer is there all the same
+        if not wait(barrier.comm.Iagree(none), max(ends, time.monotonic())):
+            return mine
+    return mine or not none[0]
+
+
+def free(*communicators: Any) -> None:
+    from mpi4py import MPI
+
+    for comm in communicators:
+        if comm is not None:
+            with contextlib.suppress(MPI.Exception):  # of a failed learner; nothing is left to do
+                comm.Free()
 
 
 def returns(call: Callable[[], object], seconds: float) -> bool:
@@ -244,12 +325,10 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     if not MPI.Is_finalized() and exit_state.finalizes and not _ended_mpi(MPI, seconds):
         sys.stdout.flush()
         sys.stderr.flush()
-        # where init() failed, it did so on all learners: somebody's status must be the job's
-        judges = bool(exit_state.failing) and not (exit_state.has_begun and script_fails())
-        last = exit_state.last or (judges and _ends_last())
+        last = _ends_last()
         if last and ulfm_enabled():
             _release_launcher()
-        process_exit.end_without_finalize(last, FAILED_STATUS if exit_state.failing else 0)
+        process_exit.end_without_finalize(last, FAILED_STATUS if exit_state.has_failures else 0)
     mark(False)
 
 
@@ -276,44 +355,51 @@ def _finalize() -> None:
 def _ends_last() -> bool:
     """Whether all other processes of the job have ended; the first of the living waits for them.
 
-    The launcher tells of the last status only, so that is where a loss can be seen.
+    The launcher tells of the last status only, so that is where a failure can be seen. A learner that
+    fails itself waits too, not long: all others may fail with it, or train on.
     """
     goodbye = exit_state.goodbye
     if goodbye is None:
         return False
-    ends = time.monotonic() + _LAST_S
-    while time.monotonic() < ends:
-        ended = goodbye.ended()
-        last = _is_last(goodbye.rank, goodbye.ranks, ended, exit_state.failing)
-        if last is not None:
-            return last
+    fails = (
+        exit_state.has_begun and script_fails()
+    )  # where init() failed, it did so on all learners
+    seconds = _LAST_FAILING_S if fails else _LAST_S if exit_state.has_failures else 0.0
+    passed_over = () if fails else exit_state.failed
+    ends = time.monotonic() + seconds
+    while (last := _is_last(goodbye.rank, goodbye.ranks, goodbye.ended(), passed_over)) is None:
+        if time.monotonic() > ends:
+            break
         time.sleep(_LOOK_S)
-    log.warning(
-        "learners %s have not ended %g s after this one: the status of the job may not tell that "
-        "learners %s failed.",
-        sorted(set(goodbye.ranks) - ended - {goodbye.rank}),
-        _LAST_S,
-        sorted(exit_state.failing),
-    )
-    return False
+    if last is None and seconds == _LAST_S:
+        log.warning(
+            "learners %s have not ended %g s after this one: the status of the job may not tell that "
+            "%s failed.",
+            sorted(set(goodbye.ranks) - goodbye.ended() - {goodbye.rank}),
+            seconds,
+            f"learners {list(exit_state.failed)}" if exit_state.failed else "a learner",
+        )
+    return bool(last)
 
 
-def _is_last(rank: int, ranks: Sequence[int], ended: set[int], failing: set[int]) -> bool | None:
+def _is_last(
+    rank: int, ranks: Sequence[int], ended: set[int], passed_over: Sequence[int]
+) -> bool | None:
     """Whether a learner ends after all others; None as long as that is open.
 
-    Who has a learner before it that lives, and ends well, leaves that to it.
+    Who has a learner before it that lives, and is not passed over, leaves that to it.
 
     Args:
         rank: of the learner.
         ranks: all learners.
         ended: those whose process has.
-        failing: those that have failed or leave because something failed.
+        passed_over: those that fail, in the eyes of one that does not: they do not wait for long.
     """
     others = set(ranks) - {rank}
     if others <= ended:
         return True
     before = {other for other in others if other < rank}
-    return None if before <= ended | failing else False
+    return None if before <= ended.union(passed_over) else False
 
 
 def _release_launcher() -> None:

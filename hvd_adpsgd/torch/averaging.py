@@ -13,6 +13,7 @@ import torch
 from horovod.torch import HorovodInternalError
 
 from hvd_adpsgd.engine.engine import Engine, EngineOptions, exchange_metrics
+from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.errors import (
     LearnerFailedError,
@@ -22,7 +23,8 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.runtime import state_dump
-from hvd_adpsgd.runtime.collectives import allgather_object, mpi_failures, wait
+from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies import same
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds
 from hvd_adpsgd.torch.consistency import described, difference, unanimous
@@ -53,7 +55,7 @@ class Averaging:
         spec: what to average, and how; agreed on.
     """
 
-    def __init__(self, world: Any, spec: AveragingSpec):
+    def __init__(self, world: World, spec: AveragingSpec):
         self.inner_size: int = world.inner_size
         self.parameters = Parameters()
         self.counters = Counters(time.monotonic)
@@ -78,9 +80,9 @@ class Averaging:
         specs = unanimous(world, "averaging", lambda: self.parameters.add(averaged))
         self._specs = [specs]  # by generation
         self.engine = self.another_engine(world.outer, world.members)
-        world.at_shutdown(self.stop)
+        world.teardown.at_shutdown(self.stop)
         if self._in_step is not None:
-            world.before_collective.append(self.catch_up)
+            world.collectives.before.append(self.catch_up)
         _live.append(self)
         state_dump.add_source("averaging", lambda: [averaging.view() for averaging in list(_live)])
 
@@ -97,7 +99,7 @@ class Averaging:
             engine.extend(specs)
         engine.start()
         atexit.unregister(engine.stop)  # shutdown() comes first, and knows how the script ends
-        self._world.owned += engine.communicators
+        self._world.teardown.owned += engine.communicators
         return engine
 
     def replace_engine(self, engine: Engine) -> None:
@@ -141,7 +143,7 @@ class Averaging:
                 f"this optimizer averages no longer: {self._stopped} after it was wrapped. Use an "
                 "optimizer that was wrapped after that."
             )
-        if self._world.joining:
+        if self._world.collectives.joining:
             raise NotInitializedError(
                 "this learner replaces a failed one, and has not joined: call hvd.replace_failed("
                 "model, optimizer) before the first step."
@@ -239,6 +241,7 @@ class Averaging:
     def _offer(self, fit: bool, in_step: bool = True) -> None:
         """The end of a step: the model is the others' to average, and a round may begin."""
         self.engine.offer(self._step, fit)
+        self._world.membership.update(self.engine.report(), self._step)
         if in_step:
             self._round()
             self._step += 1
@@ -380,7 +383,7 @@ class Averaging:
         self._meet_in_node()  # exchanges may be waiting for the slot that is held
         self.engine.finish_round()  # a paused engine would never answer a peer of the round
         self._pause()
-        self._world.together("average_model", lambda comm: wait(comm.Ibarrier()))
+        self._world.collectives.run("average_model", lambda comm: wait(comm.Ibarrier()))
         if not self._pause():  # what was parked may have gone on meanwhile
             log.warning(
                 "average_model: an exchange is still under way after %g s; what it brings later is "
@@ -513,24 +516,24 @@ class Averaging:
             "has failed, so this super learner leaves, and the others train on without it. Start the job "
             "again from a checkpoint to have it back."
         )
-        world.broken = True
+        world.membership.fail([world.rank])
         self.stop("a learner of this super learner failed")
         return _LearnerLostError(message)
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Leave the others; bounded. Called by hvd.shutdown()."""
-        first = not self._stopped
         self._stopped = self._stopped or why
         while self._at_stop:
             self._at_stop.pop()()
-        if self.catch_up in self._world.before_collective:
-            self._world.before_collective.remove(self.catch_up)
-        self._world.forget(self.stop)
+        if self.catch_up in self._world.collectives.before:
+            self._world.collectives.before.remove(self.catch_up)
+        self._world.teardown.forget(self.stop)
         if self in _live:
             _live.remove(self)
-        self.engine.stop(broken=self._world.fails())
-        if first:
-            self._world.failed_super_learners(self.engine.lost())
+        self.engine.stop(broken=self._world.teardown.fails)
+        self._world.membership.update(self.engine.report(), self._step)
+        if not self._world.teardown.has_begun:
+            self._world.membership.rejoin()
         self._trace_engine()
 
     def metrics(self) -> dict[str, Any]:
@@ -599,7 +602,7 @@ _LearnerLostError.__module__ = LearnerFailedError.__module__
 
 
 def _engine(
-    world: Any, spec: AveragingSpec, plan: Plan, outer: Any, members: Sequence[int]
+    world: World, spec: AveragingSpec, plan: Plan, outer: Any, members: Sequence[int]
 ) -> Engine:
     """An engine with a communicator of its own; not yet started."""
     if outer is not None:

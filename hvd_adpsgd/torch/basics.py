@@ -7,8 +7,8 @@ from typing import Any
 import horovod.torch as horovod
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.errors import InnerOnlyError
-from hvd_adpsgd.runtime import replacement
+from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
+from hvd_adpsgd.runtime import bootstrap, replacement
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 
@@ -31,8 +31,11 @@ __all__ = [
 ]
 
 
+_given: tuple[Any, ...] = ()  # to init()
+
+
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
-    """Make the worlds; all learners call this together.
+    """Make the worlds; all learners call this together. Again, it does nothing.
 
     A process that was started by replace_failed gets the numbers of the lost one.
 
@@ -42,18 +45,28 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         config: the options; default from the environment (HVD_ADPSGD_*).
 
     Raises:
-        AlreadyInitializedError, LaunchError, ConfigError, TopologyError, InnerOnlyError: see
-            hvd_adpsgd.runtime.world.init.
+        AlreadyInitializedError: again, with other arguments.
+        LaunchError, ConfigError, TopologyError, InnerOnlyError: see hvd_adpsgd.runtime.bootstrap.init.
     """
+    global _given
+    given = (comm, process_sets, config)
+    if worlds.is_initialized():
+        if given not in (_given, (None, None, None)):
+            raise AlreadyInitializedError(
+                f"init() on learner {rank()}: hvd_adpsgd is initialized already, with other arguments. "
+                "Call hvd.shutdown() first, or drop the second call."
+            )
+        return
     if replacement.is_newcomer():
         replacement.enter()
     else:
-        worlds.init(config, comm=comm, process_sets=process_sets)
+        bootstrap.init(config, comm=comm, process_sets=process_sets)
+    _given = given
 
 
 def shutdown() -> None:
     """Leave: stop the averaging engines, then Horovod; bounded, idempotent. init() may follow."""
-    worlds.shutdown()
+    bootstrap.shut_down()
 
 
 def is_initialized() -> bool:
@@ -120,7 +133,7 @@ class _AllLearners(horovod.ProcessSet):
 
     @property
     def mpi_comm(self) -> Any:
-        return worlds.current().comm if is_initialized() else None
+        return worlds.current().collectives.comm if is_initialized() else None
 
     def _invalidate(self) -> None:
         """Never: Horovod calls this on sets that duplicate another."""

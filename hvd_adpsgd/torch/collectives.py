@@ -193,7 +193,7 @@ def _reduce(tensor: torch.Tensor, how: _Reduction) -> torch.Tensor:
         total = _allreduced(comm, mine, how.op)
         return _scaled(total, how.postscale / (comm.Get_size() if how.op == Average else 1))
 
-    total = world.together("allreduce", operation)
+    total = world.collectives.run("allreduce", operation)
     return total.to(dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device)
 
 
@@ -288,7 +288,7 @@ def _gather(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, int, 
         if None in counts:
             raise ConfigError(
                 f"allgather of a tensor without dimensions on learner "
-                f"{world.ranks[counts.index(None)]}: at least one is needed. Pass "
+                f"{world.collectives.ranks[counts.index(None)]}: at least one is needed. Pass "
                 "`tensor.unsqueeze(0)`."
             )
         gathered = torch.empty((sum(counts), *tensor.shape[1:]), dtype=tensor.dtype)
@@ -296,7 +296,7 @@ def _gather(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, int, 
         mine = comm.Get_rank()
         return gathered.to(tensor.device), sum(counts[:mine]), counts[mine]
 
-    return world.together("allgather", operation)
+    return world.collectives.run("allgather", operation)
 
 
 def _allgather_rows(
@@ -321,7 +321,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         return horovod.allgather_object(obj, name)
     world = worlds.current()
     call = Call("allgather_object", name, private=cloudpickle.dumps(obj))
-    calls = world.together("allgather_object", lambda comm: _tell(world, comm, call))
+    calls = world.collectives.run("allgather_object", lambda comm: _tell(world, comm, call))
     return [cloudpickle.loads(other.private) for other in calls]
 
 
@@ -377,7 +377,7 @@ class _Broadcast(torch.autograd.Function):
     ) -> torch.Tensor:
         output = tensor.detach().clone()
         _broadcast_all("broadcast", name, [(None, output)], root_rank)
-        ctx.root_rank = worlds.current().ranks[0] if root_rank is None else root_rank
+        ctx.root_rank = worlds.current().collectives.ranks[0] if root_rank is None else root_rank
         return output
 
     @staticmethod
@@ -490,7 +490,9 @@ def broadcast_object(
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
     """What the root makes; None on the root itself."""
     world = worlds.current()
-    may_be_root = call.root in (None, world.rank) or world.joining  # made here: it may raise
+    may_be_root = (
+        call.root in (None, world.rank) or world.collectives.joining
+    )  # made here: it may raise
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
@@ -502,7 +504,7 @@ def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
         _broadcast_bytes(comm, torch.from_numpy(data), root)
         return None if is_root else data.tobytes()
 
-    return world.together(call.kind, operation)
+    return world.collectives.run(call.kind, operation)
 
 
 def _broadcast_all(
@@ -524,7 +526,7 @@ def _broadcast_all(
             if staged.data_ptr() != tensor.data_ptr() and comm.Get_rank() != root:
                 tensor.detach().copy_(staged)
 
-    world.together(kind, operation)
+    world.collectives.run(kind, operation)
 
 
 def _root_in(world: World, call: Call) -> int:
@@ -532,19 +534,20 @@ def _root_in(world: World, call: Call) -> int:
 
     To a joining learner that has not joined yet its own first learner stands for the root.
     """
-    if call.root is None or world.joining:
+    if call.root is None or world.collectives.joining:
         return 0
     if not 0 <= call.root < world.size:
         raise ConfigError(
             f"{call.kind}(root_rank={call.root}): allowed are ranks >= 0 and < {world.size}. Pass "
             "the rank of a learner."
         )
-    if call.root not in world.ranks:
+    ranks = world.collectives.ranks
+    if call.root not in ranks:
         raise PeerFailedError(
             f"{call.kind}(root_rank={call.root}): learner {call.root} failed. Choose another "
-            f"root, or None for the first survivor ({world.ranks[0]} of the {len(world.ranks)} left)."
+            f"root, or None for the first survivor ({ranks[0]} of the {len(ranks)} left)."
         )
-    return world.ranks.index(call.root)
+    return ranks.index(call.root)
 
 
 def _broadcast_bytes(comm: Any, data: torch.Tensor, root: int) -> None:
@@ -568,7 +571,7 @@ def barrier(process_set: Any = global_process_set) -> None:
         horovod.barrier(inner)
         return
     world = worlds.current()
-    world.together("barrier", lambda comm: _tell(world, comm, Call("barrier")))
+    world.collectives.run("barrier", lambda comm: _tell(world, comm, Call("barrier")))
 
 
 def join(device: int = -1) -> int:
@@ -585,7 +588,7 @@ def join(device: int = -1) -> int:
     world = worlds.current()
     call = Call("join", private=(time.time(), world.rank))
     horovod.join(device)
-    calls = world.together("join", lambda comm: _tell(world, comm, call))
+    calls = world.collectives.run("join", lambda comm: _tell(world, comm, call))
     return int(max(other.private for other in calls)[1])
 
 
@@ -606,10 +609,10 @@ def _tell(world: World, comm: Any, call: Call) -> list[Call]:
     """
     calls: list[Call] = _allgather_object(comm, call)
     first = calls[0]
-    for rank, other in zip(world.ranks, calls, strict=True):
+    for rank, other in zip(world.collectives.ranks, calls, strict=True):
         for what in ("kind", "name", "root", "op", "factors", "tensors"):
             if getattr(first, what) != getattr(other, what):
-                raise _mismatch(what, world.ranks[0], first, rank, other)
+                raise _mismatch(what, world.collectives.ranks[0], first, rank, other)
     return calls
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from hvd_adpsgd import errors
 from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.parameters import AveragingSpec, averaged_dtype
 
 __all__ = ["agree", "described", "difference", "require_same", "unanimous"]
@@ -17,7 +18,7 @@ __all__ = ["agree", "described", "difference", "require_same", "unanimous"]
 T = TypeVar("T")
 
 
-def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
+def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     """Act on every learner; what one of them cannot do fails on all, and nobody waits for it.
 
     Raises:
@@ -29,16 +30,16 @@ def unanimous(world: Any, doing: str, act: Callable[[], T]) -> T:
     except AdpsgdError as mine:
         error = mine
     told = (type(error).__name__, str(error)) if error else None
-    everybody = world.together(doing, lambda comm: allgather_object(comm, told))
+    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, told))
     if error is not None:
         raise error
-    for rank, other in zip(world.ranks, everybody, strict=True):
+    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
         if other is not None:
             raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
     return result  # type: ignore[return-value]
 
 
-def agree(world: Any, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
+def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
     """The spec of this learner, if it is equal on all learners in what must be.
 
     Raises:
@@ -48,23 +49,23 @@ def agree(world: Any, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
     doing = "hvd.DistributedOptimizer"
     mine = unanimous(world, doing, spec)
     settings = _settings(mine)
-    everybody = world.together(doing, lambda comm: allgather_object(comm, settings))
-    for rank, other in zip(world.ranks, everybody, strict=True):
+    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, settings))
+    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
         if other != everybody[0]:
             raise StrategyMismatchError(
-                f"averaging differs: learner {world.ranks[0]} has {everybody[0]}; learner {rank} "
+                f"averaging differs: learner {world.collectives.ranks[0]} has {everybody[0]}; learner {rank} "
                 f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
             )
     require_same(world, doing, described(mine.named))
     return mine
 
 
-def require_same(world: Any, doing: str, tensors: list[str]) -> None:
+def require_same(world: World, doing: str, tensors: list[str]) -> None:
     """Raise ModelMismatchError on every learner if the descriptions differ on one."""
-    everybody = world.together(doing, lambda comm: allgather_object(comm, tensors))
-    for rank, other in zip(world.ranks, everybody, strict=True):
+    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, tensors))
+    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
         if other != everybody[0]:
-            first = f"learner {world.ranks[0]}"
+            first = f"learner {world.collectives.ranks[0]}"
             raise ModelMismatchError(
                 f"{doing}: " + difference(everybody[0], other, f"learner {rank}", first)
             )

@@ -21,8 +21,8 @@ def is_coordinator() -> bool:
     a moment after a loss (some 0.1 s) nobody may be the first.
     """
     world = worlds.current()
-    lost = set(world.lost())
-    return world.rank == next((r for r in range(world.size) if r not in lost), world.rank)
+    gone = world.collectives.ended().union(failed_ranks())
+    return world.rank == next((r for r in range(world.size) if r not in gone), world.rank)
 
 
 def failed_ranks() -> tuple[int, ...]:
@@ -30,7 +30,8 @@ def failed_ranks() -> tuple[int, ...]:
 
     As far as this learner knows now; waits for nobody.
     """
-    return worlds.current().lost()
+    world = worlds.current()
+    return world.membership.failed_ranks(world.collectives.ended())
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def on_failure(what: str) -> Iterator[None]:
 
     With "continue" they are completed over the living (a mean is then that of fewer). With "raise"
     all that live get a PeerFailedError, as long as somebody is missing. Either way nobody hangs.
-    HVD_ADPSGD_ON_LOSS says what is done elsewhere.
+    HVD_ADPSGD_ON_FAILURE says what is done elsewhere.
 
     Args:
         what: "continue" or "raise".
@@ -49,9 +50,5 @@ def on_failure(what: str) -> Iterator[None]:
     """
     if what not in _CHOICES:
         raise ConfigError(f"on_failure({what!r}): allowed are {' and '.join(map(repr, _CHOICES))}.")
-    world = worlds.current()
-    before, world.on_failure = world.on_failure, what
-    try:
+    with worlds.current().collectives.instead(what):
         yield
-    finally:
-        world.on_failure = before

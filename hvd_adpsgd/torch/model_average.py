@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
 
@@ -84,7 +85,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
             tensor.data.copy_(mean)
 
 
-def _require_weights(world: Any, weight: Any) -> None:
+def _require_weights(world: World, weight: Any) -> None:
     """Raise ConfigError on every learner unless the leaders' weights can be used."""
     try:
         value = float(weight)
@@ -96,7 +97,7 @@ def _require_weights(world: Any, weight: Any) -> None:
     ):  # the last: torch's, of many numbers
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
-    told = world.together("average_model", lambda comm: allgather_object(comm, mine))
+    told = world.collectives.run("average_model", lambda comm: allgather_object(comm, mine))
     bad = [text for _, value, text in told if value is None]
     if bad or not any(value for leads, value, _ in told if leads):
         raise ConfigError(
@@ -105,7 +106,7 @@ def _require_weights(world: Any, weight: Any) -> None:
         )
 
 
-def _without(world: Any, unfit: list[int], finite: bool) -> None:
+def _without(world: World, unfit: list[int], finite: bool) -> None:
     """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
 
     Raises:
@@ -119,7 +120,7 @@ def _without(world: Any, unfit: list[int], finite: bool) -> None:
             "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
             "for all."
         )
-    if world.rank == world.ranks[0]:
+    if world.rank == world.collectives.ranks[0]:
         log.warning("average_model: %s holds NaN or Inf; it gets the mean of the others.", who)
 
 
@@ -145,7 +146,9 @@ def consensus_distance(model: torch.nn.Module) -> float:
         float((t.detach().cpu().double() - mean.double()).square().sum())
         for t, mean in zip(tensors, _means(world, doing, tensors)[0], strict=True)
     )
-    told = world.together(doing, lambda comm: allgather_object(comm, (world.is_leader, square)))
+    told = world.collectives.run(
+        doing, lambda comm: allgather_object(comm, (world.is_leader, square))
+    )
     squares = [square for leads, square in told if leads]
     return math.sqrt(sum(squares) / len(squares))
 
@@ -163,7 +166,7 @@ def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
     return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
 
 
-def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tensor]:
+def _floating(world: World, doing: str, model: torch.nn.Module) -> list[torch.Tensor]:
     """The model's floating-point tensors, the same on every learner."""
     named = [*model.named_parameters(), *model.named_buffers()]
     require_same(world, doing, described(named))
@@ -171,7 +174,7 @@ def _floating(world: Any, doing: str, model: torch.nn.Module) -> list[torch.Tens
 
 
 def _means(
-    world: Any, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
+    world: World, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
 ) -> tuple[list[torch.Tensor], list[int]]:
     """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
 
@@ -193,9 +196,9 @@ def _means(
             weights = {i: told[i][2] for i in leaders}
         weights = _within_range(weights)
         means = [_mean(comm, weights, h.contiguous().numpy()) for h in hosts]
-        return means, [world.ranks[i] for i in leaders if not told[i][1]]
+        return means, [world.collectives.ranks[i] for i in leaders if not told[i][1]]
 
-    means, unfit = world.together(doing, operation)
+    means, unfit = world.collectives.run(doing, operation)
     return [torch.from_numpy(mean) for mean in means], unfit
 
 

@@ -28,7 +28,9 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     UnsupportedOptimizerError,
 )
+from hvd_adpsgd.runtime import bootstrap
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
@@ -133,7 +135,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 
 def _wish(
-    world: Any,
+    world: World,
     optimizer: torch.optim.Optimizer,
     averaging: Strategy | str | None,
     given: dict[str, Any],
@@ -157,7 +159,7 @@ def _wish(
     return AveragingSpec(strategy, config, trained, _floating(buffers))
 
 
-def _require_wire(strategy: Strategy, config: Config, world: Any) -> None:
+def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
     """Sums of all models are made in full precision."""
     plan = strategy.plan(world.super_rank, world.super_size)
     sums = plan.in_step is not None and plan.in_step.peers is None
@@ -207,7 +209,7 @@ def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
     return strategies.parse(default if averaging is None else averaging)
 
 
-def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
+def _join_if_synchronous(world: World, strategy: Strategy) -> World:
     """The synchronous strategy makes all learners one super learner: plain Horovod."""
     if strategy.averages != "nothing" or world.super_size == 1:
         return world
@@ -216,7 +218,7 @@ def _join_if_synchronous(world: Any, strategy: Strategy) -> Any:
             "averaging=synchronous joins all learners into one super learner, but an optimizer is "
             "already averaged between super learners. Use one strategy for all optimizers."
         )
-    return worlds.merge_super_learners(world)
+    return bootstrap.merge_super_learners(world)
 
 
 def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
@@ -233,7 +235,7 @@ def _unhook(wrapped: Any) -> None:
     wrapped._grad_accs.clear()
 
 
-def _inner_process_set(process_set: Any, world: Any) -> Any:
+def _inner_process_set(process_set: Any, world: World) -> Any:
     if process_set is None or process_set is global_process_set:
         return horovod.global_process_set
     if world.super_size > 1 and process_set is not horovod.global_process_set:
@@ -248,7 +250,7 @@ def _inner_process_set(process_set: Any, world: Any) -> Any:
 _said_nothing_to_average = False
 
 
-def _say_nothing_to_average(world: Any, strategy: Strategy) -> None:
+def _say_nothing_to_average(world: World, strategy: Strategy) -> None:
     """Once, however many optimizers there are."""
     global _said_nothing_to_average
     if world.rank > 0 or _said_nothing_to_average:

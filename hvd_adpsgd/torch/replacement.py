@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.failures import ulfm_enabled
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime import replacement
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import allgather_object, ulfm_enabled, wait
+from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
@@ -78,7 +79,7 @@ def replace_failed(
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    if world.joining:
+    if world.collectives.joining:
         return _arrive(world, model, optimizers)
     if world.super_size == 1 or not ulfm_enabled():
         return state
@@ -95,12 +96,12 @@ def replace_failed(
 def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
     """Start whoever is missing. Returns (super_rank, its recruiter) of one that is ready."""
     mine = {number: recruit.state() for number, recruit in _recruits.items()}
-    told = world.together(DOING, lambda comm: allgather_object(comm, mine))
+    told = world.collectives.run(DOING, lambda comm: allgather_object(comm, mine))
     _require_whole(world)
     lost = replacement.failed_groups(world)
     known = {
         number: (state, rank)
-        for rank, states in zip(world.ranks, told, strict=True)
+        for rank, states in zip(world.collectives.ranks, told, strict=True)
         for number, state in states.items()
         if number in lost and state != "failed"
     }
@@ -114,7 +115,7 @@ def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
 
 
 def _require_whole(world: World) -> None:
-    missing = sorted(set(world.groups[world.super_rank]) - set(world.ranks))
+    missing = sorted(set(world.groups[world.super_rank]) - set(world.collectives.ranks))
     if missing:
         raise PeerFailedError(
             f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
@@ -124,7 +125,7 @@ def _require_whole(world: World) -> None:
 
 def _starter(world: World) -> int:
     """The first learner whose super learner is whole."""
-    living = set(world.ranks)
+    living = set(world.collectives.ranks)
     return min(group[0] for group in world.groups if living >= set(group))
 
 
@@ -132,7 +133,7 @@ def _start(world: World, number: int, patience_s: float) -> None:
     if _failures.get(number, 0) >= ATTEMPTS:
         return
     if not _recruits:
-        world.at_shutdown(_dismiss)
+        world.teardown.at_shutdown(_dismiss)
     log.warning("super learner %d has failed; starting another one in its place.", number)
     _recruits[number] = SpawnedReplacement(world, number, _terms(), patience_s)
 
@@ -194,9 +195,9 @@ def _trim() -> None:
 def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> bool:
     """Whether all living are connected with the joining learner now; the same answer on all of them."""
     port = recruit.open(recruiter) if recruit is not None else None
-    side = world.together(DOING, lambda comm: comm.Dup())
-    if recruiter in world.ranks:
-        root = world.ranks.index(recruiter)
+    side = world.collectives.run(DOING, lambda comm: comm.Dup())
+    if recruiter in world.collectives.ranks:
+        root = world.collectives.ranks.index(recruiter)
         met = replacement.within(
             replacement.MEETING_S,
             lambda: _connected(side, world, port, root, accepts=True),
@@ -213,7 +214,7 @@ def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> b
     assert met is not None
     if recruit is not None:
         recruit.come()
-    world.owned.append(side)
+    world.teardown.owned.append(side)
     _go_on_with(world, *met)
     return True
 
@@ -254,7 +255,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     joining = replacement.this_newcomer()
     wait(world.inner.Ibarrier())
     port, recruiter = joining.ready(_terms())
-    side = world.comm.Dup()
+    side = world.collectives.comm.Dup()
     met = replacement.within(
         2 * replacement.MEETING_S, lambda: _connected(side, world, port, 0, accepts=False), _drop
     )
@@ -264,7 +265,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
             f"{2 * replacement.MEETING_S:g} s. They go on, and start another one."
         )
     joining.await_come()
-    world.owned.append(side)
+    world.teardown.owned.append(side)
     _go_on_with(world, *met)
     told = _Inheritance.unpack(broadcast_object(None, recruiter, DOING))
     told.give(model, optimizers)

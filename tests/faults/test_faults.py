@@ -199,19 +199,20 @@ def require_exchanges(victims: Victims, ends: dict[int, dict[str, Any]], result:
 
 
 def require_lines(result: Result, victims: Victims, place: str, raises: bool) -> None:
-    """One line for each failed super learner; and the job's status tells of them.
+    """A line for each failed super learner, rarely two; and the job's status tells of them.
 
-    In the last step the others may be gone before they could notice; who failed has said so itself.
+    Two if who warned of it may have failed before it did. In the last step each may be the last one to
+    tell, and the others may be gone before they could notice; who failed has said so itself.
     """
     lines = [line for line in result.stderr.splitlines() if "has failed at step" in line]
     for lost in victims.lost:
         mine = [line for line in lines if f"super learner {lost} (" in line]
         if place == "last_step" and not mine:
             continue
-        assert len(mine) == 1, result.report()
+        most = len(victims.survivors) if place == "last_step" else 2
+        assert 1 <= len(mine) <= most, result.report()
         assert "Training goes on without it" in mine[0]
         assert f"learner {lost * victims.k})" in mine[0]
-    assert len(lines) <= len(victims.lost), result.report()
     # where all come together at the end, who fails keeps its status, which is the job's
     expected = {FAILED_STATUS, 1} if raises else {FAILED_STATUS}
     assert result.returncode in expected, result.report()

@@ -99,7 +99,7 @@ def test_one_of_two_lost_ones_replaced(tmp_path):
     assert joining[1:3] == [0, 0] and min(joining[0], joining[3]) > 0, result.report()
     for lost in (1, 2, 3):
         line = rf"super learner {lost} \(.*, learner {lost}\) has failed"
-        assert len(re.findall(line, result.stderr)) == 1, result.report()
+        assert len(re.findall(line, result.stderr)) in (1, 2), result.report()
     assert result.returncode != 0, (
         result.report()
     )  # FAILED_STATUS, or what mpirun makes of joining learners

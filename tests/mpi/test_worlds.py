@@ -82,12 +82,12 @@ def refused(result: Result, kind: str, n: int, *words: str) -> None:
 
 
 REFUSED = """
-    from hvd_adpsgd.runtime import world
+    from hvd_adpsgd.runtime import bootstrap
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
     if "DIFFERENT" in os.environ:
         os.environ["HVD_ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
     try:
-        world.init()
+        bootstrap.init()
     except Exception as error:
         say(rank=rank, error=type(error).__name__, text=str(error))
 """
@@ -125,9 +125,9 @@ def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> N
 
 UNEQUAL = (
     """
-    from hvd_adpsgd.runtime import world as worlds
+    from hvd_adpsgd.runtime import communicators
     # two hosts, one with learners 0, 2, 4 and one with 1, 3: as MPI's shared-memory split would say
-    worlds._host_communicator = lambda comm: comm.Split(comm.Get_rank() % 2, comm.Get_rank())
+    communicators.of_host = lambda comm: comm.Split(comm.Get_rank() % 2, comm.Get_rank())
 """
     + PLACES
 )
@@ -185,6 +185,7 @@ def test_shutdown_init_and_merge() -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.runtime import bootstrap
         from hvd_adpsgd.runtime import world as worlds
         from hvd_adpsgd.config import Config
 
@@ -199,9 +200,9 @@ def test_shutdown_init_and_merge() -> None:
         hvd.init()
         stopped = []
         for name in "ab":
-            worlds.current().at_shutdown(lambda name=name: stopped.append(name))
-        twice = kind(hvd.init)
-        worlds.merge_super_learners(worlds.current())
+            worlds.current().teardown.at_shutdown(lambda name=name: stopped.append(name))
+        twice = kind(hvd.init), kind(lambda: hvd.init(config=Config(super_learner_size=3)))
+        bootstrap.merge_super_learners(worlds.current())
         merged = hvd.super_size(), hvd.super_learner.size(), hvd.allreduce(
             torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
         began = time.monotonic()
@@ -224,7 +225,7 @@ def test_shutdown_init_and_merge() -> None:
         assert facts == {
             "rank": rank,
             "before": [uninitialized, uninitialized, False],
-            "twice": "AlreadyInitializedError",
+            "twice": [None, "AlreadyInitializedError"],
             "merged": [1, 3, 3.0],
             "stopped": ["b", "a"],
             "after": [uninitialized, False],
@@ -318,7 +319,7 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
         assert facts["sums"] == [5.0] * 3
         assert facts["lost"] == "PeerFailedError"
         assert facts["quick"]
-    assert "failed learners [1]" in result.stderr
+    assert "learners [1] are gone" in result.stderr
 
 
 def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
@@ -356,7 +357,7 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         assert facts["firsts"] == [False, facts["rank"] == 2]
         for kind, text in facts["outcomes"][::2]:
             assert kind == "PeerFailedError"
-            assert "learners [0] of 4 have failed" in text
+            assert "learners [0] of 4 are gone" in text
         assert facts["outcomes"][1] == 6.0
         assert facts["object"] == "of 1", "the first that lives"
 

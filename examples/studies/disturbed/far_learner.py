@@ -27,6 +27,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.torch.averaging import live
 
 HELD_OUT = 512
@@ -169,13 +170,13 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 def resting() -> Iterator[None]:
     """No exchange runs inside. Entered by all together, after what is under way has ended."""
     engines = [averaging.engine for averaging in live()]
-    comm = worlds.current().comm
+    comm = worlds.current().collectives.comm
     for _ in range(2):  # what one began before it paused, another answers
         for engine in engines:
             engine.pause(REST_S)
-        worlds.wait(comm.Ibarrier())
+        wait(comm.Ibarrier())
     yield
-    worlds.wait(comm.Ibarrier())
+    wait(comm.Ibarrier())
     for engine in engines:
         engine.resume()
 
@@ -190,8 +191,8 @@ def block(
     trainer: Trainer, kind: tuple[int, float], seconds: float, steps: int | None = None
 ) -> list[dict[str, Any]]:
     """Train for so long, or so many steps where all wait for all. What each learner counted."""
-    comm = worlds.current().comm
-    worlds.wait(comm.Ibarrier())
+    comm = worlds.current().collectives.comm
+    wait(comm.Ibarrier())
     before, began, done = counted(trainer), time.monotonic(), 0
     while done < steps if steps else (done < 2 or time.monotonic() - began < seconds):
         trainer.step(*kind)
@@ -200,7 +201,7 @@ def block(
     mine |= {name: value - before[name] for name, value in counted(trainer).items()}
     if isinstance(trainer.optimizer, torch.optim.Optimizer) and live():
         mine["consensus_distance"] = hvd.metrics()["consensus_distance"]
-    worlds.wait(comm.Ibarrier())
+    wait(comm.Ibarrier())
     return list(comm.allgather(mine))
 
 
@@ -243,9 +244,9 @@ Copy = tuple[str, int, float, list[torch.Tensor]]  # its name, steps, seconds, p
 
 def train_and_copy(trainer: Trainer, kind: tuple[int, float], seconds: float) -> list[Copy]:
     """Train for so long. Copies after 1, 2, 4, 8, ... steps and at 1/4, 1/2 and all of the time."""
-    comm, copies = worlds.current().comm, []
+    comm, copies = worlds.current().collectives.comm, []
     parts = [(part, seconds * part) for part in (0.25, 0.5, 1.0)]
-    worlds.wait(comm.Ibarrier())
+    wait(comm.Ibarrier())
     began, over = time.monotonic(), False
     while not over:
         trainer.step(*kind)
@@ -268,7 +269,7 @@ def _copy(trainer: Trainer, name: str, seconds: float) -> Copy:
 
 def match(copies: list[Copy]) -> list[Copy]:
     """The copies that all learners have, in one order."""
-    names = worlds.current().comm.allgather([name for name, *_ in copies])
+    names = worlds.current().collectives.comm.allgather([name for name, *_ in copies])
     common = [name for name in names[0] if all(name in others for others in names)]
     by_name = {copy[0]: copy for copy in copies}
     return [by_name[name] for name in common]
@@ -280,7 +281,7 @@ def judged(
     alone: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Loss of each learner's own model and of the mean of all, and the distance from that mean."""
-    comm = worlds.current().comm
+    comm = worlds.current().collectives.comm
     load(trainer.model, parameters)
     own = trainer.task.loss(trainer.model)
     if trainer.in_step:
@@ -311,7 +312,7 @@ def to_the_mean(comm: Any, parameters: list[torch.Tensor]) -> float:
     square = 0.0
     for values in parameters:
         mean = torch.empty_like(values)
-        worlds.wait(comm.Iallreduce(values.numpy(), mean.numpy()))
+        wait(comm.Iallreduce(values.numpy(), mean.numpy()))
         mean /= comm.size
         square += float((values - mean).square().sum(dtype=torch.float64))
         values.copy_(mean)

@@ -21,6 +21,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import wait
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ class Learner:
         torch.manual_seed(options.seed * 1000 + hvd.rank())
         self.x = torch.randn(options.batch, options.sizes[0])
         self.y = torch.randint(0, options.sizes[-1], (options.batch,))
-        self.comm = worlds.current().comm
+        self.comm = worlds.current().collectives.comm
 
     def measured(self, slowdown: float) -> list[dict[str, Any]]:
         """What each learner counted in a block of --block-s, or of some steps if all wait for all."""
@@ -83,13 +84,13 @@ class Learner:
         """
         slow = slowdown if hvd.rank() == hvd.size() - 1 else 1.0
         exchanges = hvd.metrics()["exchanges"]
-        worlds.wait(self.comm.Ibarrier())
+        wait(self.comm.Ibarrier())
         began, done = time.monotonic(), 0
         while done < steps if steps else time.monotonic() - began < self.options.block_s:
             self.step(slow)
             done += 1
         own_s = time.monotonic() - began
-        worlds.wait(self.comm.Ibarrier())
+        wait(self.comm.Ibarrier())
         seconds = time.monotonic() - began if self.period else own_s
         mine = {
             "steps": done,

@@ -61,7 +61,6 @@ cdef void send_control(State* e, int peer, Kind kind, int exchange, int nchunks)
     out.message.fingerprint = generation.fingerprint
     out.message.weight = e.weight
     out.message.round = e.round
-    out.message.lost = e.lost
     code = post_send(&e.transport, &out.message, sizeof(Message), peer, TAG_CONTROL, &out.request)
     if code != mpi.MPI_SUCCESS:
         free(out)
@@ -118,10 +117,7 @@ cdef void handle_control(State* e, int peer, Message* m) noexcept nogil:
     elif m.kind == NO:
         hear_no(e, peer, m)
     elif m.kind == BYE:
-        e.last_words[peer] = m.lost
-        e.broken_partners[peer] = m.nchunks      # who sees that, reads the last words
-        if m.nchunks:
-            e.lost |= bit(peer)
+        e.broken_partners[peer] = m.nchunks
         set_partner(e, peer, LEFT)
         e.farewells[peer] = 0
         send_control(e, peer, BYE_SEEN, 0, 0)

@@ -90,7 +90,6 @@ cdef bint say_goodbye(State* e) noexcept nogil:
         return False
     if not e.said_goodbye:
         e.said_goodbye = True
-        e.last_words[e.transport.rank] = e.lost
         for peer in range(e.transport.size):
             if peer != e.transport.rank and e.peers[peer] in (ALIVE, SUSPECT):
                 e.farewells[peer] = 1
@@ -206,13 +205,12 @@ cdef class Loop:
         e.peers = <char*>calloc(e.transport.size, 1)
         e.broken_partners = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
-        e.last_words = <uint64_t*>calloc(e.transport.size, sizeof(uint64_t))
         e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
         if not (e.schedule and e.exchanges and e.mapped and e.peers and e.broken_partners
-                and e.farewells and e.last_words and e.met and e.generations):
+                and e.farewells and e.met and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
             memcpy(e.schedule, &schedule[0], e.schedule_length * sizeof(int))
@@ -234,7 +232,6 @@ cdef class Loop:
         free(e.peers)
         free(e.broken_partners)
         free(e.farewells)
-        free(e.last_words)
         free(e.met)
         free(e.generations)
         free(e.events)
@@ -414,22 +411,13 @@ cdef class Loop:
         return load(&self.state.peer_events)
 
     def peers(self):
-        """State of each peer: 0 alive, 1 suspect, 2 left, 3 lost.
+        """State of each peer: 0 alive, 1 suspect, 2 left, 3 failed.
 
-        For the thread a broken one has left, and it may be served to the end; for everybody else it is
-        lost.
+        For the thread a broken one has left, and it may be served to the end; for everybody else it has
+        failed.
         """
         cdef State* e = &self.state
         return [FAILED if e.broken_partners[i] else e.peers[i] for i in range(e.transport.size)]
-
-    def last_words(self, int place):
-        """Whom a peer knew to have failed when it said goodbye, by rank; of the own rank: this one.
-
-        Ranks that are equal modulo 64 cannot be told apart.
-        """
-        cdef State* e = &self.state
-        cdef uint64_t known = e.last_words[place]
-        return [i for i in range(e.transport.size) if known & bit(i)]
 
     def under_way(self):
         """Exchanges not finished, as they were at some moment lately; for tests and diagnosis.
@@ -488,7 +476,7 @@ cdef class Loop:
         cdef State* e = &self.state
         cdef double t = now()
         names = ("idle", "asked", "running", "broken")
-        states = ("alive", "suspect", "left", "lost")
+        states = ("alive", "suspect", "left", "failed")
         peers = []
         for i in range(e.transport.size):
             x = &e.exchanges[i]

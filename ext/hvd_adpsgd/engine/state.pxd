@@ -96,7 +96,6 @@ cdef struct Message:
     uint64_t fingerprint
     double weight
     int64_t round
-    uint64_t lost           # who the sender knows to have failed: bit (rank % 64)
 
 cdef struct Outgoing:
     Message message
@@ -272,8 +271,6 @@ cdef struct State:
     char* broken_partners   # who said goodbye because it cannot go on
     char* farewells         # goodbyes not yet seen
     bint said_goodbye
-    uint64_t lost           # as in Message
-    uint64_t* last_words    # by peer: what its goodbye knew; of this one, what its own did
     double leave_by
     double counted              # when it was last looked at who has failed
     # for the trainer to read
@@ -329,15 +326,9 @@ cdef inline void record(State* e, int kind, int peer, double began, double ended
     store(&e.events_written, e.events_written + 1)
 
 
-cdef inline uint64_t bit(int peer) noexcept nogil:
-    return <uint64_t>1 << (peer % 64)
-
-
 cdef inline void set_partner(State* e, int peer, Peer state) noexcept nogil:
     """Who left or has failed stays so: that somebody who left ends its process is no news."""
     cdef Peer before = <Peer>e.peers[peer]
     if before != state and before < LEFT:
         e.peers[peer] = state
-        if state == FAILED:
-            e.lost |= bit(peer)
         store(&e.peer_events, e.peer_events + 1)

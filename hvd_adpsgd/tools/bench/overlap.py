@@ -75,7 +75,7 @@ class Trial:
     """One model per kind, each with its optimizer."""
 
     def __init__(self, mib: float, busy: bool, kinds: tuple[str, ...]):
-        self.comm = worlds.current().comm
+        self.comm = worlds.current().collectives.comm
         self.optimizers = {kind: self._optimizer(kind, int(mib * 2**18)) for kind in kinds}
         self._square = torch.randn(128, 128) / 128
         self._product_s = self._time_of_product() if busy else None

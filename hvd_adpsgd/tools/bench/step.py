@@ -20,6 +20,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.torch.averaging import live
 
@@ -59,7 +60,7 @@ class Trial:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.x = torch.randn(BATCH, SIZES[0])
         self.y = torch.randint(0, SIZES[-1], (BATCH,))
-        self.comm = worlds.current().comm
+        self.comm = worlds.current().collectives.comm
 
     def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
         row = {"off": self.block(False, steps, 0.0), "on": self.block(True, steps, 0.0)}
@@ -82,7 +83,7 @@ class Trial:
                 time.sleep(sleep_s)  # the work of a slow learner
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         if stop is None and sleep_s:
-            worlds.wait(self.comm.Ibarrier())
+            wait(self.comm.Ibarrier())
         mine = {
             "steps_per_s": done / seconds,
             "cpu_ms_per_step": 1e3 * cpu / done,

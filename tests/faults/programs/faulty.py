@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.runtime import bootstrap
 from hvd_adpsgd.runtime import world as worlds
 
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -116,13 +117,13 @@ IN_EXCHANGE = ("asking", "answering")
 
 def script_init(script: Script) -> None:
     """The fault inside init: when this learner is to tell the others of its placement."""
-    answer = worlds._answer
+    answer = bootstrap._answer
 
     def told(*args: Any) -> Any:
         script.here("in_init")
         return answer(*args)
 
-    worlds._answer = told
+    bootstrap._answer = told
 
 
 def script_exchange(script: Script, optimizer: Any) -> None:
@@ -156,7 +157,9 @@ def main() -> None:
     script_init(script)
     hvd.init()
     facts = train(args, script)
-    worlds.current().at_shutdown(lambda: script.here("shutdown"))  # before the engine's goodbye
+    worlds.current().teardown.at_shutdown(
+        lambda: script.here("shutdown")
+    )  # before the engine's goodbye
     script.leave("json", **facts)
     hvd.shutdown()
 

@@ -25,6 +25,7 @@ from hvd_adpsgd.engine import engine as engines  # noqa: E402
 from hvd_adpsgd.engine import shared_memory  # noqa: E402
 from hvd_adpsgd.engine.engine import Engine, EngineOptions  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.engine.peers import PeerState  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
 LANES = 8
@@ -87,7 +88,7 @@ class Learner:
 
     def survive(self) -> None:
         self.step = 0
-        self.turns(lambda: not self.engine.lost())
+        self.turns(lambda: PeerState.FAILED not in dict(self.engine.report()).values())
         self.leave("after")
         finished = self.engine.metrics()["exchanges"] + MORE
         self.turns(lambda: self.engine.metrics()["exchanges"] < finished)

@@ -10,6 +10,9 @@ import numpy as np
 from engines import say, started, until
 from mpi4py import MPI
 
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.runtime.membership import Membership
+
 
 class Warnings(logging.Handler):
     """Keeps the lines of warnings."""
@@ -22,20 +25,27 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def knows(engine: Engine, membership: Membership, broken: int) -> bool:
+    """Whether its failure is noticed here; the line is logged then."""
+    membership.update(engine.report())
+    return broken in membership.failed_ranks()
+
+
 def main() -> None:
     comm = MPI.COMM_WORLD
     warnings = Warnings()
     logging.getLogger("hvd_adpsgd").addHandler(warnings)
     model = np.zeros(100)
     engine = started(comm, model)
+    groups = [(rank,) for rank in range(comm.size)]
+    membership = Membership(groups, [str(rank) for rank in range(comm.size)], comm.rank)
     victims = (comm.size - 1, 0)
     for step, broken in enumerate(victims):
         comm.Barrier()
         if comm.rank == broken:
             engine.stop(broken=True)
         elif comm.rank not in victims[:step]:
-            until(lambda broken=broken: broken in engine.lost())
-            engine.offer(step)
+            until(lambda broken=broken: knows(engine, membership, broken))
     comm.Barrier()
     engine.stop()
     say(comm, warned=warnings.lines)

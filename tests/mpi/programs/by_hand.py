@@ -31,7 +31,7 @@ class ByHand:
         for specs in averaging._specs:
             self.engine.extend(specs)
         self.engine.start()
-        world.owned += self.engine.communicators
+        world.teardown.owned += self.engine.communicators
         averaging.replace_engine(self.engine)
         self._comm, self._finished = world.outer, 0
 

@@ -80,7 +80,7 @@ def bounded() -> None:
     """Learner 0 is stopped; the others wait for it by max_staleness, each time for a while only."""
     training = Training(max_staleness=1, exchanges_per_step=4.0)
     training.train(5, pauses())
-    victim = worlds.current().comm.bcast(os.getpid())
+    victim = worlds.current().collectives.comm.bcast(os.getpid())
     if hvd.rank() == 0 and os.fork() == 0:
         os.kill(victim, signal.SIGSTOP)
         time.sleep(STOPPED_S)

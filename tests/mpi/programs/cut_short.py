@@ -13,6 +13,7 @@ from engines import address, say, started, until
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.peers import PeerState
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 100
 
@@ -43,7 +44,7 @@ def main() -> None:
     freed.join()
     until(lambda: engine._loop.finished() == 1)
     comm.Barrier()
-    lost = engine.lost()
+    lost = [peer for peer, state in engine.report() if state is PeerState.FAILED]
     engine.stop()
     for _ in range(2):
         engine._arena.publish(hold=False)

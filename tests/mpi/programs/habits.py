@@ -135,7 +135,7 @@ def evaluated_twice(where: str) -> None:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
                         optimizer.step()
-                apart.append(len(set(worlds.current().comm.allgather(digest([p])))) > 1)
+                apart.append(len(set(worlds.current().collectives.comm.allgather(digest([p])))) > 1)
         say(case=f"{where}/twice/{how}", apart=apart)
 
 

@@ -38,7 +38,7 @@ def same_in_node(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def same_everywhere(tensors: Iterable[torch.Tensor]) -> bool:
-    return len(set(worlds.current().comm.allgather(digest(tensors)))) == 1
+    return len(set(worlds.current().collectives.comm.allgather(digest(tensors)))) == 1
 
 
 def pauses(longest_s: float = 2e-3) -> Iterator[None]:

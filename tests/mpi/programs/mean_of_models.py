@@ -108,7 +108,7 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
         wait_exchanged(optimizer)
         if skips:  # corrections published for a step that never comes
             unfinished(model, optimizer)
-        spread = max(worlds.current().comm.allgather(digest(model.parameters())))
+        spread = max(worlds.current().collectives.comm.allgather(digest(model.parameters())))
         hvd.average_model(model)
         starts = [initial(s, dtype) for s in range(hvd.super_size())]
         means = expected(dtype, 0, STEPS, [sum(t).double() / len(t) for t in zip(*starts)])  # noqa: B905

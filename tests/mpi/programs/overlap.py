@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def train(spec: str, patience_s: float) -> None:
-    comm, me, leads = worlds.current().comm, hvd.rank(), np.zeros(1)
+    comm, me, leads = worlds.current().collectives.comm, hvd.rank(), np.zeros(1)
     model = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
     plain = torch.optim.SGD([model], lr=0.1)
     wrapped = hvd.DistributedOptimizer(plain, named_parameters=[("model", model)], averaging=spec)

@@ -216,7 +216,7 @@ def distances(where: str) -> None:
             measured = hvd.consensus_distance(model)
             kept = digest(model) == before
             flat = torch.cat([p.detach().reshape(-1) for p in model]).numpy()
-            all_models = np.array(worlds.current().comm.allgather(flat))
+            all_models = np.array(worlds.current().collectives.comm.allgather(flat))
             expected = np.sqrt(((all_models - all_models.mean(axis=0)) ** 2).sum(axis=1).mean())
             advance(s, 9, model, optimizer)
             models = look(model)
@@ -243,7 +243,9 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
         ) as optimizer:
             torch.manual_seed(hvd.rank())
             same, work, ends = True, 0, time.monotonic() + 40
-            while work == 0 and not worlds.current().comm.bcast(time.monotonic() > ends):
+            while work == 0 and not worlds.current().collectives.comm.bcast(
+                time.monotonic() > ends
+            ):
                 for _ in range(300):
                     optimizer.zero_grad()
                     model(torch.randn(8, 16)).square().mean().backward()
@@ -251,7 +253,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
                 numbers = optimizer._averaging.metrics()
                 same = same and same_in_node(model.parameters())
                 done = numbers["exchanges"] + numbers["means"]
-                work = worlds.current().comm.allreduce(done)
+                work = worlds.current().collectives.comm.allreduce(done)
         say(case=f"{where}/free/{spec}", same=same, work=work)
 
 
@@ -373,7 +375,11 @@ def save(folder: Path, where: str) -> None:
 
 def train_until_owed(s: Setting, model: Any, optimizer: Any, pause: Any) -> tuple[int, bool]:
     """At least HALF steps, then on until the mean shows that something is on its way."""
-    comm, sums, ends = worlds.current().comm, np.zeros(INDEX.size), time.monotonic() + 20
+    comm, sums, ends = (
+        worlds.current().collectives.comm,
+        np.zeros(INDEX.size),
+        time.monotonic() + 20,
+    )
     for step in range(400):
         next(pause)
         advance(s, step, model, optimizer)

@@ -1,0 +1,49 @@
+"""MPI's errors as ours, and whether learners outlive one another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from hvd_adpsgd.errors import PeerFailedError, TransportError
+
+__all__ = ["mpi_failures", "ulfm_advice", "ulfm_enabled"]
+
+
+def ulfm_enabled() -> bool:
+    """Whether Open MPI runs with ULFM, so that processes outlive others' end."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
+
+
+def ulfm_advice() -> str:
+    """What to do about a failed learner, at the end of a message."""
+    if ulfm_enabled():
+        return "Start the job again."
+    return "Start the job again, under Open MPI's `--with-ft ulfm`, which goes on without it."
+
+
+@contextlib.contextmanager
+def mpi_failures(doing: str) -> Iterator[None]:
+    """Turn MPI's exceptions into ours.
+
+    Args:
+        doing: what is done, for the message.
+
+    Raises:
+        PeerFailedError: if a learner failed.
+        TransportError: if MPI failed otherwise.
+    """
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        kind, text = error.Get_error_class(), error.Get_error_string()
+        if kind in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
+            raise PeerFailedError(
+                f"{doing}: a learner failed meanwhile ({text}). {ulfm_advice()}", code=kind
+            ) from error
+        raise TransportError(
+            f"{doing}: MPI failed ({text}). Start the job again.", code=kind
+        ) from error

@@ -1,0 +1,277 @@
+"""How the worlds of the learners are made, all together, and torn down in bounded time.
+
+Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_adpsgd import strategies
+from hvd_adpsgd.config import Config, environment_name
+from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.errors import (
+    ConfigError,
+    InnerOnlyError,
+    TransportError,
+    WorldError,
+)
+from hvd_adpsgd.runtime import communicators, shutdown, state_dump
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.runtime.shutdown import exit_state
+from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners
+
+__all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_PER_LEARNER = ("log_level", "state_dir")  # options in which learners may differ
+
+
+def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = None) -> World:
+    """Make the worlds; all learners call this together.
+
+    Args:
+        config: the options; default from the environment. Equal on all learners.
+        comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
+            of MPI.COMM_WORLD (only the named processes may call then).
+        process_sets: as in Horovod's init; only with one super learner.
+
+    Returns:
+        The world, which worlds.current returns from now on.
+
+    Raises:
+        LaunchError: if the processes were started in a way in which the worlds cannot be made.
+        ConfigError: on all learners, if an option is bad on one or differs between two.
+        TopologyError: on all learners, if super_learner_size does not divide a host's learners.
+        InnerOnlyError: on all learners, for process_sets with several super learners.
+        PeerFailedError: if a learner ends meanwhile.
+    """
+    _require_whole()
+    communicators.require_mpi_launcher(os.environ)
+    mpi = communicators.load_mpi()
+    watch_exit()
+    everyone = communicators.of_learners(mpi, comm)
+    try:
+        with mpi_failures("init()"):
+            world = _make_world(everyone, config, bool(process_sets))
+    except TransportError:
+        exit_state.lacks_others(everyone)
+        raise
+    except Exception:
+        everyone.Free()
+        raise
+    return enter(world, process_sets)
+
+
+def enter(world: World, process_sets: Any = None) -> World:
+    """Start Horovod in the super learner; worlds.current returns this world from now on."""
+    _start_horovod(world.inner, process_sets)
+    _log_from(world.config.log_level)
+    worlds.put(world)
+    exit_state.has_begun = True
+    state_dump.add_source("world", _describe)
+    state_dump.watch(world.rank, world.config.state_dir)
+    return world
+
+
+def _describe() -> dict[str, Any] | None:
+    """The world as a state file shows it; None after shutdown()."""
+    if not worlds.is_initialized():
+        return None
+    world = worlds.current()
+    shown = ("rank", "size", "super_rank", "super_size", "inner_rank", "inner_size", "hostname")
+    return {
+        **{name: getattr(world, name) for name in shown},
+        "super_learners": world.groups,
+        "states": [state.name.lower() for state in world.membership.states],
+        "left_in_communicator": world.collectives.ranks,
+        "on_failure": world.collectives.on_failure,
+        "config": dataclasses.asdict(world.config),
+    }
+
+
+def _log_from(level: str) -> None:
+    """Show messages from `level` on; on stderr if the script has not set up logging."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hvd_adpsgd: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        log.addHandler(handler)
+
+
+def _require_whole() -> None:
+    if exit_state.stuck:
+        raise WorldError(
+            "init() after a shutdown() that had to leave Horovod behind: a learner of this super "
+            "learner had stopped or died, and Horovod still waits for it. Start the process again."
+        )
+
+
+def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
+    """Agree with all learners, then cut the communicator; the same outcome on all of them."""
+    host = communicators.of_host(everyone)
+    answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
+    checked = _agreed_config(answers)
+    placements = tuple(answer["placement"] for answer in answers)
+    joined = strategies.parse(checked.averaging).averages == "nothing"
+    groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
+    asking = [rank for rank, answer in enumerate(answers) if answer["sets"]]
+    if asking and len(groups) > 1:
+        raise InnerOnlyError(
+            f"init(process_sets=...) on learner {asking[0]}: process sets work with one super "
+            f"learner, this job has {len(groups)}. Leave process_sets out, or start the job as one "
+            "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
+        )
+    return _cut(everyone, host, checked, placements, groups)
+
+
+def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
+    """What this learner tells the others: its placement, and its options or what is wrong with them."""
+    head = host.bcast(everyone.Get_rank())
+    placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
+    options, problem = None, None
+    try:
+        options = config if config is not None else Config.from_environment()
+        strategies.parse(options.averaging)
+    except ConfigError as error:
+        problem = str(error)
+    return {"placement": placement, "config": options, "problem": problem, "sets": asks_sets}
+
+
+def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
+    for rank, answer in enumerate(answers):
+        if answer["problem"] is not None:
+            raise ConfigError(f"{answer['problem']} (on learner {rank})")
+    first = answers[0]["config"]
+    for rank, answer in enumerate(answers):
+        for name, value in dataclasses.asdict(answer["config"]).items():
+            if name not in _PER_LEARNER and value != getattr(first, name):
+                raise ConfigError(
+                    f"{name} differs between learners: {environment_name(name)} or Config.{name} "
+                    f"is {getattr(first, name)!r} on learner 0 and {value!r} on learner {rank}. "
+                    "Set the same value on all learners (horovodrun passes the environment on; "
+                    "mpirun needs -x)."
+                )
+    config: Config = answers[0]["config"]
+    return config
+
+
+def _cut(
+    everyone: Any,
+    host: Any,
+    config: Config,
+    placements: tuple[Placement, ...],
+    groups: tuple[tuple[int, ...], ...],
+) -> World:
+    rank = everyone.Get_rank()
+    super_rank = next(i for i, group in enumerate(groups) if rank in group)
+    inner, outer = communicators.split(everyone, super_rank, rank == groups[super_rank][0])
+    comms = Communicators(everyone, everyone.Dup(), host, inner, outer)
+    return World.make(config, placements, groups, rank, comms)
+
+
+def _start_horovod(inner: Any, process_sets: Any) -> None:
+    """Horovod's world over the super learner."""
+    import horovod.torch as horovod
+    from horovod.torch import mpi_ops
+
+    horovod.init(comm=inner, process_sets=process_sets)
+    # Horovod's exit handler waits without bound for the others of its world; ours does not.
+    atexit.unregister(mpi_ops._basics.shutdown)
+
+
+def merge_super_learners(world: World) -> World:
+    """Make one super learner of all learners; all call this together.
+
+    Returns:
+        The world with super_size 1, which worlds.current returns from now on.
+
+    Raises:
+        WorldError: if a learner has failed, or Horovod cannot be stopped within leave_deadline_s.
+    """
+    if world.super_size == 1:
+        return world
+    gone = sorted(world.collectives.gone())
+    if gone:
+        raise WorldError(
+            f"merge_super_learners(): learners {gone} of {world.size} have failed, and one super learner "
+            "needs all of its learners. Restart the job, or average with a strategy that goes on without "
+            "them (random_pairs)."
+        )
+    if not _stop_horovod(world.config.leave_deadline_s):
+        raise WorldError(
+            "merge_super_learners(): Horovod did not stop within "
+            f"leave_deadline_s={world.config.leave_deadline_s:g} s, so a learner of super learner "
+            f"{world.super_rank} has stopped or died. Start the job again."
+        )
+    everyone = tuple(range(world.size))
+    merged = _cut(world.collectives.comm, world.host, world.config, world.placements, (everyone,))
+    merged.teardown.inherit(world.teardown)
+    _start_horovod(merged.inner, None)
+    shutdown.free(world.inner, world.outer)
+    worlds.put(merged)
+    return merged
+
+
+# ---- tear down ----------------------------------------------------------------------------------
+
+
+def watch_exit() -> None:
+    """From now on the process ends as runtime/shutdown says."""
+    shutdown.mark(True)
+    shutdown.at_exit(shut_down, _leave_deadline_s)
+
+
+def shut_down() -> None:
+    """Leave: stop what was registered, then Horovod, then free the communicators.
+
+    Waits for the other learners at most leave_deadline_s; idempotent. init() may follow.
+
+    Raises:
+        Exception: the first that a registered callback raised, once all else is done.
+    """
+    if not worlds.is_initialized():
+        return
+    world, seconds = worlds.current(), _leave_deadline_s()
+    worlds.put(None)
+    failures = list(world.teardown.run_stops())
+    ends = time.monotonic() + seconds
+    stopped = _stop_horovod(seconds)
+    if world.teardown.meet(stopped, ends):
+        comms = (world.outer, world.inner, world.host, world.collectives.comm)
+        world.teardown.free_all(comms, seconds)
+        shutdown.mark(False)
+    if failures:
+        raise failures[0]
+
+
+def _leave_deadline_s() -> float:
+    config = worlds.current().config if worlds.is_initialized() else Config()
+    return config.leave_deadline_s
+
+
+def _stop_horovod(seconds: float) -> bool:
+    """Stop Horovod's world; False if it still waits for some learner after `seconds`.
+
+    A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
+    """
+    import horovod.torch as horovod
+
+    exit_state.stuck = not shutdown.returns(horovod.shutdown, seconds)
+    if exit_state.stuck:
+        log.warning(
+            "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
+            "It is left behind.",
+            seconds,
+        )
+    return not exit_state.stuck

@@ -1,0 +1,131 @@
+"""Who of a job is alive, suspect, left or failed: the one record of this process.
+
+    engine's thread  -->  Engine.report  -->  Membership.update  -->  line in the log
+
+Collectives, shutdown, replacement and the user's questions ask it, and tell it what they find out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+from hvd_adpsgd.engine.peers import PeerState
+
+__all__ = ["Membership"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_REPEATED_S = 5.0  # who fails so soon after another may not have warned of it
+_NEWS = {
+    PeerState.SUSPECT: "is silent{where}. Averaging passes over it until it answers; raise "
+    "HVD_ADPSGD_DEADLINE_S if it is only slow.",
+    PeerState.ALIVE: "answers again{where}. Averaging goes on with it.",
+    PeerState.LEFT: "has left{where}. Averaging goes on among the others.",
+    PeerState.FAILED: "has failed{where}. Training goes on without it.",
+}
+
+
+class Membership:
+    """The states of all super learners, as far as this learner knows.
+
+    A failed super learner stays so until it is replaced. One that has left is alive again for an engine
+    that is made later. The first super learner that lives warns of failures, the others inform.
+
+    Args:
+        groups: ranks of the learners of each super learner, by super_rank.
+        names: what to call each super learner in messages.
+        own: this learner's super_rank.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], names: Sequence[str], own: int):
+        self.states = [PeerState.ALIVE] * len(groups)
+        self._groups, self._names, self._own = groups, names, own
+        self._told: set[tuple[int, PeerState]] = set()
+        self._informed: dict[
+            int, tuple[float, str]
+        ] = {}  # failures that another one should warn of
+
+    def update(self, news: Iterable[tuple[int, PeerState]], step: int | None = None) -> None:
+        """Take in what an engine has learned, all of it before the first line is logged.
+
+        Args:
+            news: (super_rank, state).
+            step: of the trainer, for the lines.
+        """
+        final = PeerState.FAILED
+        news = [(i, state) for i, state in news if self.states[i] is not final or state is final]
+        for i, state in news:
+            self.states[i] = state
+        where = "" if step is None else f" at step {step}"
+        for i, state in news:
+            if (i, state) not in self._told:
+                self._told.add((i, state))
+                line = f"super learner {i} ({self._names[i]}) {_NEWS[state].format(where=where)}"
+                self._tell(i, state, line)
+        if any(state is PeerState.FAILED for _, state in news):
+            self._repeat()
+
+    def _tell(self, i: int, state: PeerState, line: str) -> None:
+        warns = state is PeerState.FAILED and self._warns
+        log.log(logging.WARNING if warns else logging.INFO, "%s", line)
+        if state is PeerState.FAILED and not warns:
+            self._informed[i] = time.monotonic(), line
+
+    def _repeat(self) -> None:
+        """Who should have warned has failed itself, maybe before it did."""
+        if self._warns:
+            for when, line in self._informed.values():
+                if time.monotonic() - when < _REPEATED_S:
+                    log.warning("%s", line)
+            self._informed.clear()
+
+    @property
+    def _warns(self) -> bool:
+        gone = (PeerState.LEFT, PeerState.FAILED)
+        return all(state in gone for state in self.states[: self._own])
+
+    def fail(self, ranks: Collection[int]) -> None:
+        """The super learners of these learners have failed; whoever found it out tells of it."""
+        for i, group in enumerate(self._groups):
+            if not set(ranks).isdisjoint(group):
+                self.states[i] = PeerState.FAILED
+
+    def mates_ended(self, ranks: Collection[int]) -> None:
+        """The processes of these learners have ended. Who is of another node may be done; engines know."""
+        self.fail(set(ranks).intersection(self._groups[self._own]))
+
+    def meet(self, members: Collection[int]) -> None:
+        """All that live have met: these super learners, and no others."""
+        for i in range(len(self.states)):
+            self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
+        self._told.clear()
+
+    def rejoin(self) -> None:
+        """An engine was stopped while its learners train on: who has left it may still be there."""
+        self.states = [
+            PeerState.ALIVE if state is PeerState.LEFT else state for state in self.states
+        ]
+
+    @property
+    def own_failed(self) -> bool:
+        """Whether this super learner cannot go on."""
+        return self.states[self._own] is PeerState.FAILED
+
+    def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
+        """Ranks of the learners of failed super learners, ascending.
+
+        Args:
+            ended: ranks of learners whose process has ended; in good order if they had left.
+        """
+        states = zip(self._groups, self.states, strict=True)
+        return tuple(
+            sorted(
+                rank
+                for group, state in states
+                if state is PeerState.FAILED
+                or (state is not PeerState.LEFT and not set(ended).isdisjoint(group))
+                for rank in group
+            )
+        )

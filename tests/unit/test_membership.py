@@ -1,0 +1,133 @@
+"""Who lives: which news change what, and who warns of a failure."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.runtime.membership import Membership
+
+ALIVE, SUSPECT, LEFT, FAILED = PeerState
+
+
+def made(own: int = 0, n: int = 4, k: int = 1) -> Membership:
+    groups = [tuple(range(i * k, i * k + k)) for i in range(n)]
+    return Membership(groups, [f"node{i}" for i in range(n)], own)
+
+
+@pytest.fixture
+def lines(caplog):
+    """Messages, once for each call: (whether as a warning, the line)."""
+    caplog.set_level(logging.INFO, logger="hvd_adpsgd")
+
+    def taken():
+        records = [(r.levelno == logging.WARNING, r.getMessage()) for r in caplog.records]
+        caplog.clear()
+        return records
+
+    return taken
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(PeerState)), max_size=40))
+def test_the_last_news_counts_but_after_a_failure(story):
+    membership, states = made(n=3), [ALIVE] * 3
+    for peer, state in story:
+        membership.update([(peer, state)])
+        states[peer] = FAILED if states[peer] is FAILED else state
+        assert membership.states == states
+    assert membership.failed_ranks() == tuple(i for i in range(3) if states[i] is FAILED)
+
+
+def test_lines_say_who_when_and_what_now_and_only_once(lines):
+    membership = made()
+    membership.update([(1, SUSPECT)], 1842)
+    assert lines() == [
+        (
+            False,
+            "super learner 1 (node1) is silent at step 1842. Averaging passes over it until it "
+            "answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
+        )
+    ]
+    membership.update([(1, ALIVE)])
+    assert [line for _, line in lines()] == [
+        "super learner 1 (node1) answers again. Averaging goes on with it."
+    ]
+    for state in (SUSPECT, ALIVE):
+        membership.update([(1, state)])
+    assert lines() == []
+    membership.update([(1, FAILED), (2, LEFT)], 9)
+    assert lines() == [
+        (True, "super learner 1 (node1) has failed at step 9. Training goes on without it."),
+        (False, "super learner 2 (node2) has left at step 9. Averaging goes on among the others."),
+    ]
+    membership.update([(1, FAILED), (1, ALIVE)], 10)
+    assert lines() == []
+
+
+def test_an_engine_tells_of_a_failure_that_is_known(lines):
+    membership = made()
+    membership.fail([2])
+    assert membership.failed_ranks() == (2,)
+    assert lines() == []
+    membership.update([(2, FAILED)])
+    assert len(lines()) == 1
+
+
+def test_the_first_that_lives_warns_and_the_others_inform(lines):
+    for own, warns in ((0, True), (1, False), (3, False)):
+        made(own).update([(2, FAILED)])
+        assert [warning for warning, _ in lines()] == [warns]
+
+
+@pytest.mark.parametrize("gone", [LEFT, FAILED])
+def test_the_next_warns_without_those_before_it(lines, gone):
+    membership = made(own=2)
+    membership.update([(0, gone), (3, FAILED), (1, gone)])
+    told = {line.split()[2] for warning, line in lines() if warning}
+    assert told == ({"3"} if gone is LEFT else {"0", "1", "3"})
+
+
+def test_who_warns_no_longer_may_not_have_warned(lines, monkeypatch):
+    """0 failed soon after 3, maybe before it had told of that; long after, it had."""
+    for later, told in ((1.0, ["0", "3"]), (60.0, ["0"])):
+        now = [100.0]
+        monkeypatch.setattr("time.monotonic", lambda now=now: now[0])
+        membership = made(own=1)
+        membership.update([(3, FAILED)])
+        assert [warning for warning, _ in lines()] == [False]
+        now[0] += later
+        membership.update([(0, FAILED)])
+        assert [line.split()[2] for warning, line in lines() if warning] == told
+
+
+def test_a_learner_that_ends_takes_its_super_learner_along_unless_that_has_left():
+    membership = made(n=3, k=2)
+    membership.update([(1, LEFT)])
+    assert membership.failed_ranks(ended={3, 5}) == (4, 5)
+    assert membership.failed_ranks() == (), "what MPI says is not kept"
+    membership.mates_ended({5})
+    assert not membership.own_failed
+    membership.mates_ended({1})
+    assert membership.own_failed
+    assert membership.failed_ranks() == (0, 1)
+
+
+def test_a_replaced_one_lives_and_may_fail_again(lines):
+    membership = made()
+    membership.update([(1, FAILED), (2, FAILED)])
+    lines()
+    membership.meet({0, 1, 3})
+    assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
+    membership.update([(1, FAILED)])
+    assert [warning for warning, _ in lines()] == [True]
+
+
+def test_who_left_an_engine_that_is_stopped_may_be_there_still():
+    membership = made()
+    membership.update([(1, LEFT), (2, FAILED)])
+    membership.rejoin()
+    assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
