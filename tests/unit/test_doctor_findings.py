@@ -227,17 +227,24 @@ def test_the_options_are_those_of_the_documentation():
         assert f'{name}="{value}"' in f.judge_ulfm_on({"flags": []}).cure
 
 
+LOADED = {
+    "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("answer", "level", "words"),
     [
-        ({"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"]}, OK, ["2.13.0"]),
-        ({"torch": "2.13.0", "mpi": True, "files": []}, OK, []),  # linked into Horovod
+        (LOADED, OK, ["2.13.0"]),
+        ({**LOADED, "files": []}, OK, []),  # linked into Horovod
         (
-            {"torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},
+            {**LOADED, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},
             FAIL,
             ["/a/libmpi.so.40, /b/libmpi.so.12"],
         ),
-        ({"torch": "2.13.0", "mpi": False, "files": []}, FAIL, ["without MPI", "build-horovod"]),
+        ({**LOADED, "mpi": False}, FAIL, ["without MPI", "build-horovod"]),
+        ({**LOADED, "gpus": 2}, WARN, ["2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"]),
+        ({**LOADED, "gpus": 2, "nccl": True}, OK, []),
         ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
         ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),
     ],
@@ -451,7 +458,7 @@ def test_a_hostfile_that_horovod_refuses(tmp_path, line):
     file.write_text(f"node1 slots=4\n{line}\nnode3 slots=1\n")
     with pytest.raises(ConfigError, match="line 2") as problem:
         hosts.read_hostfile(str(file))
-    require(f.judge_hosts_text(str(problem.value)), FAIL, "line 2", "NAME slots=N")
+    require(f.judge_problem("hosts", str(problem.value)), FAIL, "line 2", "NAME slots=N")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
@@ -461,7 +468,7 @@ def test_a_hostfile_that_is_none(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(ConfigError) as problem:
         hosts.read_hostfile(str(file))
-    require(f.judge_hosts_text(str(problem.value)), FAIL, str(file))
+    require(f.judge_problem("hosts", str(problem.value)), FAIL, str(file))
 
 
 @pytest.mark.parametrize(

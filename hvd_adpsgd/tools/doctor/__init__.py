@@ -80,13 +80,15 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     config = Config()
     try:
         config = Config.from_environment()
-        problem = probes.ask_spec(seconds) if f"{PREFIX}AVERAGING" in os.environ else None
+        problem = None
+        if f"{PREFIX}AVERAGING" in os.environ:  # none as well if it cannot be told
+            problem = probes.ask(probes.SPEC, seconds).get("problem")
     except ConfigError as error:
         problem = str(error)
     yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
     yield findings.judge_controller(os.environ)
     ulfm, plain = yield from _examine_mpi(seconds)
-    yield findings.judge_horovod(probes.ask_horovod(seconds))
+    yield findings.judge_horovod(probes.ask(probes.HOROVOD, seconds, probes.UNSTARTED))
     yield findings.judge_extension(probes.ask_extension(seconds), probes.older_modules())
     here = findings.Here(sys.executable, __version__, packages)
     reached = yield from _examine_machine(args, config, here)
@@ -102,13 +104,13 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
         whether ULFM is compiled in, and whether a plain horovodrun switches it on.
     """
     mpirun, launcher = probes.mpirun_version(seconds)
-    library = probes.ask_library(seconds)
+    library = probes.ask(probes.LIBRARY, seconds, probes.UNSTARTED)
     yield findings.judge_mpi(mpirun, launcher, library)
     if "error" not in library:  # else that is the cause, and said already
-        yield findings.judge_threads(probes.ask_threads(seconds), os.environ)
+        yield findings.judge_threads(probes.ask(probes.THREADS, seconds), os.environ)
     info = probes.ompi_info(mpirun, seconds)
     yield findings.judge_ulfm_compiled(info)
-    flags = probes.ask_flags(seconds)
+    flags = probes.ask(probes.FLAGS, seconds)
     yield findings.judge_ulfm_on(flags)
     return info is not None and findings.has_ulfm(info), findings.switches_ulfm_on(flags)
 
@@ -125,7 +127,7 @@ def _examine_machine(
         visits = _visits(args)
     except ConfigError as problem:
         visits = []
-        yield findings.judge_hosts_text(str(problem))
+        yield findings.judge_problem("hosts", str(problem))
     learners = sum(visit.slots for visit in visits if visit.local) or None
     each = config.super_learner_size
     leaders = max(1, (learners or 1) // (each or learners or 1))

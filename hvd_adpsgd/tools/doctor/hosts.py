@@ -16,8 +16,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools.doctor.findings import PACKAGES, Visit
 from hvd_adpsgd.tools.doctor.probes import bounded, last_line, marked
 
-__all__ = ["Host", "Ssh", "is_local", "read_hostfile", "read_hosts", "remote_command", "visit_all"]
-
 CONNECT_S = 5
 AT_ONCE = 32
 _HOST = re.compile(r"[\w.-]+:[0-9]+")

@@ -12,8 +12,6 @@ from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.tools.doctor.findings import ULFM_OPTIONS, Survival
 from hvd_adpsgd.tools.doctor.probes import Answer, bounded, last_line, marked
 
-__all__ = ["find_horovodrun", "try_survival"]
-
 # Every learner gives 1. One os.write per line, for learners share the pipe.
 PROGRAM = """
 import json, os, signal, torch

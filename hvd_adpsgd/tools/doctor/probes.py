@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.tools.doctor.findings import Interface, Memory
 
-__all__ = ["MARK", "Answer", "ask", "bounded", "last_line", "marked"]
-
 MARK = "@doctor "
 PACKAGE = Path(__file__).resolve().parents[2]
 SHARED_FOLDER = "/dev/shm"
@@ -163,6 +161,8 @@ def _failure(answer: Answer) -> str:
 
 # ---- what is asked -------------------------------------------------------------------------------
 
+UNSTARTED = {"MPI4PY_RC_INITIALIZE": "0"}  # mpi4py loads MPI and does not start it
+
 # Files of the MPI libraries that this process has loaded.
 _FILES = """
 lines = [line.split() for line in open("/proc/self/maps")]
@@ -170,14 +170,14 @@ paths = {words[5] for words in lines if len(words) == 6}
 files = sorted(p for p in paths if p.rpartition("/")[2].startswith(("libmpi.", "libmpich.")))
 """
 
-_LIBRARY = f"""
+LIBRARY = f"""
 from mpi4py import MPI
 {_FILES}
 say(version=MPI.Get_library_version(), file=files[0] if files else "no shared library")
 """
 
 # As init() starts MPI: mpi4py does it at import, unless told not to.
-_THREADS = """
+THREADS = """
 from mpi4py import MPI
 if not MPI.Is_initialized():
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -186,22 +186,23 @@ levels = {getattr(MPI, "THREAD_" + name): "MPI_THREAD_" + name for name in names
 say(level=levels[MPI.Query_thread()])
 """
 
-_FLAGS = """
+FLAGS = """
 from horovod.runner import mpi_run
 flags = mpi_run._get_mpi_implementation_flags(False)[0]
 say(flags=flags)
 """
 
-_HOROVOD = f"""
-import contextlib, torch
+HOROVOD = f"""
+import contextlib, glob, torch
 import horovod.torch as horovod
 with contextlib.suppress(ImportError):
     from mpi4py import MPI
 {_FILES}
-say(torch=torch.__version__, mpi=bool(horovod.mpi_built()), files=files)
+say(torch=torch.__version__, mpi=bool(horovod.mpi_built()), files=files,
+    gpus=len(glob.glob("/dev/nvidia[0-9]*")), nccl=bool(horovod.nccl_built()))
 """
 
-_SPEC = """
+SPEC = """
 from hvd_adpsgd import config, errors, strategies
 try:
     strategies.parse(config.Config.from_environment().averaging)
@@ -209,32 +210,6 @@ try:
 except errors.ConfigError as problem:
     say(problem=str(problem))
 """
-
-
-def ask_library(seconds: float) -> dict[str, Any]:
-    """MPI's "version" and "file", as mpi4py has it, without starting MPI; or "error"."""
-    return ask(_LIBRARY, seconds, {"MPI4PY_RC_INITIALIZE": "0"})
-
-
-def ask_threads(seconds: float) -> dict[str, Any]:
-    """The "level" at which MPI starts; or "error"."""
-    return ask(_THREADS, seconds)
-
-
-def ask_flags(seconds: float) -> dict[str, Any]:
-    """The "flags" that a plain horovodrun gives mpirun; or "error"."""
-    return ask(_FLAGS, seconds)
-
-
-def ask_horovod(seconds: float) -> dict[str, Any]:
-    """Whether horovod.torch loads: "torch", "mpi", "files" (of MPI libraries); or "error"."""
-    return ask(_HOROVOD, seconds, {"MPI4PY_RC_INITIALIZE": "0"})
-
-
-def ask_spec(seconds: float) -> str | None:
-    """What is wrong with HVD_ADPSGD_AVERAGING; None if nothing is, or that is unknown."""
-    problem: str | None = ask(_SPEC, seconds).get("problem")
-    return problem
 
 
 def compiled_modules() -> list[str]:
