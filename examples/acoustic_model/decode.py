@@ -8,7 +8,6 @@ Word penalty and prior scale are chosen on the dev split; the test split is deco
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -23,7 +22,7 @@ import torch
 
 from examples.acoustic_model.speech import corpus, journal, scoring, viterbi
 from examples.acoustic_model.speech.model import Shape, make
-from examples.acoustic_model.speech.problem import Problem, run
+from examples.acoustic_model.speech.problem import Problem, new_parser, run
 
 PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FIRST_PENALTY, LAST_PENALTY = 0.0, 640.0
@@ -177,9 +176,7 @@ def describe(result: dict) -> str:
 
 def main() -> None:
     """Decode one model, or two and compare."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, default=Path("out/speech/easy"))
     parser.add_argument("--against", type=Path, help="second model, for a paired comparison")

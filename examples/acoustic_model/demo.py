@@ -18,7 +18,7 @@ from pathlib import Path
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import comparison, figure, journal, launch
-from examples.acoustic_model.speech.problem import run, within
+from examples.acoustic_model.speech.problem import new_parser, run, within
 
 LEARNERS, SUPER_LEARNER = 4, 2
 STRATEGY = {"single": "single", "ssgd": "ssgd", "hadpsgd": "random-pairs"}
@@ -30,9 +30,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[0], help="seeds of the trainings (default: 0)")
     add("--schemes", choices=tuple(STRATEGY), nargs="+", default=list(STRATEGY))

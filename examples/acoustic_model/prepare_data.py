@@ -20,15 +20,13 @@ import numpy as np
 
 from examples.acoustic_model.speech import corpus, lexicon
 from examples.acoustic_model.speech import voices as who
-from examples.acoustic_model.speech.problem import Problem, require, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, require, run, within
 from examples.acoustic_model.speech.tasks import SPLITS, TASKS, Task
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Options of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--task", choices=sorted(TASKS), default="easy")
     parser.add_argument("--out", type=Path, help="folder (default: out/speech/TASK)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")

@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from examples.acoustic_model.speech import corpus, journal, strategy
 from examples.acoustic_model.speech.model import PRESETS, Shape, windows
-from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from examples.acoustic_model.speech.rbm import RBM, spread
 from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 
@@ -49,9 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--strategy", default="random-pairs", metavar="NAME", help="as in train.py")
     add("--data", type=Path, default=Path("out/speech/easy"), help="folder of prepare_data.py")

@@ -34,7 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from examples.acoustic_model.speech import corpus, journal, strategy
 from examples.acoustic_model.speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
-from examples.acoustic_model.speech.problem import Problem, require, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, require, run, within
 
 COMBINATIONS = ("plain", "weighted")  # of all models, in the end
 SCHEDULES = ("short", "papers", "exponential")
@@ -48,9 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add(
         "--strategy",

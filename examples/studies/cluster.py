@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.acoustic_model.speech import launch
-from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from examples.studies.disturbed import hosts, jobs, network, picture, stragglers
 
 PARTS = ("stragglers", "network")
@@ -32,9 +32,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import figure, journal, launch, sweep
-from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 
 # Settled before any confirming seed was run. R0 comes from seed 0 of one learner alone with batch 64:
 #
@@ -67,9 +67,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all four)")
     add("--warmups", nargs="+", choices=tuple(WARMUPS), default=list(WARMUPS))

@@ -29,7 +29,7 @@ from typing import Any
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import corpus, figure, launch
 from examples.acoustic_model.speech import sweep as kept
-from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 
 SETTINGS = {
     "task": "easy",
@@ -117,9 +117,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--learners", type=int, nargs="+", default=list(LEARNERS), help="learners (default: 1 2 4)")
     add(

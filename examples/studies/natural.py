@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.acoustic_model.speech.problem import new_parser
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 
 CLASSES, DIM, HIDDEN, BATCH = 40, 40, 128, 128
@@ -252,9 +253,7 @@ def overhead(options: argparse.Namespace) -> str:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("what", choices=("toy", "overhead"))
     add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="more seeds (default: 1 2 3 4)")

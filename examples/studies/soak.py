@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.acoustic_model.speech.launch import paths
+from examples.acoustic_model.speech.problem import new_parser
 
 N = 4  # super learners
 STEPS_BETWEEN = 50  # calls of replace_failed
@@ -130,9 +131,7 @@ def _note(file: Path, **facts: Any) -> None:
 
 def arguments() -> argparse.Namespace:
     """Options of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/soak"))

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from examples.acoustic_model.speech import model as models
-from examples.acoustic_model.speech.problem import Problem, run, within
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from hvd_adpsgd.theory import limits
 
 PAPER = {16: 9.3, 32: 17.0}  # learners: times faster than one
@@ -48,9 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         Problem: if one is out of range.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--preset", choices=("dnn", "dnn-paper"), default="dnn-paper")
     add("--batch", type=int, default=256, help="frames per minibatch (default: 256)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -27,6 +28,13 @@ def require(module: str, package: str) -> ModuleType:
             f"package {package} is needed here and did not import ({error}). "
             "Install it: pip install -r requirements-examples.txt"
         ) from error
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a script's docstring, line by line."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
