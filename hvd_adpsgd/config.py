@@ -153,6 +153,7 @@ class Config:
         "steps",
         "wait when a correction would be older than this; None: never wait for another node",
         low=1,
+        high=10**9,
         optional=True,
     )
     wire_dtype: str | None = _option(
@@ -169,6 +170,13 @@ class Config:
         "",
         "how a mean of all super learners is summed: MPI's all-reduce, or pairwise in log2 n stages",
         choices=("mpi", "butterfly"),
+    )
+    same_host: str = _option(
+        "memory",
+        str,
+        "",
+        "how models travel between super learners of one host: in shared memory, or as MPI messages",
+        choices=("memory", "mpi"),
     )
     nonfinite: str = _option(
         "raise",

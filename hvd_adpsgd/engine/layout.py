@@ -1,8 +1,8 @@
-"""Tensors of several element types as chunks of one arena.
+"""Tensors of several element types as chunks of one memory.
 
-A layout grows by generations: the first is laid out when an optimizer is wrapped, one more follows
-each added parameter group. A generation never changes the chunks of those before it, so two super
-learners of different generations still share the chunks of the older one.
+A layout grows by parts: the first is laid out when an optimizer is wrapped, one more follows each
+added parameter group. A part never changes the chunks of those before it, so two super learners of
+which one has more parts still share the chunks of the older ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["DTYPE_CODES", "Chunk", "Generation", "Layout", "TensorSpec"]
+__all__ = ["DTYPE_CODES", "ChunkSpec", "Layout", "LayoutPart", "TensorSpec"]
 
 # Codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
@@ -54,8 +54,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A piece of the arena: `count` elements of one dtype from byte `offset` of its generation."""
+class ChunkSpec:
+    """A piece of the memory: `count` elements of one dtype from byte `offset` of its part."""
 
     offset: int
     count: int
@@ -63,19 +63,19 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Generation:
+class LayoutPart:
     """One group of tensors laid out together.
 
     Attributes:
         chunks: pieces, each of one dtype, none longer than the chunk size.
-        nbytes: size of the generation in an arena.
+        nbytes: size of the part in memory.
         spans: shape (n, 5), int64; row: tensor, first element in it, chunk, first element there,
-            count. Tensors and chunks count through all generations; sorted by chunk.
-        last_chunk: number of chunks up to and with this generation.
-        fingerprint: 63 bits over the names, shapes and dtypes of all generations up to this one.
+            count. Tensors and chunks count through all parts; sorted by chunk.
+        last_chunk: number of chunks up to and with this part.
+        fingerprint: 63 bits over the names, shapes and dtypes of all parts up to this one.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkSpec, ...]
     nbytes: int
     spans: NDArray[np.int64]
     last_chunk: int
@@ -91,28 +91,27 @@ class Layout:
 
     def __init__(self, chunk_nbytes: int):
         self.chunk_nbytes = chunk_nbytes
-        self.generations: list[Generation] = []
+        self.parts: list[LayoutPart] = []
         self.tensors: list[TensorSpec] = []
         self._digest = hashlib.sha256()
 
     @property
     def nchunks(self) -> int:
-        return self.generations[-1].last_chunk if self.generations else 0
+        return self.parts[-1].last_chunk if self.parts else 0
 
     @property
     def spans(self) -> NDArray[np.int64]:
-        """The spans of all generations, shape (n, 5)."""
-        parts = [g.spans for g in self.generations]
-        return np.ascontiguousarray(np.concatenate(parts)) if parts else _no_spans()
+        """The spans of all parts, shape (n, 5)."""
+        return np.ascontiguousarray(np.concatenate([_no_spans(), *(p.spans for p in self.parts)]))
 
-    def extend(self, tensors: Sequence[TensorSpec]) -> Generation:
+    def extend(self, tensors: Sequence[TensorSpec]) -> LayoutPart:
         """Lay out one more group of tensors, dtype by dtype.
 
         Raises:
             ModelMismatchError: if a name is used twice.
         """
         self._check_names(tensors)
-        chunks: list[Chunk] = []
+        chunks: list[ChunkSpec] = []
         spans: list[tuple[int, int, int, int, int]] = []
         offset = 0
         for dtype in DTYPE_CODES:
@@ -124,15 +123,15 @@ class Layout:
             offset = self._pack(members, dtype, offset, chunks, spans)
         self.tensors += tensors
         self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
-        generation = Generation(
+        part = LayoutPart(
             chunks=tuple(chunks),
             nbytes=offset,
             spans=np.array(spans, dtype=np.int64).reshape(-1, 5),
             last_chunk=self.nchunks + len(chunks),
             fingerprint=int.from_bytes(self._digest.digest()[:8], "little") >> 1,
         )
-        self.generations.append(generation)
-        return generation
+        self.parts.append(part)
+        return part
 
     def _check_names(self, tensors: Sequence[TensorSpec]) -> None:
         names = {t.name for t in self.tensors}
@@ -149,7 +148,7 @@ class Layout:
         members: list[tuple[int, int]],
         dtype: str,
         offset: int,
-        chunks: list[Chunk],
+        chunks: list[ChunkSpec],
         spans: list[tuple[int, int, int, int, int]],
     ) -> int:
         """Append the chunks and spans of one dtype. Returns the next free byte, 64-aligned."""
@@ -160,14 +159,14 @@ class Layout:
             start = 0
             while start < count:
                 if filled == room:
-                    chunks.append(Chunk(offset, 0, dtype))
+                    chunks.append(ChunkSpec(offset, 0, dtype))
                     filled = 0
                 take = min(count - start, room - filled)
                 spans.append((tensor, start, self.nchunks + len(chunks) - 1, filled, take))
                 filled += take
                 start += take
                 offset += take * size
-                chunks[-1] = Chunk(chunks[-1].offset, filled, dtype)
+                chunks[-1] = ChunkSpec(chunks[-1].offset, filled, dtype)
         return -(-offset // 64) * 64
 
 

@@ -1,13 +1,13 @@
 from typing import Any
 
-from hvd_adpsgd.engine.store import Arena
+from hvd_adpsgd.engine.store import Store
 
 class Loop:
     def __init__(
         self,
         comm: Any,
         comm_address: int,
-        arena: Arena,
+        chunks: Store,
         schedule: Any,
         weight: float,
         rate: float,

@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
-__all__ = ["PARTS", "STALENESS_BINS", "TRACKS", "Counters", "StalenessHistogram", "Timeline"]
+__all__ = ["PARTS", "TRACKS", "Counters", "ExchangeMetrics", "Timeline"]
+
+log = logging.getLogger("hvd_adpsgd")
 
 Clock = Callable[[], float]
 
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 TRACKS = {"trainer": 0, "engine": 1}
-STALENESS_BINS = 64
 FLUSH_EVENTS = 256
 _END = "\n]\n"
+_COUNTED = (
+    "exchanges_active",
+    "exchanges_passive",
+    "exchange_s",
+    "refused",
+    "declined",
+    "parked",
+    "void_chunks",
+    "chunks",
+    "bytes_sent",
+    "bytes_received",
+    "means",
+    "mean_s",
+)
 
 
 # ---- timeline -----------------------------------------------------------------------------------
@@ -46,7 +60,6 @@ class Timeline:
     Args:
         path: the file; all learners name the same.
         rank: the learner's rank among all, the trace's process id.
-        clock: seconds; events are placed on it.
         origin_s: the clock's reading that becomes time 0, the same on every learner.
         create: whether to create the file, or empty it (rank 0 does).
         label: name of the process in the viewer; default "learner <rank>".
@@ -60,14 +73,12 @@ class Timeline:
         path: str | os.PathLike[str],
         *,
         rank: int,
-        clock: Clock,
         origin_s: float = 0.0,
         create: bool = False,
         label: str = "",
     ) -> None:
         self.path = os.fspath(path)
         self.rank = rank
-        self.clock = clock
         self.origin_s = origin_s
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -84,31 +95,18 @@ class Timeline:
             began_s: beginning.
             ended_s: end, not before the beginning.
             **args: shown with the event; numbers and text.
-
-        Raises:
-            ConfigError: if there is no such track, or the timeline is closed.
         """
-        event = {"name": name, "ph": "X", "pid": self.rank, "tid": _track(track)}
+        event = {"name": name, "ph": "X", "pid": self.rank, "tid": TRACKS[track]}
         event["ts"] = round((began_s - self.origin_s) * 1e6, 3)
         event["dur"] = round((ended_s - began_s) * 1e6, 3)
         if args:
             event["args"] = {key: _plain(value) for key, value in args.items()}
         self._append(event)
 
-    @contextmanager
-    def span(self, name: str, track: str = "trainer", **args: Any) -> Iterator[None]:
-        """Add an event that lasts as long as the block, also when the block raises."""
-        began_s = self.clock()
-        try:
-            yield
-        finally:
-            self.complete(name, track, began_s, self.clock(), **args)
-
     def flush(self) -> None:
         """Write what is buffered, in one append.
 
-        Raises:
-            OSError: if the file system refuses (a full disk, say); the lines are dropped.
+        If the file system refuses (a full disk, say), the timeline ends there, with a warning.
         """
         with self._lock:
             self._flush()
@@ -116,40 +114,29 @@ class Timeline:
     def close(self) -> None:
         """Write the rest and close the file; idempotent."""
         with self._lock:
-            if self._file is None:
-                return
-            try:
-                self._flush()
-            finally:
+            self._flush()
+            if self._file is not None:
                 os.close(self._file)
                 self._file = None
 
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if self._file is None:
-                raise ConfigError(
-                    f"timeline is closed: event {event['name']!r} of rank {self.rank} came after "
-                    f"close() of {self.path}. Add events before closing."
-                )
+            if self._file is None:  # closed, or given up
+                return
             self._lines.append(_line(event))
             if len(self._lines) >= FLUSH_EVENTS:
                 self._flush()
 
     def _flush(self) -> None:
         lines, self._lines = self._lines, []
-        if lines and self._file is not None:
+        if not lines or self._file is None:
+            return
+        try:
             _append(self._file, lines)
+        except OSError as error:
+            log.warning("timeline %s ends here, training goes on: %s.", self.path, error.strerror)
+            os.close(self._file)
+            self._file = None
 
     def _metadata(self, label: str) -> None:
         """Name the process and its tracks in the viewer."""
@@ -199,15 +186,6 @@ def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
-def _track(track: str) -> int:
-    if track not in TRACKS:
-        raise ConfigError(
-            f"no such track: a timeline event names {track!r}, known are {', '.join(TRACKS)}. "
-            "Use one of these."
-        )
-    return TRACKS[track]
-
-
 def _plain(value: Any) -> Any:
     """The value as JSON can hold it: NumPy scalars as numbers, NaN, infinity and others as text."""
     number = value.item() if isinstance(value, np.generic) else value
@@ -228,17 +206,9 @@ class Counters:
     Args:
         clock: seconds.
         decay: of the moving averages, per step, in [0, 1).
-
-    Raises:
-        ConfigError: if the decay is out of range.
     """
 
     def __init__(self, clock: Clock, decay: float = 0.98) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(
-                f"bad decay: Counters got {decay}, allowed is >= 0 and < 1. Use 0.98 for an "
-                "average over about 50 steps."
-            )
         self.clock = clock
         self.decay = decay
         self.steps = 0
@@ -249,26 +219,8 @@ class Counters:
         self._last_end: float | None = None
 
     def add(self, part: str, seconds: float) -> None:
-        """Count seconds of one part of the step under way.
-
-        Raises:
-            ConfigError: if there is no such part.
-        """
-        if part not in self._this_step:
-            raise ConfigError(
-                f"no such part of a step: Counters got {part!r}, known are {', '.join(PARTS)}. "
-                "Use one of these."
-            )
+        """Count seconds of one part of the step under way."""
         self._this_step[part] += seconds
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Count the time of a block as this part, also when the block raises."""
-        began = self.clock()
-        try:
-            yield
-        finally:
-            self.add(part, self.clock() - began)
 
     def end_step(self) -> None:
         """The step under way is done."""
@@ -306,64 +258,48 @@ class Counters:
         self.averages[name] = value if math.isnan(old) else old + (1 - self.decay) * (value - old)
 
 
-# ---- staleness ----------------------------------------------------------------------------------
+# ---- exchanges ----------------------------------------------------------------------------------
 
 
-class StalenessHistogram:
-    """Staleness of applied corrections: bin s counts those s steps old, the last one all older.
-
-    A view: it looks at the array given, which others may go on counting in.
+class ExchangeMetrics:
+    """Numbers of an engine, from the counters of its thread.
 
     Args:
-        counts: shape (64,), integers >= 0.
-
-    Raises:
-        ConfigError: if the shape is another.
+        super_size: number of super learners.
     """
 
-    def __init__(self, counts: npt.NDArray[np.int64] | Sequence[int]) -> None:
-        self.counts = np.asarray(counts, dtype=np.int64)
-        if self.counts.shape != (STALENESS_BINS,):
-            raise ConfigError(
-                f"bad histogram: StalenessHistogram got shape {self.counts.shape}, needed is "
-                f"({STALENESS_BINS},). Pass the engine's counts."
-            )
+    def __init__(self, super_size: int):
+        self._n = super_size
+        self._square, self._compared = 0.0, 0  # as of the last look
+        self._distance = math.nan
 
-    @property
-    def total(self) -> int:
-        """Number of corrections counted."""
-        return int(self.counts.sum())
+    def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
+        """All of them; 0, and NaN for means, without counters."""
+        found = counters or {**dict.fromkeys(_COUNTED, 0), "staleness": [0] * 64, "met": []}
+        staleness = np.array(found["staleness"])
+        total = int(staleness.sum())
+        return {
+            "exchanges": found["exchanges_active"] + found["exchanges_passive"],
+            **{name: found[name] for name in _COUNTED},
+            "staleness": staleness.tolist(),
+            "staleness_mean": float(np.arange(staleness.size) @ staleness) / total
+            if total
+            else math.nan,
+            "consensus_distance": self._consensus_distance(counters) if counters else math.nan,
+            "peers": found["met"],
+            "engine_cpu_s": cpu_s,
+        }
 
-    @property
-    def mean(self) -> float:
-        """Mean staleness in steps, NaN if nothing was counted; the last bin counts as 63."""
-        if self.total == 0:
-            return math.nan
-        return float(self.counts @ np.arange(STALENESS_BINS) / self.total)
+    def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
+        """From the exchanges since the last look; the last value if none compared anything.
 
-    def quantile(self, q: float) -> int | None:
-        """Smallest staleness in steps that a share q of the corrections does not exceed.
-
-        Args:
-            q: in [0, 1].
-
-        Returns:
-            Steps; 63 means 63 or more; None if nothing was counted.
-
-        Raises:
-            ConfigError: if q is out of range.
+        Without any exchange the distance of this model from the last mean of all.
         """
-        if not 0 <= q <= 1:
-            raise ConfigError(
-                f"bad quantile: StalenessHistogram.quantile got {q}, allowed is >= 0 and <= 1. "
-                "Pass 0.5 for the median."
-            )
-        if self.total == 0:
-            return None
-        at_least = max(1, math.ceil(q * self.total))
-        return int(np.searchsorted(np.cumsum(self.counts), at_least))
-
-    def to_dict(self) -> dict[str, int]:
-        """The bins that are not empty: "0", "1", ..., "62", "63+" to count."""
-        names = [str(steps) for steps in range(STALENESS_BINS - 1)] + [f"{STALENESS_BINS - 1}+"]
-        return {name: int(count) for name, count in zip(names, self.counts, strict=True) if count}
+        if counters["compared"] == 0 and counters["means"]:
+            return math.sqrt(counters["mean_square"])
+        compared = counters["compared"] - self._compared
+        if compared > 0:
+            mean_square = max((counters["square"] - self._square) / compared, 0.0)
+            self._distance = consensus_from_exchanges(mean_square, self._n)
+            self._square, self._compared = counters["square"], counters["compared"]
+        return self._distance

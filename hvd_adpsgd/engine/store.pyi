@@ -1,6 +1,6 @@
 from typing import Any
 
-class Arena:
+class Store:
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
     def add_chunk(

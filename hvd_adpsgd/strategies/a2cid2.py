@@ -24,7 +24,7 @@ class A2CiD2(Strategy):
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
     alpha_tilde follow from the ring's Laplacian (gossip.acceleration). The mean of (x + xt)/2 moves by
-    gradients only, and hvd.average_model and hvd.settled take both models there; while peers have
+    gradients only, and hvd.average_model and hvd.averaging_paused take both models there; while peers have
     taken in an exchange at different times, the mean of x may be off it a little.
 
     It pays where averaging is slow: rings of 8 and more, with momentum or shards that differ.

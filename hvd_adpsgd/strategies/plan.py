@@ -90,20 +90,6 @@ class Rounds:
             table.setflags(write=False)
             object.__setattr__(self, "peers", table)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rounds):
-            return NotImplemented
-        if self._key != other._key or self.peers is None or other.peers is None:
-            return self._key == other._key and self.peers is other.peers
-        return np.array_equal(self.peers, other.peers)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.period, self.order, self.warm_up, self.still
-
     @property
     def replaces(self) -> bool:
         """Whether a mean of all replaces the model, to the last bit; else its difference is added."""
@@ -150,8 +136,7 @@ class Plan:
     def __post_init__(self) -> None:
         table = np.array(self.schedule, dtype=np.int32, order="C")
         _require_schedule(table)
-        exchanging = self.in_step is not None and self.in_step.peers is not None
-        _require_plan_weight(self.weight, table.shape[1] or int(exchanging))
+        _require_plan_weight(self.weight, table.shape[1] or int(self.in_pairs))
         table.setflags(write=False)
         object.__setattr__(self, "schedule", table)  # frozen: the plan's own, read-only copy
 
@@ -168,21 +153,19 @@ class Plan:
         return int(self.schedule.shape[0])
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether there are rounds of pairs. They start from the models as offered."""
+        return self.in_step is not None and self.in_step.peers is not None
+
+    @property
+    def averages_all(self) -> bool:
+        """Whether there are exact means of all super learners."""
+        return self.in_step is not None and self.in_step.peers is None
+
+    @property
     def width(self) -> int:
         """Peers asked per ask."""
         return int(self.schedule.shape[1])
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return (self.weight, self.in_step, self.rule) == (
-            other.weight,
-            other.in_step,
-            other.rule,
-        ) and np.array_equal(self.schedule, other.schedule)
-
-    def __hash__(self) -> int:
-        return hash((self.weight, self.schedule.shape, self.schedule.tobytes()))
 
 
 class Strategy(ABC):

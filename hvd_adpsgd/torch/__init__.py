@@ -7,20 +7,11 @@ this starts neither MPI nor Horovod; `init` does.
 
 from __future__ import annotations
 
-from horovod.torch import (
-    compression,
-    mpi_lib_v2,
-    sync_batch_norm,
-)
+from horovod.torch import compression, mpi_lib_v2, sync_batch_norm
 
 from hvd_adpsgd.optim import natural_gradient as natural
-from hvd_adpsgd.optim.lr_schedulers import (
-    Newbob,
-    WarmupAnneal,
-)
-from hvd_adpsgd.optim.natural_gradient import (
-    NaturalGradientSGD,
-)
+from hvd_adpsgd.optim.lr_schedulers import Newbob, WarmupAnneal
+from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 from hvd_adpsgd.strategies import (
     A2CiD2,
     DelayByOne,
@@ -34,14 +25,7 @@ from hvd_adpsgd.strategies import (
     Synchronous,
     SynchronousGossip,
 )
-from hvd_adpsgd.torch import (
-    elastic,
-    functions,
-    mpi_ops,
-)
-from hvd_adpsgd.torch.averaging import (
-    metrics,
-)
+from hvd_adpsgd.torch import elastic, functions, mpi_ops
 from hvd_adpsgd.torch.basics import (
     cross_rank,
     cross_size,
@@ -119,22 +103,12 @@ from hvd_adpsgd.torch.horovod_ops import (
     stop_timeline,
     synchronize,
 )
-from hvd_adpsgd.torch.membership import (
-    failed_ranks,
-    is_coordinator,
-    on_failure,
-)
-from hvd_adpsgd.torch.model_average import (
-    average_model,
-    consensus_distance,
-    settled,
-)
-from hvd_adpsgd.torch.optimizer import (
-    DistributedOptimizer,
-)
-from hvd_adpsgd.torch.replacement import (
-    replace_failed,
-)
+from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
+from hvd_adpsgd.torch.model_average import average_model, consensus_distance
+from hvd_adpsgd.torch.optimizer import DistributedOptimizer
+from hvd_adpsgd.torch.pausing import averaging_paused
+from hvd_adpsgd.torch.replacement import replace_failed
+from hvd_adpsgd.torch.reports import metrics
 
 __all__ = [
     "A2CiD2",
@@ -174,6 +148,7 @@ __all__ = [
     "alltoall",
     "alltoall_async",
     "average_model",
+    "averaging_paused",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -228,7 +203,6 @@ __all__ = [
     "remove_process_set",
     "replace_failed",
     "rocm_built",
-    "settled",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,14 @@ from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.parameters import AveragingSpec, averaged_dtype
 
-__all__ = ["agree", "described", "difference", "require_same", "unanimous"]
+__all__ = [
+    "agree",
+    "described",
+    "require_known",
+    "require_same",
+    "require_same_in_node",
+    "unanimous",
+]
 
 T = TypeVar("T")
 
@@ -67,8 +74,29 @@ def require_same(world: World, doing: str, tensors: list[str]) -> None:
         if other != everybody[0]:
             first = f"learner {world.collectives.ranks[0]}"
             raise ModelMismatchError(
-                f"{doing}: " + difference(everybody[0], other, f"learner {rank}", first)
+                f"{doing}: " + _difference(everybody[0], other, f"learner {rank}", first)
             )
+
+
+def require_same_in_node(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelMismatchError on every learner of the node if the tensors differ on one."""
+    told = allgather_object(world.inner, described(named))
+    for inner_rank, other in enumerate(told):
+        if other != told[0]:
+            who, first = f"inner learner {inner_rank}", "inner learner 0"
+            raise ModelMismatchError(f"{doing}: " + _difference(told[0], other, who, first))
+
+
+def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ModelMismatchError if a parameter of the groups is trained, and not one of `trained` (ids)."""
+    for i, group in enumerate(groups):
+        for j, p in enumerate(group["params"]):
+            if p.requires_grad and id(p) not in trained:
+                raise ModelMismatchError(
+                    f"parameter {j} of group {i}, shape {list(p.shape)}, is trained and not averaged: when "
+                    "the optimizer was wrapped it was frozen (requires_grad=False) or not in the group. "
+                    "Wrap first and freeze then, add it by add_param_group, or wrap a new optimizer."
+                )
 
 
 def _settings(spec: AveragingSpec) -> str:
@@ -82,7 +110,7 @@ def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
 
 
-def difference(mine: list[str], other: list[str], who: str, first: str) -> str:
+def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:
     """Which tensor differs, and where."""
     for i, (a, b) in enumerate(zip(mine, other, strict=False)):
         if a != b:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,37 +14,13 @@ from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.averaging import live
 from hvd_adpsgd.torch.consistency import described, require_same
+from hvd_adpsgd.torch.pausing import paused
 
-__all__ = ["average_model", "consensus_distance", "mean_model", "settled"]
+__all__ = ["average_model", "consensus_distance", "mean_model"]
 
 log = logging.getLogger("hvd_adpsgd")
-
-
-@contextlib.contextmanager
-def settled() -> Iterator[None]:
-    """Inside, nothing is pending: the parameters hold all that exchanges owe them.
-
-    For checkpoints of every super learner's own model, `with hvd.settled(): torch.save(...)`: their
-    mean is that of the run. All learners enter together; waits for the slowest super learner.
-
-    Schemes in step go on from there as if nothing had been, but for those whose mean or round runs
-    during the next gradient (delay_by_one, synchronous_gossip:order=awc): it is taken in here, one
-    step early, and the next gradient is that of the averaged models. a2cid2 goes on from the middle
-    of its two models.
-    """
-    with _at_rest(live()):
-        yield
-
-
-@contextlib.contextmanager
-def _at_rest(averagings: Iterable[Averaging]) -> Iterator[None]:
-    with contextlib.ExitStack() as settled:
-        for averaging in list(averagings):
-            averaging.settle()
-            settled.callback(averaging.resume)
-        yield
 
 
 @torch.no_grad()
@@ -77,7 +51,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         return
     tensors = _floating(world, "average_model", model)
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
-    with _at_rest(concerned):
+    with paused(concerned):
         means, unfit = _means(world, "average_model", tensors, float(weight))
         if unfit:
             _without(world, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,9 +31,11 @@ from hvd_adpsgd.runtime import bootstrap
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
+from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.parameters import AveragingSpec
 
 __all__ = ["DistributedOptimizer"]
@@ -130,7 +131,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
     wrapped._averaging = Averaging(world, spec)
-    wrapped._averaging.at_stop(functools.partial(_unhook, wrapped))
+    wrapped._averaging.at_stop.append(functools.partial(_unhook, wrapped))
     return wrapped
 
 
@@ -162,8 +163,7 @@ def _wish(
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
     """Sums of all models are made in full precision."""
     plan = strategy.plan(world.super_rank, world.super_size)
-    sums = plan.in_step is not None and plan.in_step.peers is None
-    if sums and plan.width == 0 and config.wire_dtype is not None:
+    if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(
             f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "
             "in full precision. Leave wire_dtype out, or use a strategy of pairs."
@@ -225,7 +225,7 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
     """A tensor has one owner: an optimizer wrapped around it before averages no longer."""
     tensors = list(tensors)
     for averaging in list(live()):
-        if any(averaging.trains(tensor) for tensor in tensors):
+        if any(id(tensor) in averaging.trained for tensor in tensors):
             log.info("an optimizer wrapped around the same parameters before averages no longer")
             averaging.stop("another optimizer was wrapped around its parameters")
 
@@ -311,9 +311,8 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             if not averaging.before_optimizer():
                 averaging.finish_step()
                 return None
-        began = time.monotonic()
-        loss = super(self.__class__, self).step(_synchronized(self, closure))
-        averaging.count_optimizer(began)
+        with averaging.record.part("optimizer", averaging.step):
+            loss = super(self.__class__, self).step(_synchronized(self, closure))
         averaging.finish_step()
         return loss
 
@@ -324,7 +323,7 @@ def _synchronize_for_step(self: Any) -> None:
             warnings.warn(
                 "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
                 "it in `with optimizer.skip_synchronize():`.",
-                stacklevel=4,
+                stacklevel=3,  # of whoever calls step()
             )
         self.synchronize()
     self._synchronized = False
@@ -340,7 +339,7 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
         if self._should_synchronize:
             self.synchronize()
             self._synchronized = False
-        self._averaging.require_whole_step()
+        self._averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
         return loss
 
     return evaluate
@@ -348,17 +347,14 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
 
 def _synchronize(self: Any) -> None:
     """Wait for the node's gradient all-reduces."""
-    self._averaging.require_running()
-    began = time.monotonic()
-    with self._averaging.in_node():
+    with self._averaging.reducing(len(self._requires_update)):
         self._horovod.synchronize(self)
-    self._averaging.synchronized(began, len(self._requires_update))
 
 
 def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
     _lay_out_gradient(parameter)
-    with self._averaging.in_node():
+    with in_node(self._averaging):
         return self._horovod._allreduce_grad_async(self, parameter)
 
 
@@ -366,7 +362,7 @@ def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...
     self._averaging.before_gradient(len(parameters), len(self._requires_update))
     for parameter in parameters:
         _lay_out_gradient(parameter)
-    with self._averaging.in_node():
+    with in_node(self._averaging):
         return self._horovod._grouped_allreduce_grad_async(self, parameters)
 
 
@@ -409,7 +405,12 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more group, from the next step on; on all learners, in one order."""
-    self._averaging.require_growing()
+    self._averaging.require_running()
+    if self._averaging.plan.rule is not None:
+        raise UnsupportedOptimizerError(
+            f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "
+            "of its own for each parameter: wrap a new optimizer with all groups instead."
+        )
     super(self.__class__, self).add_param_group(param_group)
     group = self.param_groups[-1]
     names = {
@@ -423,7 +424,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer has none
             self._p_to_group[parameter] = (parameter,)
             self._group_counts[(parameter,)] = 0
-    if self._averaging.inner_size > 1:
+    if self._averaging.world.inner_size > 1:
         _register_hooks(self, group["params"])
 
 
@@ -441,7 +442,7 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
 def _state_dict(self: Any) -> dict[str, Any]:
     """The optimizer's own; beside it, under "averaging", what the strategy must remember."""
     state = super(self.__class__, self).state_dict()
-    mine = self._averaging.state()
+    mine = checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
 
 
@@ -449,7 +450,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     super(self.__class__, self).load_state_dict(
         {key: value for key, value in state_dict.items() if key != "averaging"}
     )
-    self._averaging.load_state(state_dict.get("averaging"))
+    checkpoint.load_state(self._averaging, state_dict.get("averaging"))
 
 
 def _refuse_copy(self: Any, *args: Any) -> Any:
@@ -484,17 +485,15 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Horovod's Adasum optimizer steps parameter by parameter while backward runs; then as ever."""
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
-        began = time.monotonic()
-        with averaging.in_node():
+        with averaging.reducing(len(self._requires_update)):
             loss = self._horovod.step(self, closure)
-        averaging.synchronized(began, len(self._requires_update))
         averaging.finish_step()
         return loss
 
 
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
-    with self._averaging.in_node():
+    with in_node(self._averaging):
         return self._horovod._allreduce_grad_async(self, parameter)
 
 

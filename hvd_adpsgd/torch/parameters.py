@@ -106,6 +106,11 @@ class Parameters:
             for i, host in self._staged.items():
                 self.tensors[i].data.copy_(host.view(self._shapes[i]), non_blocking=True)
 
+    def nonfinite(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity."""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
+
     def _stage(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         host = self._staged.get(i)
         if host is None:

@@ -19,10 +19,13 @@ from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
 from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement
 from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.torch import checkpoint
+from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import broadcast_object
+from hvd_adpsgd.torch.consistency import described
 from hvd_adpsgd.torch.membership import on_failure
-from hvd_adpsgd.torch.model_average import mean_model, settled
+from hvd_adpsgd.torch.model_average import mean_model
+from hvd_adpsgd.torch.pausing import averaging_paused, resume
 
 __all__ = ["replace_failed"]
 
@@ -165,7 +168,7 @@ def _take_in(
     """Meet the joining learner, and go on with it; or without it, if it does not come."""
     number, recruiter = ready
     recruit = _recruits.get(number) if world.rank == recruiter else None
-    with settled():
+    with averaging_paused():
         values = mean_model(model)  # over the living
         if not _meet(world, recruit, recruiter):
             if recruit is not None:
@@ -227,7 +230,7 @@ def _connected(
     engines: list[Engine] = []
     try:
         for averaging in live():
-            engines.append(averaging.another_engine(joint.outer, joint.members))
+            engines.append(averaging.make_engine(joint.outer, joint.members))
     except Exception:
         _drop((joint, engines))
         raise
@@ -241,10 +244,17 @@ def _drop(met: tuple[MergedComms, list[Engine]]) -> None:
 
 
 def _go_on_with(world: World, joint: MergedComms, engines: list[Engine]) -> None:
-    """Let go of the old engines and communicators. The engines are at rest (settled)."""
+    """Let go of the old engines and communicators. The engines are paused."""
     for averaging, engine in zip(live(), engines, strict=True):
-        averaging.replace_engine(engine)
+        replace_engine(averaging, engine)
     joint.adopt(world)
+
+
+def replace_engine(averaging: Averaging, engine: Engine) -> None:
+    """Go on with another engine; between steps, paused. Numbers of exchanges begin anew."""
+    averaging.engine.stop()
+    averaging.record.events(averaging.engine)
+    averaging.engine = engine
 
 
 # ---- on a joining learner ------------------------------------------------------------------------------
@@ -270,13 +280,17 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     told = _Inheritance.unpack(broadcast_object(None, recruiter, DOING))
     told.give(model, optimizers)
     for averaging in live():
-        averaging.resume()
+        resume(averaging)
     return told.state
 
 
 def _terms() -> list[Any]:
     """What joining learners and living must agree on."""
-    return [averaging.terms() for averaging in live()]
+    return [_terms_of(averaging) for averaging in live()]
+
+
+def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
+    return averaging.spec.strategy.spec(), described(averaging.spec.named)
 
 
 class _Inheritance:
@@ -293,7 +307,7 @@ class _Inheritance:
     ):
         self.values = values
         self.optimizers = [optimizer.state_dict() for optimizer in optimizers]
-        self.memories = [averaging.memory() for averaging in live()]
+        self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state
 
     def pack(self) -> bytes:
@@ -315,5 +329,7 @@ class _Inheritance:
             tensor.data.copy_(value)
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             optimizer.load_state_dict(saved)
-        for averaging, memory in zip(live(), self.memories, strict=True):
-            averaging.remember(memory)
+        for averaging, (step, state) in zip(live(), self.memories, strict=True):
+            if state and not averaging.rule.own:
+                checkpoint.load_state(averaging, state)
+            averaging.step = step

@@ -1,20 +1,62 @@
-"""The timeline that all learners of a job write together."""
+"""Where the time of steps goes: counters, and the timeline that all learners of a job write together."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
-from hvd_adpsgd.engine.metrics import Timeline
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.metrics import Counters, Timeline
 from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.consistency import unanimous
 
-__all__ = ["open_timeline"]
+__all__ = ["StepRecord"]
 
+_EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
 _shared_timeline: Timeline | None = None
 
 
-def open_timeline(world: World) -> Timeline | None:
+class StepRecord:
+    """Where the time of one optimizer's steps goes. Made by all learners together.
+
+    Args:
+        world: the worlds of this learner.
+    """
+
+    def __init__(self, world: World):
+        self.counters = Counters(time.monotonic)
+        self.timeline = _open_timeline(world)
+
+    @contextlib.contextmanager
+    def part(self, name: str, step: int) -> Iterator[None]:
+        """Count the time of the block as this part of the step."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self.counters.add(name, ended - began)
+            if self.timeline is not None:
+                self.timeline.complete(name, "trainer", began, ended, step=step)
+
+    def end_step(self, engine: Engine) -> None:
+        """The step is done; what the engine did goes into the timeline."""
+        self.counters.end_step()
+        self.events(engine)
+
+    def events(self, engine: Engine) -> None:
+        """Put what the engine did into the timeline."""
+        if self.timeline is None:
+            return
+        for kind, peer, began, ended, nbytes, step in engine.take_events():
+            self.timeline.complete(
+                _EVENT_NAMES[kind], "engine", began, ended, peer=peer, bytes=nbytes, step=step
+            )
+
+
+def _open_timeline(world: World) -> Timeline | None:
     """The timeline of HVD_ADPSGD_TIMELINE, opened once per job; None without it."""
     global _shared_timeline
     path = world.config.timeline
@@ -28,7 +70,6 @@ def open_timeline(world: World) -> Timeline | None:
         return Timeline(
             path,
             rank=world.rank,
-            clock=time.monotonic,
             origin_s=starts[0] - offset,
             create=create,
             label=label,

@@ -75,7 +75,7 @@ def test_a_death_moves_no_more_than_the_chunks_in_flight(
     seed, victim = 7, 1
     layout = Layout(CHUNK)
     layout.extend([TensorSpec("x", (ELEMENTS,), "float32")])
-    assert len(layout.generations[0].chunks) == CHUNKS
+    assert len(layout.parts[0].chunks) == CHUNKS
     for attempt in range(ATTEMPTS):
         folder = tmp_path / str(attempt)
         result, told = killed(folder, victim, seed, asking, way)

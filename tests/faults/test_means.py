@@ -30,8 +30,8 @@ PROGRAM = """
 
     def watch():
         '''Die in the middle of a mean: some chunks are merged, and not all.'''
-        loop = optimizer._averaging.engine._loop
-        chunks = optimizer._averaging.engine.layout.generations[0].last_chunk
+        loop = optimizer._averaging.engine.loop
+        chunks = optimizer._averaging.engine.memory.layout.parts[0].last_chunk
         while True:
             done = loop.counters()["chunks"] % chunks
             if 3 < done < chunks - 3:
@@ -60,7 +60,7 @@ PROGRAM = """
     train(range(STEPS, STEPS + 4))  # means of what is there, and nothing new
     began = time.monotonic()
     distance = hvd.consensus_distance(model)
-    with hvd.settled():  # the mean under way is over on all
+    with hvd.averaging_paused():  # the mean under way is over on all
         say(rank=rank, steps=step + 1, distance=distance,
             moved=(model.weight - 0).abs().max().item(), means=hvd.metrics()["means"])
     hvd.shutdown()
@@ -131,7 +131,7 @@ HALF = """
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     hvd.barrier()
     stopped = int((folder / "pid2").read_text())
-    counters = optimizer._averaging.engine._loop.counters
+    counters = optimizer._averaging.engine.loop.counters
 
     def until(condition):
         ends = time.monotonic() + 40
@@ -162,7 +162,7 @@ HALF = """
         if step == 5 and rank == 0:
             until(is_stopped)
         if step == 5:
-            optimizer._averaging.engine.finish_round()  # the mean of step 4
+            optimizer._averaging.engine.rounds.finish()  # the mean of step 4
             before = counters()
         optimizer.step()
         if step == 5:
@@ -188,15 +188,16 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
     program = f"""
         import signal
         from mpi4py import MPI
-        from hvd_adpsgd.engine.engine import Engine, EngineOptions
+        from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
         from hvd_adpsgd.errors import PeerFailedError
         from hvd_adpsgd.engine.layout import TensorSpec
         from hvd_adpsgd.strategies import parse
         outer = MPI.COMM_WORLD.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         plan = parse({spec!r}).plan(outer.rank, outer.size)
-        engine = Engine(inner=None, outer=outer, plan=plan, options=EngineOptions())
-        engine.extend([TensorSpec("w", (1000,), "float32")])
+        engine = Engine(inner=None, outer=outer, plan=plan, config=Config())
+        engine.memory.extend([TensorSpec("w", (1000,), "float32")])
         if outer.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:

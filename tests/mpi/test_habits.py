@@ -73,6 +73,7 @@ def test_a_gradient_used_one_step_late_cannot_be_skipped(place: str) -> None:
 def test_a_step_that_evaluates_or_synchronizes_twice_is_one_step(place: str, how: str) -> None:
     for facts in said(f"{place}/twice/{how}"):
         assert facts["apart"] == [True, False, True, False], "a mean after every second step"
+        assert facts["here"], "the warning is about the line that calls step()"
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -89,7 +90,7 @@ def test_who_waits_long_for_others_says_so_once(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_only_the_outer_end_of_settled_sets_the_engine_going(place: str) -> None:
+def test_only_the_outer_end_of_a_pause_sets_the_engine_going(place: str) -> None:
     for facts in said(f"{place}/nested"):
         assert facts["paused"] == [True, True, False]
 
@@ -153,7 +154,9 @@ def test_what_is_frozen_in_mid_run_comes_to_rest(place: str, spec: str, last: in
 
 
 @pytest.mark.parametrize(
-    "name", ["another scheme", "plain", f"4x1 {NOLOCO}", f"4x1 {BLOCKS}", f"older 4x1 {BLOCKS}"]
+    "name",
+    ["another scheme", "plain", f"4x1 {NOLOCO}", f"4x1 {BLOCKS}", f"older 4x1 {BLOCKS}"]
+    + [f"damaged {what}" for what in ("step", "keys", "shapes", "kind")],
 )
 @pytest.mark.parametrize("spec", [NOLOCO, BLOCKS])
 @pytest.mark.parametrize("place", PLACES)
@@ -170,11 +173,11 @@ def test_a_state_of_no_use_makes_the_scheme_start_anew(place: str, spec: str, na
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_state_loaded_in_mid_run_outside_settled_is_told_of(place: str) -> None:
+def test_a_state_loaded_in_mid_run_outside_a_pause_is_told_of(place: str) -> None:
     for facts in said(f"{place}/outside"):
         before, between, inside = facts["told"]
         assert not before, "no step was made yet"
-        assert ["settled" in line for line in between] == [True]
+        assert ["averaging_paused" in line for line in between] == [True]
         assert not inside
 
 

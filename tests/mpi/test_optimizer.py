@@ -287,6 +287,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "pickle": ("CopyError", ("state_dict()",)),
     "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
     "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
+    "swapped": (
+        "ModelMismatchError",
+        ("parameter 1 of group 0", "[2]", "not in the group", "wrap"),
+    ),
     "unfrozen": ("ModelMismatchError", ("parameter 1 of group 0", "[2]", "frozen", "Wrap first")),
     "after_shutdown": ("NotInitializedError", ("hvd.shutdown()", "wrapped after that")),
     "synchronize_after_shutdown": ("NotInitializedError", ("hvd.shutdown()",)),

@@ -14,7 +14,8 @@ PRELUDE = """
     import hashlib
     import numpy as np
     from mpi4py import MPI
-    from hvd_adpsgd.engine.engine import Engine, EngineOptions
+    from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
     from hvd_adpsgd.engine.layout import TensorSpec
     from hvd_adpsgd.strategies import parse
 
@@ -25,20 +26,20 @@ PRELUDE = """
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         plan = parse("periodic_averaging:period=1").plan(comm.rank, comm.size)
-        options = EngineOptions(chunk_nbytes=2**16, deadline_s=60.0, all_reduce=way)
-        engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-        engine.extend(specs)
+        config = Config(chunk_kib=64, deadline_s=60.0, all_reduce=way)
+        engine = Engine(inner=None, outer=outer, plan=plan, config=config)
+        engine.memory.extend(specs)
         engine.start()
         return engine
 
     def averaged(engine, model, step):
         addresses = np.array([x.ctypes.data for x in model], dtype=np.uintp)
-        engine.absorb(addresses, -1, step)
+        engine.memory.absorb(addresses, step)
         engine.offer(step)
-        engine.begin_round(step)
-        engine.finish_round()
+        engine.rounds.begin(step)
+        engine.rounds.finish()
         engine.publish(step)
-        engine.absorb(addresses, engine.published(), step)
+        engine.memory.absorb(addresses, step)
 """
 SUMS = (
     PRELUDE
@@ -90,19 +91,19 @@ HELD = (
     model = [np.full(CHUNKS * 2**13, float(world.rank))]
     engine = engine_for(world, sys.argv[1], [TensorSpec("w", model[0].shape, "float64")])
     addresses = np.array([model[0].ctypes.data], dtype=np.uintp)
-    merged = lambda: engine._loop.counters()["chunks"]
-    engine.absorb(addresses, -1, 0)
+    merged = lambda: engine.loop.counters()["chunks"]
+    engine.memory.absorb(addresses, 0)
     engine.offer(0)
     if world.rank == 0:
-        engine._arena.publish(hold=True)
-    engine.begin_round(0)
+        engine.memory.store.publish(hold=True)
+    engine.rounds.begin(0)
     ends = time.monotonic() + 20
     while world.rank and merged() < CHUNKS and time.monotonic() < ends:
         time.sleep(1e-3)
     say(rank=world.rank, merged=merged())
     world.Barrier()
-    engine.reopen()
-    engine.finish_round()
+    engine.memory.all_met()
+    engine.rounds.finish()
     say(rank=world.rank, later=merged())
     engine.stop()
 """

@@ -56,8 +56,8 @@ def test_a_later_generation_leaves_earlier_chunks_alone():
     one.extend(a)
     two.extend(a)
     two.extend([TensorSpec("b", (5,), "float32")])
-    assert one.generations[0].fingerprint == two.generations[0].fingerprint
-    assert two.generations[1].last_chunk > two.generations[0].last_chunk
+    assert one.parts[0].fingerprint == two.parts[0].fingerprint
+    assert two.parts[1].last_chunk > two.parts[0].last_chunk
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_fingerprints_tell_models_apart(other):
     one, two = Layout(64), Layout(64)
     one.extend([TensorSpec("a", (4,), "float32")])
     two.extend([TensorSpec(*other)])
-    assert one.generations[0].fingerprint != two.generations[0].fingerprint
+    assert one.parts[0].fingerprint != two.parts[0].fingerprint
 
 
 def test_a_name_is_used_once():

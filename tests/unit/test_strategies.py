@@ -62,8 +62,7 @@ def test_plans_ask_others_in_range(strategy, n, data):
             strategy.plan(rank, n)
         return
     plan = strategy.plan(rank, n)
-    assert plan == strategy.plan(rank, n)
-    assert hash(plan) == hash(strategy.plan(rank, n))
+    assert plan is strategy.plan(rank, n)
     assert plan.schedule.dtype == np.int32
     assert plan.schedule.flags.c_contiguous
     assert not plan.schedule.flags.writeable
@@ -383,16 +382,11 @@ def test_plan_refuses(schedule, weight):
         Plan(np.asarray(schedule), weight)
 
 
-def test_plan_copies_and_compares():
+def test_plan_copies():
     table = np.array([[1, 2]], dtype=np.int32)
     plan = Plan(table, 0.5)
     table[0, 0] = 7
     assert plan.schedule.tolist() == [[1, 2]]
-    assert plan == Plan([[1, 2]], 0.5)
-    assert hash(plan) == hash(Plan([[1, 2]], 0.5))
-    assert plan != Plan([[1, 2]], 0.25)
-    assert plan != Plan([[1], [2]], 0.5)
-    assert plan != "plan"
     assert Plan.nobody().schedule.shape == (1, 0)
 
 
@@ -413,33 +407,12 @@ def test_rounds_refuse(arguments, said):
         Rounds(*arguments)
 
 
-def test_rounds_copy_and_compare():
+def test_rounds_copy_and_repeat():
     table = np.array([[1, NOBODY], [NOBODY, 2]], dtype=np.int32)
     rounds = Rounds(3, AFTER, table)
     table[0, 0] = 7
     assert [rounds.row(r) for r in (0, 1, 2)] == [(1, NOBODY), (NOBODY, 2), (1, NOBODY)]
-    assert rounds == Rounds(3, AFTER, [[1, NOBODY], [NOBODY, 2]])
-    assert hash(rounds) == hash(Rounds(3, AFTER, [[1, NOBODY], [NOBODY, 2]]))
-    assert rounds != Rounds(3, AFTER)
-    assert rounds != Rounds(3, AFTER, [[1, NOBODY]])
-    assert Rounds(3) != Rounds(2)
-    assert Rounds(3) != Rounds(3, warm_up=1)
     assert [step for step in range(9) if Rounds(2, warm_up=4).is_due(step)] == [5, 7]
-    assert Rounds(3) != "rounds"
-
-
-def test_plans_with_rounds_or_rules_are_told_apart():
-    pairs = Rounds(1, AFTER, [[1, NOBODY]])
-    plans = [
-        Plan.nobody(),
-        Plan.nobody(Rounds()),
-        Plan.nobody(Rounds(2)),
-        Plan.nobody(pairs, 0.5),
-        Plan.nobody(Rounds(), rule=LateGradients()),
-        Plan.nobody(Rounds(), rule=SlowModel(0.5, 0.7)),
-    ]
-    for i, a in enumerate(plans):
-        assert [a == b for b in plans] == [i == j for j in range(len(plans))]
 
 
 @pytest.mark.parametrize(

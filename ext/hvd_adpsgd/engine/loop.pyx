@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 from mpi4py cimport libmpi as mpi
 
-from hvd_adpsgd.engine.store cimport Arena
+from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.engine.exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
                                    retire, send_control, take_census, under_way)
 from hvd_adpsgd.engine.mean cimport advance_mean
@@ -168,12 +168,12 @@ cdef class Loop:
     """The engine's thread and what the trainer may say to it. See hvd_adpsgd.engine.engine.Engine."""
 
     cdef State state
-    cdef object keep            # arena and communicator stay alive as long as the thread may
+    cdef object keep            # store and communicator stay alive as long as the thread may
 
     def __cinit__(self, *args, **kwargs):
         memset(&self.state, 0, sizeof(State))
 
-    def __init__(self, comm, uintptr_t comm_address, Arena arena, const int[::1] schedule,
+    def __init__(self, comm, uintptr_t comm_address, Store chunks, const int[::1] schedule,
                  double weight, double rate, int wire, bint offered_only, double deadline_s,
                  double leave_deadline_s, int64_t lane_nbytes, bint timeline):
         cdef State* e = &self.state
@@ -181,8 +181,8 @@ cdef class Loop:
         cdef int code = transport_open(&e.transport, (<mpi.MPI_Comm*>comm_address)[0])
         if code != mpi.MPI_SUCCESS:
             raise RuntimeError(f"MPI code {code} on opening the engine's communicator")
-        self.keep = (comm, arena)
-        e.memory = &arena.memory
+        self.keep = (comm, chunks)
+        e.memory = &chunks.memory
         e.weight = weight
         e.rate = rate
         e.wire = wire

@@ -39,5 +39,5 @@ cdef int memory_share(Memory* m, int chunk, bint offered_only, void* own, void* 
 cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learners, const void* sum,
                               const void* share) noexcept nogil
 
-cdef class Arena:
+cdef class Store:
     cdef Memory memory

@@ -34,7 +34,7 @@ cdef struct Span:
     int64_t tensor          # which tensor
     int64_t start           # first element in the tensor
     int64_t chunk
-    int64_t place           # first element in the chunk
+    int64_t offset          # first element in the chunk
     int64_t count           # elements
 
 
@@ -169,10 +169,10 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
             mirror = NULL
             replace = 0
             if published >= 0 and c.full[published][0]:
-                correction = c.slot[published] + spans[i].place * size
+                correction = c.slot[published] + spans[i].offset * size
                 replace = c.full[published][0] == REPLACES
             if c.mirror != NULL:
-                mirror = c.mirror + spans[i].place * size
+                mirror = c.mirror + spans[i].offset * size
             bad |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * size,
                                 correction, mirror, spans[i].count, replace, m.stream)
             i += 1
@@ -183,7 +183,7 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
     return bad
 
 
-cdef class Arena:
+cdef class Store:
     """Chunks of one layout. Memory belongs to the caller, who keeps it alive."""
 
     def __cinit__(self):

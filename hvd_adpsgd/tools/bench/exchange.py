@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.strategies import RandomPairs
+from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
@@ -28,23 +28,25 @@ def main() -> None:
     count = int(args.mib * 2**18)
     model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
     received = np.empty_like(model)
-    plan = RandomPairs().plan(comm.rank, comm.size)
-    driven = Driven(comm, model, plan, autonomous=False, share_host=not args.through_mpi)
+    same_host = "mpi" if args.through_mpi else "memory"
+    driven = Driven(comm, model, Plan.nobody(weight=1 / 2), same_host=same_host)
     raw, exchange, cpu = [], [], []
     for number in range(args.rounds + WARM_UP):
         raw.append(timed(comm, lambda: comm.Sendrecv(model, 1 - comm.rank, recvbuf=received)))
-        before = driven.engine.cpu_s()
+        before = driven.engine.metrics()["engine_cpu_s"]
         act = partial(_exchange, driven, comm.rank, number)
         exchange.append(driven.round(number, partial(timed, comm, act)))
-        cpu.append(driven.engine.cpu_s() - before)
+        cpu.append(driven.engine.metrics()["engine_cpu_s"] - before)
     driven.engine.stop()
     report(comm.rank, _summary(raw[WARM_UP:], exchange[WARM_UP:], cpu[WARM_UP:], args.mib))
 
 
 def _exchange(driven: Driven, rank: int, done: int) -> None:
+    loop = driven.engine.loop
+    assert loop is not None
     if rank == 0:
-        driven.engine.ask(1)
-    if not driven.engine.wait_finished(done + 1, 60.0):
+        loop.ask(1)
+    if not loop.wait_finished(done + 1, 60.0):
         raise SystemExit("an exchange took more than 60 s")
 
 

@@ -97,7 +97,7 @@ class Gossip:
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
         self._coupled = 0.0  # up to this time
         plan = Plan.nobody(Rounds(1, DURING, self._partners()), weight=1 / 2)
-        self.driven = Driven(comm, self.model, plan, chunk_nbytes=2**16, offered_only=True)
+        self.driven = Driven(comm, self.model, plan, chunk_kib=64)
 
     def _partners(self) -> npt.NDArray[np.int32]:
         """One row per event: the peer that this super learner asks, and the peer that asks it."""

@@ -25,6 +25,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.tools.bench import report, settings
+from hvd_adpsgd.torch.reports import metrics_of
 
 KINDS = {"off": None, "delay": "delay_by_one", "periodic": "periodic_averaging:period=1"}
 WARM_UP = 2  # steps before the clock starts
@@ -127,7 +128,7 @@ class Trial:
 
     def means(self, kind: str) -> tuple[int, float]:
         """Means of all so far, and their seconds together."""
-        numbers = self.optimizers[kind]._averaging.metrics()
+        numbers = metrics_of(self.optimizers[kind]._averaging)
         return numbers["means"], numbers["mean_s"]
 
     def mean_s(self, kind: str, before: tuple[int, float] = (0, 0.0)) -> float:

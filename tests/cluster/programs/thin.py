@@ -29,7 +29,7 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
     )
     engine = live()[0].engine
-    loop: Any = engine._loop
+    loop: Any = engine.loop
     ends = time.monotonic() + DEADLINE_S
 
     def train(until: Any) -> None:

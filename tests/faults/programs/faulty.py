@@ -130,7 +130,7 @@ def script_exchange(script: Script, optimizer: Any) -> None:
     """Watch the engine from a thread, which acts in the middle of an exchange."""
     if not script.mine or script.args.at not in IN_EXCHANGE:
         return
-    loop = optimizer._averaging.engine._loop
+    loop = optimizer._averaging.engine.loop
     asks = script.args.at == "asking"
 
     def watch() -> None:

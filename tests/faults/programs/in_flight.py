@@ -21,9 +21,9 @@ mpi4py.rc.finalize = False
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from hvd_adpsgd.engine import engine as engines  # noqa: E402
-from hvd_adpsgd.engine import shared_memory  # noqa: E402
-from hvd_adpsgd.engine.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.config import Config  # noqa: E402
+from hvd_adpsgd.engine import model_memory, shared_memory  # noqa: E402
+from hvd_adpsgd.engine.engine import Engine  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.engine.peers import PeerState  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
@@ -64,17 +64,17 @@ class Learner:
             inner=None,
             outer=outer,
             plan=parse("random_pairs").plan(comm.rank, comm.size),
-            options=EngineOptions(exchanges_per_step=4, share_host=not args.no_share),
+            config=Config(exchanges_per_step=4, same_host="mpi" if args.no_share else "memory"),
         )
-        self.engine.extend([TensorSpec("x", self.model.shape, "float32")])
+        self.engine.memory.extend([TensorSpec("x", self.model.shape, "float32")])
         self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
         self.engine.start()
         comm.Barrier()
 
     def die(self) -> None:
         """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile."""
-        self.engine.absorb(self.addresses, -1, 0)
-        loop = self.engine._loop
+        self.engine.memory.absorb(self.addresses, 0)
+        loop = self.engine.loop
         assert loop is not None
         while True:
             self.engine.offer(0)  # credit to ask once more
@@ -93,8 +93,8 @@ class Learner:
         finished = self.engine.metrics()["exchanges"] + MORE
         self.turns(lambda: self.engine.metrics()["exchanges"] < finished)
         self.leave("end")
-        held = sum(x["broken"] for x in self.engine._loop.under_way())
-        facts = {"rank": self.rank, "broken": self.engine._loop.counters()["broken"], "held": held}
+        held = sum(x["broken"] for x in self.engine.loop.under_way())
+        facts = {"rank": self.rank, "broken": self.engine.loop.counters()["broken"], "held": held}
         self.engine.stop()
         (self.args.folder / f"{self.rank}.json").write_text(json.dumps(facts))
 
@@ -107,7 +107,7 @@ class Learner:
 
     def turn(self) -> None:
         self.engine.publish(self.step)
-        self.engine.absorb(self.addresses, self.engine.published(), self.step)
+        self.engine.memory.absorb(self.addresses, self.step)
         self.engine.offer(self.step)
         self.step += 1
 
@@ -136,7 +136,7 @@ def keep_memory(folder: Path) -> None:
         made.append(nbytes)
         return np.memmap(folder / f"memory.{len(made) - 1}", np.uint8, "w+", shape=(nbytes,))
 
-    engines.private_memory = kept
+    model_memory.private_memory = kept
     shared_memory.private_memory = kept
 
 

@@ -23,7 +23,8 @@ mpi4py.rc.finalize = False  # MPI_Finalize may wait without bound for who was ki
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions  # noqa: E402
+from hvd_adpsgd.config import Config  # noqa: E402
+from hvd_adpsgd.engine.engine import Engine  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
@@ -66,12 +67,12 @@ class Learner:
             inner=None,
             outer=outer,
             plan=parse(args.strategy).plan(comm.rank, comm.size),
-            options=EngineOptions(exchanges_per_step=args.exchanges_per_step),
+            config=Config(exchanges_per_step=args.exchanges_per_step),
             names=[f"learner {i}" for i in range(comm.size)],
         )
         self.model = {d: self.draw(d) for d in ("float32", "float64")}
         self.expected = {d: x.astype(np.float64) for d, x in self.model.items()}
-        self.engine.extend([TensorSpec(d, x.shape, d) for d, x in self.model.items()])
+        self.engine.memory.extend([TensorSpec(d, x.shape, d) for d, x in self.model.items()])
         self.engine.start()
         self.addresses = np.array([x.ctypes.data for x in self.model.values()], dtype=np.uintp)
         self.facts: dict = {"rank": comm.rank, "times": [], "met": [], "step": 0}
@@ -111,7 +112,7 @@ class Learner:
     def turn(self) -> None:
         step = self.facts["step"]
         self.engine.publish(step)
-        self.engine.absorb(self.addresses, self.engine.published(), step)
+        self.engine.memory.absorb(self.addresses, step)
         self.engine.offer(step)
         self.facts["step"] += 1
 

@@ -10,6 +10,7 @@ from learner import SEED, digest, generator, pauses, say
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS, SIZE, CHECK = 30, 1000, 10
 
@@ -47,7 +48,7 @@ def main() -> None:
         next(pause)
         if (step + 1) % CHECK == 0:
             apart = hvd.consensus_distance(Holder(model))
-            with hvd.settled():  # the model is the middle of both
+            with hvd.averaging_paused():  # the model is the middle of both
                 worst = max(worst, error(model, ideal))
     holder = Holder(model)
     hvd.average_model(holder)
@@ -60,7 +61,7 @@ def main() -> None:
         mean_model_error=float((model.detach() - expected).norm() / expected.norm()),
         apart=apart,
         distance=moved,
-        exchanges=averaging.metrics()["exchanges"] or 0,
+        exchanges=metrics_of(averaging)["exchanges"] or 0,
     )
     hvd.shutdown()
 

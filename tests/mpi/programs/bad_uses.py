@@ -167,6 +167,14 @@ def unfrozen() -> None:
         step(model, optimizer)
 
 
+def swapped() -> None:
+    model = linear()
+    with training(model) as optimizer:
+        model.bias = nn.Parameter(torch.zeros(2))
+        optimizer.param_groups[0]["params"][1] = model.bias
+        step(model, optimizer)
+
+
 def other_group_elsewhere() -> None:
     """Found when super learners next exchange; each notices by itself, so nobody waits."""
     model = linear()
@@ -218,6 +226,7 @@ CASES: dict[str, Any] = {
         not_finite,
         other_group_in_the_node,
         unfrozen,
+        swapped,
         average_other_models,
     )
 } | {

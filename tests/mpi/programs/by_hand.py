@@ -11,6 +11,7 @@ from mpi4py import MPI
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.torch.replacement import replace_engine
 
 DEADLINE_S = 60.0
 
@@ -26,13 +27,14 @@ class ByHand:
         averaging, world = optimizer._averaging, worlds.current()
         outer = world.outer.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
-        options = dataclasses.replace(averaging.engine.options, autonomous=False)
-        self.engine = Engine(inner=world.inner, outer=outer, plan=averaging._plan, options=options)
-        for specs in averaging._specs:
-            self.engine.extend(specs)
+        plan = dataclasses.replace(averaging.plan, schedule=np.empty((1, 0)))
+        config = averaging.engine.config
+        self.engine = Engine(inner=world.inner, outer=outer, plan=plan, config=config)
+        for specs in averaging.specs:
+            self.engine.memory.extend(specs)
         self.engine.start()
         world.teardown.owned += self.engine.communicators
-        averaging.replace_engine(self.engine)
+        replace_engine(averaging, self.engine)
         self._comm, self._finished = world.outer, 0
 
     def exchange(self, asker: int, asked: int) -> None:
@@ -42,6 +44,8 @@ class ByHand:
             wait(self._comm.Isend(ready, asker))
         else:
             wait(self._comm.Irecv(ready, asked))
-            self.engine.ask(asked)
+            self.engine.loop.ask(asked)
         self._finished += 1
-        assert self.engine.wait_finished(self._finished, DEADLINE_S), f"{asker} asks {asked}: hangs"
+        assert self.engine.loop.wait_finished(self._finished, DEADLINE_S), (
+            f"{asker} asks {asked}: hangs"
+        )

@@ -18,6 +18,7 @@ from learner import generator, pauses, say, wait_exchanged
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.torch.reports import metrics_of
 
 SIZE = 100_000  # float32: 7 chunks of 64 KiB
 STEPS = 50
@@ -51,7 +52,7 @@ class Training:
         wait_exchanged(self.optimizer)
 
     def numbers(self) -> dict[str, Any]:
-        return self.optimizer._averaging.metrics()  # type: ignore[no-any-return]
+        return metrics_of(self.optimizer._averaging)  # type: ignore[no-any-return]
 
 
 def counted() -> None:

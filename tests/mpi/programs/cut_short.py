@@ -28,36 +28,37 @@ def main() -> None:
     model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
     before = total(comm, model)
     engine = started(
-        comm, model, chunk_nbytes=CHUNK_NBYTES, deadline_s=60.0, leave_deadline_s=args.leave_s,
-        share_host=not args.no_share,
+        comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=60.0, leave_deadline_s=args.leave_s,
+        same_host="mpi" if args.no_share else "memory",
     )  # fmt: skip
-    engine._arena.publish(hold=True)
+    engine.memory.store.publish()
+    engine.memory.store.publish(hold=True)  # both, so that slots have their turn as in a step
     comm.Barrier()
     if comm.rank == 0:
-        engine.ask(1)
-    until(lambda: bool(engine._loop.under_way()))
+        engine.loop.ask(1)
+    until(lambda: bool(engine.loop.under_way()))
     comm.Barrier()
     freed = threading.Thread(target=let_go, args=(engine,))
     freed.start()
     if comm.rank == 0 or args.who == "both":
-        engine._loop.stop(False)  # Engine.stop() would let go at once
+        engine.loop.stop(False)  # Engine.stop() would let go at once
     freed.join()
-    until(lambda: engine._loop.finished() == 1)
+    until(lambda: engine.loop.finished() == 1)
     comm.Barrier()
     lost = [peer for peer, state in engine.report() if state is PeerState.FAILED]
     engine.stop()
     for _ in range(2):
-        engine._arena.publish(hold=False)
-        engine.absorb(address(model), engine.published(), 0)
-    merged = engine._loop.counters()["chunks"]
+        engine.memory.publish()
+        engine.memory.absorb(address(model), 0)
+    merged = engine.loop.counters()["chunks"]
     moved = np.abs(total(comm, model) - before).max() / np.abs(before).max()
     say(comm, merged=merged, moved=float(moved), lost=lost)
 
 
 def let_go(engine: Engine) -> None:
     """Once the exchange is cut short, or over."""
-    until(lambda: all(one["chunks"] < CHUNKS for one in engine._loop.under_way()))
-    engine._arena.reopen()
+    until(lambda: all(one["chunks"] < CHUNKS for one in engine.loop.under_way()))
+    engine.memory.store.reopen()
 
 
 def total(comm: MPI.Comm, model: np.ndarray) -> np.ndarray:

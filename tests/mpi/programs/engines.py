@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.strategies import RandomPairs
+from hvd_adpsgd.strategies import Plan
 
 
 def started(comm: MPI.Comm, model: np.ndarray, **options: Any) -> Engine:
     """An engine that asks when it is told to; the model is offered."""
     outer = comm.Dup()
     outer.Set_errhandler(MPI.ERRORS_RETURN)
-    plan = RandomPairs().plan(comm.rank, comm.size)
-    chosen = EngineOptions(autonomous=False, **options)
-    engine = Engine(inner=None, outer=outer, plan=plan, options=chosen)
-    engine.extend([TensorSpec("model", model.shape, "float64")])
+    asks_nobody = Plan.nobody(weight=1 / 2)
+    engine = Engine(inner=None, outer=outer, plan=asks_nobody, config=Config(**options))
+    engine.memory.extend([TensorSpec("model", model.shape, "float64")])
     engine.start()
-    engine.absorb(address(model), -1, 0)
+    engine.memory.absorb(address(model), 0)
     engine.offer(0)
     return engine
 

@@ -16,7 +16,7 @@ from learner import SEED, digest, outcome, retired, same_in_node, say
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine import engine as engines
+from hvd_adpsgd.engine import step_rounds
 from hvd_adpsgd.runtime import world as worlds
 
 SIZE = 70_001  # more than one chunk of 64 KiB
@@ -91,7 +91,7 @@ def skipped(where: str) -> None:
                     hvd.allreduce(torch.ones(1), name=f"epoch.{spec}")
             same = same_in_node([p])
             hvd.average_model(module(p))
-            rounds = optimizer._averaging._step
+            rounds = optimizer._averaging.step
         error = float((p.detach() - expected).abs().max())
         say(case=f"{where}/skipped/{spec}", error=error, rounds=rounds, same=same)
 
@@ -116,7 +116,7 @@ def evaluated_twice(where: str) -> None:
     for how in ("closure", "synchronize"):
         p = vector()
         with training("periodic_averaging:period=2", [p]) as optimizer:
-            apart = []
+            apart, blamed = [], []
             for step in range(4):
                 optimizer.zero_grad()
                 if how == "closure":
@@ -132,16 +132,19 @@ def evaluated_twice(where: str) -> None:
                 else:
                     backward(p, step)
                     optimizer.synchronize()
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
+                    with warnings.catch_warnings(record=True) as told:
+                        warnings.simplefilter("always")
                         optimizer.step()
+                    blamed = [warning.filename for warning in told]
                 apart.append(len(set(worlds.current().collectives.comm.allgather(digest([p])))) > 1)
-        say(case=f"{where}/twice/{how}", apart=apart)
+        say(
+            case=f"{where}/twice/{how}", apart=apart, here=blamed == [__file__] * (how != "closure")
+        )
 
 
 def waited_for(where: str) -> None:
     """The others say so when they have waited long enough."""
-    engines._PATIENCE_S, patience = 0.5, engines._PATIENCE_S
+    step_rounds._PATIENCE_S, patience = 0.5, step_rounds._PATIENCE_S
     p = vector()
     TOLD.clear()
     with training("delay_by_one", [p]) as optimizer:
@@ -149,7 +152,7 @@ def waited_for(where: str) -> None:
             if step == 2 and hvd.super_rank() == 0:
                 time.sleep(1.5)  # a slow gradient
             advance(p, step, optimizer)
-    engines._PATIENCE_S = patience
+    step_rounds._PATIENCE_S = patience
     say(case=f"{where}/waited", told=list(TOLD))
 
 
@@ -157,13 +160,13 @@ def waited_for(where: str) -> None:
 
 
 def nested(where: str) -> None:
-    """The inner end of settled() does not set the engine going."""
+    """The inner end of a pause does not set the engine going."""
     p = vector()
     with training("random_pairs", [p]) as optimizer:
         advance(p, 0, optimizer)
         paused = []
-        with hvd.settled():
-            with hvd.settled():
+        with hvd.averaging_paused():
+            with hvd.averaging_paused():
                 pass
             paused.append(optimizer._averaging.engine.view().get("paused"))
             hvd.average_model(module(p))
@@ -238,7 +241,7 @@ def loaded(where: str, kept: dict[str, Any]) -> None:
     states |= {f"{place} {spec}": state for (place, spec), state in kept.items()}
     states |= {f"older {name}": older(state) for name, state in states.items() if "4x1" in name}
     for spec in ("noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"):
-        for name, state in states.items():
+        for name, state in {**states, **damaged(spec)}.items():
             p = vector()
             with training(spec, [p]) as optimizer:
                 for step in range(3):
@@ -248,13 +251,24 @@ def loaded(where: str, kept: dict[str, Any]) -> None:
                 whole.pop("averaging")
                 if state is not None:
                     whole["averaging"] = state
-                with hvd.settled(), torch.no_grad():
+                with hvd.averaging_paused(), torch.no_grad():
                     p.fill_(5.0)
                     optimizer.load_state_dict(whole)
-                optimizer._averaging.begin_step(optimizer.param_groups)
-                held = optimizer._averaging.rule.tensors()
+                with optimizer._averaging.stepping(optimizer.param_groups):
+                    held = optimizer._averaging.rule.tensors()
             means = {key: float(value[0].mean()) for key, value in held.items()}
             say(case=f"{where}/loaded/{spec}/{name}", told=list(TOLD), held=means)
+
+
+def damaged(spec: str) -> dict[str, Any]:
+    """What may become of a state in a file."""
+    held = ("slow", "momentum", "global", "start", "delta")
+    return {
+        "damaged step": {"strategy": spec, "step": -5, "rule": {}},
+        "damaged keys": {"strategy": spec, "step": 3},
+        "damaged shapes": {"strategy": spec, "step": 3, "rule": {key: [] for key in held}},
+        "damaged kind": [1, 2],
+    }
 
 
 def older(state: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +283,7 @@ def keep(where: str, kept: dict[str, Any]) -> None:
         with training(spec, [p]) as optimizer:
             for step in range(51):
                 advance(p, step, optimizer)
-            with hvd.settled():
+            with hvd.averaging_paused():
                 kept[where, spec] = optimizer.state_dict()["averaging"]
 
 
@@ -285,7 +299,7 @@ def outside(where: str) -> None:
             told.append(list(TOLD))
             advance(p, step, optimizer)
         TOLD.clear()
-        with hvd.settled():
+        with hvd.averaging_paused():
             optimizer.load_state_dict(state)
         told.append(list(TOLD))
     say(case=f"{where}/outside", told=told)

@@ -19,7 +19,8 @@ import os
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.strategies import Strategy, parse
@@ -56,26 +57,24 @@ class Run:
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         plan = strategy.plan(comm.rank, comm.size)
-        options = EngineOptions(deadline_s=30.0, chunk_nbytes=2**16)
-        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-        self.engine.extend([TensorSpec("model", (size,), "float64")])
+        config = Config(deadline_s=30.0, chunk_kib=64)
+        self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
+        self.engine.memory.extend([TensorSpec("model", (size,), "float64")])
         self.engine.start()
         self.model = np.zeros(size)
         self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
         self.step = 0
 
-    def begin(self, slot: int) -> None:
-        """Take in what `slot` owes the model, offer it, and begin a round."""
-        self.engine.absorb(self.addresses, slot, self.step)
+    def begin(self) -> None:
+        """Take in what is published, offer the model, and begin a round."""
+        self.engine.memory.absorb(self.addresses, self.step)
         self.engine.offer(self.step)
-        self.engine.begin_round(self.step)
+        self.engine.rounds.begin(self.step)
         self.step += 1
 
-    def finish(self) -> int:
-        """End the round under way; the slot of what it owes."""
-        self.engine.finish_round()
+    def finish(self) -> None:
+        """End the round under way, and publish what it owes."""
         self.engine.publish(self.step)
-        return self.engine.published()
 
     def factors(self, rounds: int, start: str) -> list[float]:
         self.model[:] = self.rng.standard_normal(self.model.size)
@@ -84,32 +83,32 @@ class Run:
             self.model *= np.random.default_rng(7).standard_normal(self.model.size)
         before = self.disagreement()
         factors = []
-        self.begin(-1)
+        self.begin()
         for _ in range(rounds):
-            slot = self.finish()
-            self.engine.absorb(self.addresses, slot, self.step)
+            self.finish()
+            self.engine.memory.absorb(self.addresses, self.step)
             factors.append(self.disagreement() / before)
             before *= factors[-1]
             if start == "normal":
                 self.model[:] = self.rng.standard_normal(self.model.size)
                 before = self.disagreement()
-            self.begin(-1)
+            self.begin()
         self.finish()
         return factors
 
     def kappa(self, steps: int, burn_in: int) -> dict[str, float]:
-        self.begin(-1)
+        self.begin()
         total, moved = 0.0, np.zeros_like(self.model)
         for step in range(burn_in + steps):
             noise = self.rng.standard_normal(self.model.size)
-            slot = self.finish()
+            self.finish()
             self.model -= noise
             moved -= noise
-            self.begin(slot)
+            self.begin()
             if step >= burn_in:
                 total += self.disagreement()
-        slot = self.finish()
-        self.engine.absorb(self.addresses, slot, self.step)
+        self.finish()
+        self.engine.memory.absorb(self.addresses, self.step)
         mean, expected = self.mean(self.model), self.mean(moved)
         return {
             "kappa": total / steps / self.comm.size / self.model.size,

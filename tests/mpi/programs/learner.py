@@ -72,7 +72,7 @@ def wait_exchanged(optimizer: Any) -> None:
     """On a loaded machine some steps may pass without an exchange: wait for the first, 30 s at most."""
     engine = optimizer._averaging.engine
     if engine.is_leader:
-        engine.wait_finished(1, 30.0)
+        engine.loop.wait_finished(1, 30.0)
 
 
 def outcome(call: Any) -> dict[str, str]:

@@ -29,10 +29,10 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
     engine = started(
-        comm, model, chunk_nbytes=CHUNK_NBYTES, deadline_s=0.5, leave_deadline_s=args.leave_s,
-        share_host=not args.no_share,
+        comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=0.5, leave_deadline_s=args.leave_s,
+        same_host="mpi" if args.no_share else "memory",
     )  # fmt: skip
-    engine._arena.publish(hold=comm.rank == 1)
+    engine.memory.store.publish(hold=comm.rank == 1)
     pids = comm.allgather(os.getpid())
     said = (first, second, third)[comm.rank](comm, engine, pids, args.twice)
     comm.Barrier()
@@ -41,34 +41,34 @@ def main() -> None:
 
 
 def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
-    engine.ask(1)
-    until(lambda: any(one["peer"] == 1 for one in engine._loop.under_way()))
+    engine.loop.ask(1)
+    until(lambda: any(one["peer"] == 1 for one in engine.loop.under_way()))
     comm.Barrier()
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        until(lambda: engine._loop.peers()[1] == SUSPECT)
+        until(lambda: engine.loop.peers()[1] == SUSPECT)
         if twice:
             os.kill(pids[1], signal.SIGCONT)
-            until(lambda: engine._loop.peers()[1] == ALIVE)
+            until(lambda: engine.loop.peers()[1] == ALIVE)
             os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
         engine.stop()
         leave_s = time.monotonic() - began
-        begun = engine._loop.under_way()
+        begun = engine.loop.under_way()
     finally:
         os.kill(pids[1], signal.SIGCONT)
     return {"left_behind": len(begun), "leave_s": leave_s}
 
 
 def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
-    until(lambda: bool(engine._loop.under_way()))
+    until(lambda: bool(engine.loop.under_way()))
     comm.Barrier()
     ends = time.monotonic() + 15
-    while engine._loop.peers()[0] != LEFT and time.monotonic() < ends:
+    while engine.loop.peers()[0] != LEFT and time.monotonic() < ends:
         if twice:
             show_life(engine)
         time.sleep(0.05)
-    engine._arena.reopen()
+    engine.memory.store.reopen()
     rests = engine.pause(2.0)
     began = time.monotonic()
     engine.stop()
@@ -77,19 +77,19 @@ def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict
 
 def show_life(engine: Engine) -> None:
     """Merge a few chunks, if there is an exchange."""
-    before = engine._loop.under_way()
+    before = engine.loop.under_way()
     ends = time.monotonic() + 1.0
-    while engine._loop.under_way() == before and time.monotonic() < ends:
-        engine._arena.reopen()
-        engine._arena.publish(hold=True)
+    while engine.loop.under_way() == before and time.monotonic() < ends:
+        engine.memory.store.reopen()
+        engine.memory.store.publish(hold=True)
 
 
 def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     comm.Barrier()
     ends = time.monotonic() + 20
-    while engine._loop.peers()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
+    while engine.loop.peers()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
         time.sleep(1e-3)
-    return {"peers": engine._loop.peers()[:2]}
+    return {"peers": engine.loop.peers()[:2]}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import parse
 
@@ -37,22 +38,22 @@ def main() -> None:
     outer = comm.Dup()
     outer.Set_errhandler(MPI.ERRORS_RETURN)
     rng = np.random.default_rng([args.seed, comm.rank])
-    options = EngineOptions(
+    config = Config(
         exchanges_per_step=64.0,
-        chunk_nbytes=64 * 1024,
+        chunk_kib=64,
         wire_dtype=args.wire,
         deadline_s=30.0,
-        share_host=not args.no_share,
+        same_host="mpi" if args.no_share else "memory",
     )
     plan = parse(args.strategy).plan(comm.rank, comm.size)
-    engine = Engine(inner=None, outer=outer, plan=plan, options=options)
+    engine = Engine(inner=None, outer=outer, plan=plan, config=config)
     model = {
         (name, dtype): rng.standard_normal(shape).astype(dtype)
         for dtype in ("float32", "float64")
         for name, shape in SHAPES.items()
     }
     specs = [TensorSpec(f"{n}.{d}", x.shape, d) for (n, d), x in model.items()]
-    engine.extend(specs)
+    engine.memory.extend(specs)
     engine.start()
     addresses = np.array([x.ctypes.data for x in model.values()], dtype=np.uintp)
     expected = {key: x.astype(np.float64) for key, x in model.items()}
@@ -62,17 +63,17 @@ def main() -> None:
         pause = rng.exponential(1e-3) * (rng.random() < 0.5)
         time.sleep(pause)  # jitter of the interleaving, not a synchronisation
         engine.publish(step)
-        engine.absorb(addresses, engine.published(), step)
+        engine.memory.absorb(addresses, step)
         engine.offer(step)
         if (step + 1) % args.check == 0:
             assert engine.pause(30.0), "the engine did not come to rest in 30 s"
             comm.Barrier()
             engine.publish(step)
-            engine.absorb(addresses, engine.published(), step)
+            engine.memory.absorb(addresses, step)
             if args.break_merge and comm.rank == 0:
                 model["c", "float64"][0] += args.break_merge
             compare(comm, model, expected, worst)
-            engine.absorb(addresses, -1, step)
+            engine.memory.absorb(addresses, step)
             engine.resume()
     exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
     engine.stop()

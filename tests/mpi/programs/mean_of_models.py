@@ -25,6 +25,7 @@ from learner import (
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS = 40
 LR = 0.125
@@ -121,7 +122,7 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
         same = same and train(model, optimizer, range(STEPS, STEPS + 10), dtype, pause)
         hvd.average_model(model)
         later = distance(model, expected(dtype, STEPS, STEPS + 10, means))
-        numbers = optimizer._averaging.metrics()
+        numbers = metrics_of(optimizer._averaging)
     say(
         case=name,
         error=error,

@@ -12,7 +12,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import parse
 
@@ -38,19 +39,18 @@ def main() -> None:
         inner=inner,
         outer=outer if leads else None,
         plan=parse("random_pairs").plan(comm.rank // 2, 2),
-        options=EngineOptions(exchanges_per_step=8.0),
+        config=Config(exchanges_per_step=8.0),
     )
-    engine.extend([TensorSpec("model", model.shape, "float32")])
+    engine.memory.extend([TensorSpec("model", model.shape, "float32")])
     engine.start()
     extra = np.ones(args.extra_mib * 2**17)
     addresses = np.array([model.ctypes.data], dtype=np.uintp)
     exchanges, step, ends = 0, 0, time.monotonic() + DEADLINE_S
     while exchanges < args.exchanges and time.monotonic() < ends:
-        if leads:
-            engine.publish(step)
+        engine.publish(step)
         comm.Barrier()
-        engine.reopen()
-        engine.absorb(addresses, engine.published(), step)
+        engine.memory.all_met()
+        engine.memory.absorb(addresses, step)
         engine.offer(step)
         exchanges = comm.allreduce(engine.metrics().get("exchanges", 0))
         step += 1

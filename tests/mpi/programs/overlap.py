@@ -40,7 +40,7 @@ def train(spec: str, patience_s: float) -> None:
     plain = torch.optim.SGD([model], lr=0.1)
     wrapped = hvd.DistributedOptimizer(plain, named_parameters=[("model", model)], averaging=spec)
     with retired(wrapped) as optimizer:
-        timeline = optimizer._averaging._timeline
+        timeline = optimizer._averaging.record.timeline
         for step in range(STEPS):
             leader = step % 2
             if me != leader:

@@ -14,7 +14,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.strategies import parse
@@ -57,12 +58,12 @@ class Run:
             inner=None,
             outer=outer,
             plan=parse("random_pairs").plan(self.comm.rank, self.comm.size),
-            options=EngineOptions(
+            config=Config(
                 exchanges_per_step=8.0,
-                chunk_nbytes=2**18 * larger,
+                chunk_kib=256 * larger,
                 max_staleness=args.stale,
                 deadline_s=DEADLINE_S,  # nobody waits longer for a correction, bound or not
-                share_host=not args.no_share,
+                same_host="mpi" if args.no_share else "memory",
             ),
         )
         self.models: list[np.ndarray] = []
@@ -74,12 +75,12 @@ class Run:
     def add(self, count: int) -> None:
         self.models.append(self.rng.standard_normal(count))
         spec = TensorSpec(f"x{len(self.models)}", (count,), "float64")
-        self.engine.extend([spec])
+        self.engine.memory.extend([spec])
 
     def turn(self) -> None:
         addresses = np.array([x.ctypes.data for x in self.models], dtype=np.uintp)
         self.engine.publish(self.step)
-        self.engine.absorb(addresses, self.engine.published(), self.step)
+        self.engine.memory.absorb(addresses, self.step)
         self.engine.offer(self.step)
         self.step += 1
 
@@ -92,9 +93,9 @@ class Run:
             exchanges = self.comm.allreduce(self.engine.metrics()["exchanges"])
             calm, last = (calm + 1, last) if exchanges == last else (0, exchanges)
         self.comm.Barrier()
-        began = self.engine.cpu_s()
+        began = self.engine.loop.cpu_s()
         time.sleep(3.0)  # the span that is measured
-        used = self.engine.cpu_s() - began
+        used = self.engine.loop.cpu_s() - began
         return {"share": used / 3.0, "exchanges": self.engine.metrics()["exchanges"]}
 
     def stale(self) -> dict:

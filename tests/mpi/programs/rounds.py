@@ -1,6 +1,6 @@
 """Pure averaging, no gradients, through the real engine.
 
---lockstep K: K rounds driven by hand. Every super learner offers, then the exchanges of the round
+--lockstep K: K rounds in step. Every super learner offers, then the exchanges of the round
 run, all from the offered models. Gives the models before and after, to be compared with the mixing
 matrices.
 
@@ -20,10 +20,11 @@ import os
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine, EngineOptions
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.strategies import Strategy, parse
-from hvd_adpsgd.theory import topology
+from hvd_adpsgd.strategies import Strategy, SynchronousGossip, parse
+from hvd_adpsgd.strategies.plan import AFTER
 
 DEADLINE_S = 30.0
 
@@ -59,28 +60,23 @@ class Run:
 
     def __init__(self, comm: MPI.Comm, strategy: Strategy, size: int, *, lockstep: bool):
         self.comm = comm
-        self.strategy = strategy
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
-        options = EngineOptions(
-            exchanges_per_step=1.0,
-            deadline_s=DEADLINE_S,
-            offered_only=lockstep,
-            autonomous=not lockstep,
+        config = Config(deadline_s=DEADLINE_S)
+        plan = (SynchronousGossip(AFTER, strategy) if lockstep else strategy).plan(
+            comm.rank, comm.size
         )
-        plan = strategy.plan(comm.rank, comm.size)
-        self.engine = Engine(inner=None, outer=outer, plan=plan, options=options)
-        self.engine.extend([TensorSpec("model", (size,), "float64")])
+        self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
+        self.engine.memory.extend([TensorSpec("model", (size,), "float64")])
         self.engine.start()
         self.model = np.zeros(size)
         self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
         self.step = 0
-        self.finished = 0
 
     def turn(self) -> None:
         """A trainer's step without a gradient."""
         self.engine.publish(self.step)
-        self.engine.absorb(self.addresses, self.engine.published(), self.step)
+        self.engine.memory.absorb(self.addresses, self.step)
         self.engine.offer(self.step)
         self.step += 1
 
@@ -97,13 +93,7 @@ class Run:
 
     def round(self, k: int) -> None:
         """All exchanges of one round, from the offered models, and what they owe taken in."""
-        asked, exchanges = self.peers(k)
-        self.comm.Barrier()
-        if asked is not None:
-            self.engine.ask(asked)
-        self.finished += exchanges
-        assert self.engine.wait_finished(self.finished, DEADLINE_S), f"round {k} hangs"
-        self.comm.Barrier()
+        self.engine.rounds.begin(k)
         self.turn()
 
     def factors(self, rng: np.random.Generator, rounds: int, start: str) -> list[float]:
@@ -116,31 +106,16 @@ class Run:
             if start == "normal":
                 self.model[:] = rng.standard_normal(self.model.size)
                 before = self.disagreement()
-            self.engine.absorb(self.addresses, -1, self.step)
+            self.engine.memory.absorb(self.addresses, self.step)
             self.engine.offer(self.step)
             self.round(k)
             factors.append(self.disagreement() / before)
             before *= factors[-1]
         return factors
 
-    def peers(self, k: int) -> tuple[int | None, int]:
-        """Whom this super learner asks in round k, and in how many exchanges it takes part."""
-        n, me = self.comm.size, self.comm.rank
-        if self.strategy.name == "random_pairs":
-            peer = topology.perfect_matching(n, self.strategy.seed, k)[me]
-            return (None, 0) if peer is None else (peer if me < peer else None, 1)
-        row = self.engine_row(k)
-        if n == 2:
-            return (1 - me if me == 0 else None), 1
-        return int(row[1]), 2  # the right neighbour; the left one asks us
-
-    def engine_row(self, k: int) -> np.ndarray:
-        schedule = self.strategy.plan(self.comm.rank, self.comm.size).schedule
-        return schedule[k % len(schedule)]
-
     def free(self, rng: np.random.Generator, events: int) -> dict:
         self.model[:] = rng.standard_normal(self.model.size)
-        self.engine.absorb(self.addresses, -1, self.step)
+        self.engine.memory.absorb(self.addresses, self.step)
         before, start = self.disagreement(), self.exchanges()
         self.engine.resume()
         while self.exchanges() < start + events:  # all leave the loop in the same turn

@@ -15,6 +15,7 @@ from learner import generator, pauses, retired, same_in_node, say, wait_exchange
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS = 12
 DEADLINE_S = 30.0
@@ -356,7 +357,7 @@ def main() -> None:
             wait_exchanged(case.optimizer)
         finite = all(torch.isfinite(p).all() for p in case.averaged())
         said = [str(w.message) for w in heard if "lr_scheduler" in str(w.message)]
-        numbers = case.optimizer._averaging.metrics()  # type: ignore[attr-defined]
+        numbers = metrics_of(case.optimizer._averaging)  # type: ignore[attr-defined]
         say(
             case=name,
             same=same,
@@ -375,7 +376,7 @@ def train(case: Case, pause: Iterator[None]) -> Iterator[bool]:
         yield same_in_node(case.averaged())
         if step == STEPS // 2:  # on a busy machine the other super learner may not have begun
             engine = case.optimizer._averaging.engine  # type: ignore[attr-defined]
-            assert not engine.is_leader or engine.wait_finished(1, DEADLINE_S)
+            assert not engine.is_leader or engine.loop.wait_finished(1, DEADLINE_S)
 
 
 if __name__ == "__main__":

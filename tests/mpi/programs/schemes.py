@@ -37,6 +37,8 @@ from events import FREE as AT_EVENTS
 from events import PACES, STEPS, events
 from simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
 
+from hvd_adpsgd.torch.reports import metrics_of
+
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
 SIZES = [15, 1, 66_001]
 INDEX = np.unique([*range(16), *range(16, sum(SIZES), 4111), sum(SIZES) - 1])
@@ -170,8 +172,8 @@ def global_averages(where: str) -> None:
                 apart.append(not same_everywhere(model))
             MODELS[f"{where}/{s.spec}"] = np.array(models)
             wait_exchanged(optimizer)
-            exchanges = optimizer._averaging.metrics()["exchanges"]
-            means = optimizer._averaging.metrics()["means"]
+            exchanges = metrics_of(optimizer._averaging)["exchanges"]
+            means = metrics_of(optimizer._averaging)["means"]
         facts = {"alike": alike, "apart": apart, "exchanges": exchanges, "means": means}
         say(case=f"{where}/{s.spec}", **facts)
 
@@ -188,7 +190,7 @@ def at_events(where: str) -> None:
                     models.append(look(model))
                 elif me in event and None not in event:
                     gossip.exchange(*event)
-            with hvd.settled():
+            with hvd.averaging_paused():
                 models.append(look(model))
             MODELS[f"{where}/events/{spec}"] = np.array(models)
             exchanges = gossip.engine.metrics()["exchanges"]
@@ -250,7 +252,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
                     optimizer.zero_grad()
                     model(torch.randn(8, 16)).square().mean().backward()
                     optimizer.step()
-                numbers = optimizer._averaging.metrics()
+                numbers = metrics_of(optimizer._averaging)
                 same = same and same_in_node(model.parameters())
                 done = numbers["exchanges"] + numbers["means"]
                 work = worlds.current().collectives.comm.allreduce(done)
@@ -350,7 +352,7 @@ def save(folder: Path, where: str) -> None:
             for step in range(s.steps):
                 advance(s, step, model, optimizer)
                 if step == HALF - 1:
-                    with hvd.settled():
+                    with hvd.averaging_paused():
                         keep(folder, spec, model, optimizer)
                 models.append(look(model))
             MODELS[f"{where}/saved/{spec}"] = np.array(models)
@@ -360,14 +362,14 @@ def save(folder: Path, where: str) -> None:
         s = Setting(spec, **KNOWN)
         with training(s, exchanges_per_step=2.0) as (model, optimizer):
             step, owed = train_until_owed(s, model, optimizer, pause)
-            with hvd.settled():
+            with hvd.averaging_paused():
                 keep(folder, spec, model, optimizer)
                 settled = look(model)
             for later in range(step, step + HALF):
                 next(pause)
                 advance(s, later, model, optimizer)
             wait_exchanged(optimizer)
-            exchanges = optimizer._averaging.metrics()["exchanges"]
+            exchanges = metrics_of(optimizer._averaging)["exchanges"]
             hvd.average_model(model)
             MODELS[f"{where}/saved/{spec}"] = np.array([settled, look(model)])
         say(case=f"{where}/saved/{spec}", steps=step, owed=owed, exchanges=exchanges)
@@ -428,7 +430,7 @@ def resume_free(folder: Path, case: str, spec: str, files: list[int]) -> None:
             next(pause)
             advance(s, step, model, optimizer)
         wait_exchanged(optimizer)
-        exchanges = optimizer._averaging.metrics()["exchanges"]
+        exchanges = metrics_of(optimizer._averaging)["exchanges"]
         hvd.average_model(model)
         MODELS[case] = look(model)[np.newaxis]
     say(case=case, exchanges=exchanges)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
-from hvd_adpsgd.engine.store import Arena
+from hvd_adpsgd.engine.store import Store
 
 
 class Learner:
-    """A float64 model in an arena of small chunks."""
+    """A float64 model in a store of small chunks."""
 
     def __init__(self, values: np.ndarray, mirror: bool = True):
         self.model = values.copy()
@@ -21,9 +21,9 @@ class Learner:
         self.chunks = generation.chunks
         self.mailbox = Mailbox(generation.nbytes, len(self.chunks))
         self.mirror = private_memory(generation.nbytes) if mirror else None
-        self.arena = Arena()
+        self.store = Store()
         for i, chunk in enumerate(self.chunks):
-            self.arena.add_chunk(
+            self.store.add_chunk(
                 self.mirror.ctypes.data + chunk.offset if mirror else 0,
                 self.mailbox.slots[0].ctypes.data + chunk.offset,
                 self.mailbox.slots[1].ctypes.data + chunk.offset,
@@ -36,12 +36,12 @@ class Learner:
         self.step = 0
 
     def absorb(self, slot: int) -> None:
-        assert not self.arena.absorb(self.spans, self.addresses, slot, self.step)
+        assert not self.store.absorb(self.spans, self.addresses, slot, self.step)
         self.step += 1
 
     def snapshot(self, chunk: int, offered_only: bool = False) -> np.ndarray:
         out = np.zeros(self.chunks[chunk].count)
-        finite, _ = self.arena.snapshot(chunk, -1, out.view(np.uint8), offered_only)
+        finite, _ = self.store.snapshot(chunk, -1, out.view(np.uint8), offered_only)
         assert finite
         return out
 
@@ -52,8 +52,8 @@ class Learner:
 
 def exchange(a: Learner, b: Learner, chunk: int, weight: float = 0.5) -> None:
     x, y = a.snapshot(chunk), b.snapshot(chunk)
-    a.arena.merge(chunk, -1, weight, y.view(np.uint8), x.view(np.uint8))
-    b.arena.merge(chunk, -1, weight, x.view(np.uint8), y.view(np.uint8))
+    a.store.merge(chunk, -1, weight, y.view(np.uint8), x.view(np.uint8))
+    b.store.merge(chunk, -1, weight, x.view(np.uint8), y.view(np.uint8))
 
 
 def test_a_snapshot_holds_the_offered_model_and_what_it_lacks():
@@ -63,7 +63,7 @@ def test_a_snapshot_holds_the_offered_model_and_what_it_lacks():
     exchange(a, b, 0)
     np.testing.assert_array_equal(a.snapshot(0), 4.0)
     np.testing.assert_array_equal(a.snapshot(0, offered_only=True), 0.0)
-    slot = a.arena.publish()
+    slot = a.store.publish()
     np.testing.assert_array_equal(a.snapshot(0), 4.0)  # published, not yet in the mirror
     exchange(a, b, 0)
     a.absorb(slot)
@@ -78,7 +78,7 @@ def test_local_updates_made_meanwhile_are_kept():
     b.absorb(-1)
     exchange(a, b, 0)
     a.model += 10.0
-    a.absorb(a.arena.publish())
+    a.absorb(a.store.publish())
     np.testing.assert_array_equal(a.model, 11.0)
 
 
@@ -91,7 +91,7 @@ def test_a_follower_reads_what_its_leader_published():
     for i in (0, 1):  # stands for the shared memory
         follower.mailbox.slots[i][:] = leader.mailbox.slots[i]
         follower.mailbox.flags[i][:] = leader.mailbox.flags[i]
-    slot = leader.arena.publish()
+    slot = leader.store.publish()
     follower.absorb(slot)
     leader.absorb(slot)
     np.testing.assert_array_equal(leader.model, follower.model)
@@ -118,7 +118,7 @@ def test_the_mean_moves_only_by_local_updates(data):
             learners[i].model += change
             expected += change / 3
         elif action == "publish" and i not in waiting:
-            waiting[i] = learners[i].arena.publish()
+            waiting[i] = learners[i].store.publish()
         elif action == "absorb" and i in waiting:
             learners[i].absorb(waiting.pop(i))
         elif action == "send" and len(on_the_way) < 2:
@@ -127,12 +127,12 @@ def test_the_mean_moves_only_by_local_updates(data):
             on_the_way.append((*pair, chunk, pair[0].snapshot(chunk), pair[1].snapshot(chunk)))
         elif action == "merge" and on_the_way:
             a, b, chunk, x, y = on_the_way.pop(data.draw(st.integers(0, len(on_the_way) - 1)))
-            a.arena.merge(chunk, -1, 1 / 3, y.view(np.uint8), x.view(np.uint8))
-            b.arena.merge(chunk, -1, 1 / 3, x.view(np.uint8), y.view(np.uint8))
+            a.store.merge(chunk, -1, 1 / 3, y.view(np.uint8), x.view(np.uint8))
+            b.store.merge(chunk, -1, 1 / 3, x.view(np.uint8), y.view(np.uint8))
     for i, learner in enumerate(learners):
         if i in waiting:
             learner.absorb(waiting[i])
-        learner.absorb(learner.arena.publish())
+        learner.absorb(learner.store.publish())
     mean = np.mean([learner.model for learner in learners], axis=0)
     np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-12)
 
@@ -140,8 +140,8 @@ def test_the_mean_moves_only_by_local_updates(data):
 def test_a_model_that_is_not_finite_is_reported():
     learner = Learner(np.ones(20))
     learner.model[13] = np.nan
-    assert learner.arena.absorb(learner.spans, learner.addresses, -1, 0)
-    finite, _ = learner.arena.snapshot(1, -1, np.zeros(64, np.uint8))
+    assert learner.store.absorb(learner.spans, learner.addresses, -1, 0)
+    finite, _ = learner.store.snapshot(1, -1, np.zeros(64, np.uint8))
     assert not finite
 
 

@@ -1,0 +1,106 @@
+"""The tensors of one super learner as its engine averages them: a mirror, and two slots of corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
+from hvd_adpsgd.engine.store import Store
+
+__all__ = ["ModelMemory"]
+
+_CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
+_NO_SLOT = -1
+
+
+class ModelMemory:
+    """What trainer and engine share. All learners of a super learner make it together.
+
+    Corrections reach the tensors in three steps, each on every learner:
+
+        publish    the corrections gathered so far become the published slot
+        all_met    the learners of the node have met since: all may read it, none reads the other one
+        absorb     parameter += correction; on the leader also mirror = parameter
+
+    Args:
+        chunk_nbytes: largest chunk.
+        inner: communicator of the super learner (mpi4py), None for a learner alone.
+        leads: whether this learner has the mirror.
+
+    Attributes:
+        layout: where each element lies.
+        store: the chunks, for the engine.
+        published: `publish` was called, and not yet `absorb`.
+    """
+
+    def __init__(self, chunk_nbytes: int, inner: Any, leads: bool):
+        self.layout = Layout(chunk_nbytes)
+        self.store = Store()
+        self.published = False
+        self._inner = inner
+        self._alone = inner is None or inner.Get_size() == 1
+        self._leads = leads
+        self._areas: list[Any] = []  # whatever the store points to
+        self._spans = self.layout.spans
+        self._slot = _NO_SLOT  # that all may read, until it is applied
+        self._publications = 0
+
+    @property
+    def readable(self) -> bool:
+        """What was published may be read by all learners of the node, and is not applied."""
+        return self._slot != _NO_SLOT
+
+    def extend(self, tensors: Sequence[TensorSpec]) -> None:
+        """Average these tensors too, from the next offer on. All learners of the node call it."""
+        part = self.layout.extend(tensors)
+        mailbox = Mailbox(part.nbytes, len(part.chunks), self._inner)
+        mirror = private_memory(part.nbytes) if self._leads else None
+        self._areas.append((mailbox, mirror))
+        for i, chunk in enumerate(part.chunks):
+            self.store.add_chunk(
+                mirror.ctypes.data + chunk.offset if mirror is not None else 0,
+                mailbox.slots[0].ctypes.data + chunk.offset,
+                mailbox.slots[1].ctypes.data + chunk.offset,
+                mailbox.flags[0].ctypes.data + i,
+                mailbox.flags[1].ctypes.data + i,
+                chunk.count,
+                DTYPE_CODES[chunk.dtype],
+            )
+        self._spans = self.layout.spans
+        self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
+
+    def publish(self) -> None:
+        """Let the slots change places. A learner alone may read the published one at once."""
+        if self._leads:
+            self.store.publish(hold=not self._alone)
+        self.published = True
+        if self._alone:
+            self.all_met()
+
+    def all_met(self) -> None:
+        """The learners of the node have met, in an all-reduce of gradients or a barrier."""
+        self.store.reopen()
+        if self.published and not self.readable:
+            self._slot = self._publications % 2
+            self._publications += 1
+
+    def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
+        """Apply what all may read, if anything; on the leader the mirror becomes the parameters.
+
+        Args:
+            addresses: first element of each tensor in the order of `extend`; contiguous memory.
+            step: the trainer's step of these parameters.
+
+        Returns:
+            Whether every parameter is finite, and whether a correction was applied.
+        """
+        slot, self._slot = self._slot, _NO_SLOT
+        if slot != _NO_SLOT:
+            self.published = False
+        finite = not self.store.absorb(self._spans, addresses, slot, step)
+        return finite, slot != _NO_SLOT and self.store.pending(slot) > 0

@@ -1,0 +1,105 @@
+"""What super learners do in step with each other: rounds of pairs, or means of all."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from hvd_adpsgd.engine.loop import Loop
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.strategies.plan import NOBODY, Plan
+
+__all__ = ["StepRounds"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_PATIENCE_S = 60.0  # of a step for others, before it says so; as Horovod's stall check
+
+
+class StepRounds:
+    """The rounds of one super learner.
+
+    Args:
+        plan: of this super learner, with rounds.
+        loop: its engine's thread; None on learners that are not leaders, where nothing is done.
+        comm_rank: of a super learner in the engine's communicator; NOBODY if it has none.
+        check: raises the engine's failure, if there is one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loop: Loop | None,
+        comm_rank: Callable[[int], int],
+        check: Callable[[], None],
+    ):
+        self._plan = plan
+        self._loop = loop
+        self._comm_rank = comm_rank
+        self._check = check
+        self._over: Callable[[float], bool] | None = None  # of the round begun last
+        self._met: dict[int, int] = {}  # exchanges with its peers before that
+
+    def begin(self, number: int) -> None:
+        """Begin a round of the plan with the models offered last.
+
+        Gossip beside it rests first, until the engine's `resume`: the mean is then of all that was owed.
+
+        Args:
+            number: of the round, the same on all super learners.
+
+        Raises:
+            AdpsgdError: the first failure after which averaging cannot go on.
+        """
+        rounds, loop = self._plan.in_step, self._loop
+        if loop is None or rounds is None:
+            return
+        if rounds.peers is not None:
+            asked, asker = map(self._comm_rank, rounds.row(number))
+            self._met = {peer: loop.met(peer) for peer in (asked, asker) if peer != NOBODY}
+            self._over = functools.partial(self._pairs_over, loop)
+            loop.begin_round(number + 1, asked)  # 0 is for gossip without rounds
+            return
+        if self._plan.width:
+            loop.pause(True)
+            self._wait(loop.wait_quiet)
+        self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
+
+    def finish(self) -> None:
+        """Wait until what the round owes the model is in the open slot; nothing to do without one.
+
+        A peer that has left or has failed is not waited for. A mean of all goes on without the failed
+        (under ULFM), and without those who have left once their processes have ended.
+
+        Raises:
+            PeerFailedError: if a mean of all needs a super learner that has left or has failed.
+            AdpsgdError: the first failure after which averaging cannot go on.
+        """
+        over, self._over = self._over, None
+        if over is not None:
+            self._wait(over)
+
+    def _pairs_over(self, loop: Loop, seconds: float) -> bool:
+        """Whether every peer of the round has finished its exchange, or never will."""
+        finished, states = loop.finished(), loop.peers()
+        if all(loop.met(p) > met or states[p] >= PeerState.LEFT for p, met in self._met.items()):
+            return True
+        loop.wait_finished(finished + 1, min(seconds, 0.05))
+        return False
+
+    def _wait(self, over: Callable[[float], bool]) -> None:
+        """Wait in slices, so that signals and failures are noticed."""
+        tell = time.monotonic() + _PATIENCE_S
+        while not over(0.1):
+            self._check()
+            if time.monotonic() > tell:
+                tell = math.inf
+                log.warning(
+                    "a step has waited %g s for other super learners. They are slow, or have made fewer "
+                    "steps and wait somewhere else: with this strategy all must make the same steps. "
+                    "SIGUSR1 makes every learner write where it is.",
+                    _PATIENCE_S,
+                )

@@ -1,0 +1,86 @@
+"""What a checkpoint holds of the averaging, besides the model and the optimizer's own state."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.strategies import same
+from hvd_adpsgd.torch.averaging import Averaging
+
+__all__ = ["load_state", "state"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+
+def state(averaging: Averaging) -> dict[str, Any]:
+    """What a checkpoint needs besides the model; {} if that is nothing."""
+    held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
+    if not held and averaging.plan.in_step is None:
+        return {}
+    world = averaging.world
+    return {
+        "strategy": averaging.spec.strategy.spec(),
+        "of": [world.super_rank, world.super_size],
+        "step": averaging.step,
+        "rule": held,
+    }
+
+
+@torch.no_grad()
+def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
+    """Go on where `state` was taken, if it is of any use here; else start anew.
+
+    Start anew: what the strategy remembers is that of its first step, with the model loaded.
+
+    Args:
+        averaging: of this learner.
+        state: of `state`; None if there was none, as in checkpoints of plain optimizers.
+    """
+    if averaging.step and not averaging.pauses:
+        log.warning(
+            "a state is loaded after step %d, outside `with hvd.averaging_paused():`. What exchanges still "
+            "owe the model before it is added to the one loaded; load both inside.",
+            averaging.step,
+        )
+    averaging.restart = True
+    if state is None:
+        return
+    reason = _reason_against(averaging, state)
+    if reason:
+        log.warning("%s: it starts anew with the model loaded.", reason)
+        return
+    averaging.step = state["step"]
+    averaging.restart = averaging.step == 0
+    for name, tensors in averaging.rule.tensors().items():
+        for mine, theirs in zip(tensors, state["rule"][name], strict=True):
+            mine.copy_(theirs)
+
+
+def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
+    """Why the state is of no use here; "" if it is of use."""
+    spec, world = averaging.spec.strategy.spec(), averaging.world
+    try:
+        if not same(str(state["strategy"]), spec):  # older ones lack a key of today
+            return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
+        here = [world.super_rank, world.super_size]
+        number, of = there = state.get("of", here)
+        if operator.index(state["step"]) < 0 or not _fits(averaging, state["rule"]):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return 'the checkpoint\'s "averaging" is damaged'
+    if averaging.rule.own and list(there) != here and state["step"]:
+        return (
+            f"what {spec} remembers is each super learner's own; the checkpoint is of number "
+            f"{number} of {of}, this is {here[0]} of {here[1]}"
+        )
+    return ""
+
+
+def _fits(averaging: Averaging, held: dict[str, list[torch.Tensor]]) -> bool:
+    """Whether what a strategy remembers has the shapes of what it remembers here."""
+    mine = averaging.rule.tensors()
+    return all([t.shape for t in held[name]] == [t.shape for t in ts] for name, ts in mine.items())

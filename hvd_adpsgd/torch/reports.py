@@ -1,0 +1,63 @@
+"""Numbers and states of what averages, for people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
+from hvd_adpsgd.runtime import state_dump
+from hvd_adpsgd.torch.averaging import Averaging, live
+
+__all__ = ["metrics", "metrics_of"]
+
+
+def metrics() -> dict[str, Any]:
+    """Numbers of this learner since the optimizer was wrapped.
+
+    Always: steps, steps_per_s, and the seconds of step() by part: inner_allreduce_s (waiting for the
+    node's gradients), optimizer_s (the user's), collect_s (corrections in, model into the mirror),
+    offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps.
+
+    Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
+    and declined questions, parked peers, bytes_sent and bytes_received, staleness (chunks by age
+    in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
+    since the last call; NaN if no element was compared yet), peers (exchanges with each),
+    engine_cpu_s.
+
+    Returns:
+        The numbers; with several wrapped optimizers those of the first, and all in "optimizers".
+        All 0 or NaN if nothing is averaged between super learners.
+    """
+    every = [metrics_of(averaging) for averaging in live()]
+    if not every:
+        nothing = Counters(time.monotonic).to_dict()
+        return {**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None)}
+    return every[0] if len(every) < 2 else {**every[0], "optimizers": every}
+
+
+def metrics_of(averaging: Averaging) -> dict[str, Any]:
+    """Those of one optimizer."""
+    return {
+        **averaging.record.counters.to_dict(),
+        "nonfinite_steps": averaging.nonfinite_steps,
+        **averaging.engine.metrics(),
+    }
+
+
+def _views() -> list[dict[str, Any]]:
+    """What a state file shows of each."""
+    return [
+        {
+            "strategy": averaging.spec.strategy.spec(),
+            "step": averaging.step,
+            "published": averaging.engine.memory.published,
+            "readable": averaging.engine.memory.readable,
+            "stopped": averaging.stopped,
+            "engine": averaging.engine.view(),
+        }
+        for averaging in list(live())
+    ]
+
+
+state_dump.add_source("averaging", _views)
