@@ -189,7 +189,7 @@ def test_a_leader_lost_while_engines_are_started_is_an_error(spec: str) -> None:
         import signal
         from mpi4py import MPI
         from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.engine import Engine
+        from hvd_adpsgd.engine.engine import Engine
         from hvd_adpsgd.errors import PeerFailedError
         from hvd_adpsgd.engine.layout import TensorSpec
         from hvd_adpsgd.strategies import parse

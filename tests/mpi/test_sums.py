@@ -15,7 +15,7 @@ PRELUDE = """
     import numpy as np
     from mpi4py import MPI
     from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.engine import Engine
+    from hvd_adpsgd.engine.engine import Engine
     from hvd_adpsgd.engine.layout import TensorSpec
     from hvd_adpsgd.strategies import parse
 
