@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,14 @@ def _result(returncode: int, out: Any, err: Any) -> Result:
     # horovodrun puts the rank before each line
     said = [json.loads(line.split(MARK, 1)[1]) for line in stdout.splitlines() if MARK in line]
     return Result(returncode, stdout, stderr, said)
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    """Poll until true; what was true."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    return pytest.fail(f"not in {seconds} s: {what}")

@@ -11,7 +11,7 @@ import pytest
 from launcher import QUICK, environment
 from machines import Cluster, unavailable
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone]
 REASON = unavailable()
 if REASON:
     pytest.skip(REASON, allow_module_level=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launcher import QUICK, environment
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone]
 
 
 def test_half_a_minute_of_faults(tmp_path: Path) -> None:

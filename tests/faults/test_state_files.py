@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import run_learners
+from launcher import run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -37,17 +35,6 @@ PROGRAM = """
 """
 
 
-def until(find: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """Poll until something is found."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        found = find()
-        if found:
-            return found
-        time.sleep(0.02)
-    return pytest.fail(f"not in {seconds:g} s: {what}")
-
-
 class Job:
     """The learners of PROGRAM, asked for their state."""
 
@@ -56,10 +43,10 @@ class Job:
         self.pids: dict[int, int] = {}
 
     def started(self) -> None:
-        files = until(
+        files = wait_for(
             lambda: [*self.folder.glob("*.pid")][2:] and [*self.folder.glob("*.pid")], "start"
         )
-        self.pids = {int(f.stem): int(until(f.read_text, "a process id")) for f in files}
+        self.pids = {int(f.stem): int(wait_for(f.read_text, "a process id")) for f in files}
 
     def states(self, rank: int) -> list[dict[str, Any]]:
         name = f"hvd_adpsgd.state.{rank}.{self.pids[rank]}.*.json"
@@ -70,7 +57,7 @@ class Job:
         """A new state of one learner."""
         before = len(self.states(rank))
         os.kill(self.pids[rank], signal.SIGUSR1)
-        return until(lambda: self.states(rank)[before:], f"a state of learner {rank}")[-1]
+        return wait_for(lambda: self.states(rank)[before:], f"a state of learner {rank}")[-1]
 
 
 def peers(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -87,7 +74,7 @@ def test_every_learner_writes_its_state_also_when_it_hangs(tmp_path: Path) -> No
             require_sane(job)
             require_silent_partner_seen(job)
             (tmp_path / "alone").touch()
-            hanging = until(lambda: in_allreduce(job.ask(0)), "learner 0 waits for the others")
+            hanging = wait_for(lambda: in_allreduce(job.ask(0)), "learner 0 waits for the others")
         finally:
             (tmp_path / "alone").touch()
             (tmp_path / "together").touch()
@@ -99,12 +86,12 @@ def test_every_learner_writes_its_state_also_when_it_hangs(tmp_path: Path) -> No
 def require_sane(job: Job) -> None:
     """Every learner says who it is, what it averages and with whom; again, it has moved on."""
     for rank in range(3):
-        first = until(lambda: moving(job.ask(rank)), "an exchange")  # noqa: B023
+        first = wait_for(lambda: moving(job.ask(rank)), "an exchange")  # noqa: B023
         assert (first["rank"], first["pid"]) == (rank, job.pids[rank])
         assert first["world"]["super_learners"] == [[0], [1], [2]]
         assert first["averaging"][0]["strategy"].startswith("random_pairs")
         assert sum(p["exchanges"] for p in peers(first).values()) > 0
-        later = until(lambda: newer(first, job.ask(rank)), "another step")  # noqa: B023
+        later = wait_for(lambda: newer(first, job.ask(rank)), "another step")  # noqa: B023
         assert later["monotonic_s"] > first["monotonic_s"]
 
 
@@ -121,7 +108,7 @@ def require_silent_partner_seen(job: Job) -> None:
     """Learner 2 is stopped in the middle of an exchange: the others show it, with the exchange's age."""
     os.kill(job.pids[2], signal.SIGSTOP)
     try:
-        found = until(
+        found = wait_for(
             lambda: [p for rank in (0, 1) if (p := peers(job.ask(rank))[2])["parked"]],
             "an exchange with the stopped learner is parked",
         )

@@ -24,7 +24,6 @@ def learners(n: int, program: str, *args: object, timeout: float = 90) -> list[d
 # ---- promise 1: nothing lost --------------------------------------------------------------------
 
 SHARED, SENT = (), ("--no-share",)
-LEFT = 2  # as in Loop.peers
 
 
 def run_mean(n: int, *args: object) -> dict[str, Any]:
@@ -114,40 +113,6 @@ def test_max_staleness_bounds_the_age_of_corrections() -> None:
     for facts in bounded:
         assert facts["exchanges"] > 0, bounded
         assert oldest(facts["staleness"]) <= 2, bounded
-
-
-@pytest.mark.parametrize(
-    ("who", "way"),
-    [
-        ("first", SHARED),
-        ("both", SENT),
-        pytest.param("first", SENT, marks=pytest.mark.extended),
-    ],
-)
-def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
-    who: str, way: tuple[str, ...]
-) -> None:
-    """After half of leave_deadline_s; what either side has begun is averaged on both."""
-    told = learners(2, "cut_short.py", "--who", who, "--leave-s", 6, *way)
-    merged = [one["merged"] for one in told]
-    assert merged[0] == merged[1] and 0 < merged[0] < 100, told
-    assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told
-
-
-@pytest.mark.parametrize(
-    "way", [SENT, ("--twice",), pytest.param(SHARED, marks=pytest.mark.extended)]
-)
-def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
-    way: tuple[str, ...],
-) -> None:
-    """The rest of their exchange never comes: it comes to rest all the same, and leaves in good order.
-
-    So has who left, though the other had come back in between.
-    """
-    told = learners(3, "left_behind.py", "--leave-s", 10, *way)
-    assert told[0]["left_behind"] == 1 and told[0]["leave_s"] < 8, told
-    assert told[1]["rests"] and told[1]["leave_s"] < 8, told
-    assert told[2]["peers"] == [LEFT, LEFT], told
 
 
 def test_a_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other() -> None:

@@ -1,0 +1,98 @@
+"""Promise 6: every run ends, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launcher import run_learners, wait_for
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = """
+    import signal, torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    rank, how = hvd.rank(), sys.argv[1]
+    say(rank=rank, pid=os.getpid())
+    model = torch.nn.Linear(1000, 100)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
+                                         named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.barrier()
+    steps = 10 if how == "uneven" and rank == 1 else 300
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 1000)).pow(2).mean().backward()
+        optimizer.step()
+        if how == "raise" and rank == 1 and step == 10:
+            say(rank=rank, done=time.monotonic())
+            raise ValueError("on purpose")
+        if how == "interrupt":
+            time.sleep(0.2)  # until the test interrupts
+            say(rank=rank, exchanges=hvd.metrics()["exchanges"])
+        if how == "uneven" and rank != 1:
+            time.sleep(5e-3)  # a gradient
+    say(rank=rank, done=time.monotonic(), steps=steps, exchanges=hvd.metrics()["exchanges"])
+    if how == "uneven":
+        hvd.shutdown()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("how", ["uneven", "raise", "no_shutdown"])
+def test_every_run_ends(how: str) -> None:
+    """Within 10 s after the last learner is done, and no process is left."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    result = run_learners(3, SCRIPT, args=[how], env=env, timeout=90, fresh=True)
+    ended = time.monotonic()
+    said = result.by_rank()
+    assert len(said) == 3, result.report()
+    done = [facts["done"] for facts in said if "done" in facts]
+    assert len(done) == 3, result.report()
+    assert ended - max(done) < 10, result.report()
+    assert (result.returncode == 0) == (how != "raise"), result.report()
+    if how == "raise":
+        assert "on purpose" in result.stderr
+    if how == "uneven":
+        assert [facts["steps"] for facts in said] == [300, 10, 300]
+        assert said[0]["exchanges"] > 20, "the others did not go on"
+    wait_for(lambda: not any(alive(facts["pid"]) for facts in said), "all processes ended", 5)
+
+
+def test_interrupted_run_ends(tmp_path: Path) -> None:
+    """SIGINT to the launcher, as of Ctrl-C."""
+    script = SCRIPT.replace("say(rank=rank, pid=os.getpid())", INTRODUCE)
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    with ThreadPoolExecutor(1) as pool:
+        args = ["interrupt", str(tmp_path)]
+        run = pool.submit(run_learners, 3, script, args=args, env=env, timeout=90, fresh=True)
+        files = wait_for(
+            lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start"
+        )
+        pids = [int(file.stem) for file in files]
+        time.sleep(1.0)  # in the middle of training
+        os.kill(int(files[0].read_text()), signal.SIGINT)
+        interrupted = time.monotonic()
+        result = run.result()
+    assert time.monotonic() - interrupted < 10, result.report()
+    assert result.returncode != 0, result.report()
+    wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", 5)
+
+
+# each learner leaves its pid, and that of the launcher, once it is set up
+INTRODUCE = """
+    import pathlib
+    pathlib.Path(sys.argv[2], "new%d" % rank).write_text(str(os.getppid()))
+    pathlib.Path(sys.argv[2], "new%d" % rank).rename(f"{sys.argv[2]}/{os.getpid()}.started")
+"""
