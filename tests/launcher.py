@@ -93,7 +93,7 @@ def run_learners(
             one process without any.
         kept: run each learner below the shell that our Horovod build puts there.
         fresh: start each learner's Python, where a learner's end, parent or memory matters; without,
-            learners started by mpirun are forked by QUICK's server.
+            those that horovodrun does not start are forked by QUICK's server.
     """
     env = env or {}
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def run_learners(
         python = [sys.executable]
         if kept:
             python = ["sh", "-c", KEEPER, "learner", *python]
-        elif launcher == "mpirun" and not fresh and not any(k.startswith(_EARLY) for k in env):
+        elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
         command = [*_launch(np, launcher), *python, str(file), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
@@ -177,7 +177,13 @@ def _run(command: list[str], env: dict[str, str], timeout: float) -> Result:
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
         subprocess.Popen(
-            command, env=env, stdout=out, stderr=err, cwd=ROOT, start_new_session=True
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            start_new_session=True,
         ) as process,
     ):
         late = False
