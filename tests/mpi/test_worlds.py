@@ -57,7 +57,8 @@ def test_places(n: int, k: int) -> None:
 
 
 def test_places_under_horovodrun() -> None:
-    result = run_learners(2, PLACES, env={SIZE: "1"}, launcher="horovodrun").checked()
+    env = {SIZE: "1"}
+    result = run_learners(2, PLACES, env=env, launcher="horovodrun", timeout=120).checked()
     assert result.by_rank() == expected_places(2, 1)
 
 
