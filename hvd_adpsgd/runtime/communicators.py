@@ -42,6 +42,7 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
     """
     import mpi4py
 
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it Open MPI does not start
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
         if start is not None:
@@ -118,6 +119,12 @@ def _checked_ranks(comm: Any, parent: Any) -> list[int]:
 
 def _require_company(size: int, environ: Mapping[str, str]) -> None:
     """A launcher that started several processes must have started them under this MPI."""
+    started = environ.get("WORLD_SIZE", "")
+    if size == 1 and started.isdigit() and int(started) > 1:
+        raise LaunchError(
+            f"init(): WORLD_SIZE={started}, but MPI sees a world of one: torchrun, accelerate or a launcher "
+            "like them started this process. Launch with `horovodrun -np N python ...`, or with mpirun."
+        )
     for name in _LAUNCHED_SIZES:
         launched = environ.get(name, "")
         if size == 1 and launched.isdigit() and int(launched) > 1:

@@ -41,7 +41,8 @@ class Membership:
 
     def __init__(self, groups: Sequence[Sequence[int]], names: Sequence[str], own: int):
         self.states = [PeerState.ALIVE] * len(groups)
-        self._groups, self._names, self._own = groups, names, own
+        self.own = own
+        self._groups, self._names = groups, names
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -84,7 +85,7 @@ class Membership:
     @property
     def _warns(self) -> bool:
         gone = (PeerState.LEFT, PeerState.FAILED)
-        return all(state in gone for state in self.states[: self._own])
+        return all(state in gone for state in self.states[: self.own])
 
     def fail(self, ranks: Collection[int]) -> None:
         """The super learners of these learners have failed; whoever found it out tells of it."""
@@ -94,7 +95,7 @@ class Membership:
 
     def mates_ended(self, ranks: Collection[int]) -> None:
         """The processes of these learners have ended. Who is of another node may be done; engines know."""
-        self.fail(set(ranks).intersection(self._groups[self._own]))
+        self.fail(set(ranks).intersection(self._groups[self.own]))
 
     def meet(self, members: Collection[int]) -> None:
         """All that live have met: these super learners, and no others."""
@@ -111,7 +112,7 @@ class Membership:
     @property
     def own_failed(self) -> bool:
         """Whether this super learner cannot go on."""
-        return self.states[self._own] is PeerState.FAILED
+        return self.states[self.own] is PeerState.FAILED
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Ranks of the learners of failed super learners, ascending.

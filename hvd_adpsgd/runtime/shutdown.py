@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.failures import ulfm_enabled
 from hvd_adpsgd.runtime import process_exit
@@ -80,7 +81,7 @@ class ShutdownBarrier:
     @property
     def rank(self) -> int:
         """Of this learner, in the job."""
-        return self.ranks[self.comm.Get_rank()]
+        return self.ranks[int(self.comm.Get_rank())]
 
     def ended(self) -> set[int]:
         """Learners that are known to have ended without MPI_Finalize."""
@@ -138,12 +139,25 @@ class Teardown:
         owned: communicators to free. MPI_Finalize would wait for everybody in two or more of a mixed
             world.
         has_begun: the script is in shutdown().
+
+    Args:
+        barrier: where all learners meet.
+        membership: who is alive.
+        mates: the learners of this super learner.
+        done: memory of theirs, a byte for each: whether it is about to end in good order.
     """
 
-    def __init__(self, barrier: ShutdownBarrier, membership: Membership):
+    def __init__(
+        self,
+        barrier: ShutdownBarrier,
+        membership: Membership,
+        mates: tuple[int, ...],
+        done: NDArray[np.uint8],
+    ):
         self.owned: list[Any] = []
         self.has_begun = False
         self._barrier, self._membership = barrier, membership
+        self._mates, self._done = mates, done
         # Some were started later. MPI_Finalize of those started together does not wait for the rest, whom
         # an early end would keep from meeting; so all meet twice.
         self._is_mixed = False
@@ -198,12 +212,24 @@ class Teardown:
         self._membership.fail(failing or ())
         # all are here; but one whose patience was over may have gone before it knew
         exit_state.clean = stopped and failing is not None and not barrier.ended()
+        self._done[self._mates.index(barrier.rank)] = 1
+        if not exit_state.clean:
+            self._note_dead_mates()
         exit_state.failed = self._membership.failed_ranks()
         exit_state.goodbye = None if exit_state.clean else barrier
         exit_state.has_failures = bool(exit_state.failed)
         if not exit_state.clean:
             exit_state.has_failures = _any_failure(barrier, bool(exit_state.failed), ends)
         return exit_state.clean
+
+    def _note_dead_mates(self) -> None:
+        """A mate that ended without a word, when no engine was there to tell of it any longer."""
+        silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
+        dead = silent & self._barrier.ended()
+        if dead and not self._membership.own_failed:
+            self._membership.fail(dead)
+            where = f"super learner {self._membership.own}"
+            log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
         """Free the communicators, when all have met: others may still use theirs before."""

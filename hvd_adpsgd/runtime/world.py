@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.shared_memory import Mailbox
 from hvd_adpsgd.errors import NotInitializedError, TopologyError
 from hvd_adpsgd.runtime.collectives import Collectives, failed_comm_ranks
 from hvd_adpsgd.runtime.membership import Membership
@@ -118,7 +122,7 @@ class World:
         comms: Communicators,
         joining: bool = False,
     ) -> World:
-        """The world of one learner.
+        """The world of one learner; all of a super learner make theirs together.
 
         Args:
             config: see the attributes, as for the next two.
@@ -157,7 +161,12 @@ class World:
             collectives=Collectives(
                 comms.all, rank, ranks, len(placements), membership, config.on_failure, joining
             ),
-            teardown=Teardown(ShutdownBarrier(comms.goodbye, ranks), membership),
+            teardown=Teardown(
+                ShutdownBarrier(comms.goodbye, ranks),
+                membership,
+                groups[super_rank],
+                _flags(comms.inner, len(groups)),
+            ),
         )
 
     @property
@@ -175,6 +184,12 @@ class World:
         while not (failed := failed_comm_ranks(self.inner)) and time.monotonic() < ends:
             time.sleep(1e-3)
         return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
+
+
+def _flags(inner: Any, super_size: int) -> NDArray[np.uint8]:
+    """A byte for each learner of a super learner, in memory of theirs; a single one may be on many hosts."""
+    size = inner.Get_size()
+    return Mailbox(0, size, inner).flags[0] if super_size > 1 else np.ones(size, dtype=np.uint8)
 
 
 _current: World | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,3 +227,70 @@ def test_a_death_inside_init_is_an_error_of_all(tmp_path: Path) -> None:
     assert result.stderr.count("errors.PeerFailedError: init()") == 2, result.report()
     assert sorted(left(tmp_path, "left")) == [0, 2], result.report()
     assert result.returncode == 1, result.report()
+
+
+TRAINED = """
+    import signal, torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd.runtime import world as worlds
+    hvd.init()
+    rank = hvd.rank()
+    model = torch.nn.Linear(10, 10)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
+                                         named_parameters=model.named_parameters())
+    def train(steps):
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 10)).square().mean().backward()
+            optimizer.step()
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("raise ValueError", 1),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.extended),
+    ],
+)
+def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> None:
+    """One is killed, the others fail later by themselves."""
+    program = f"""
+        if rank == 1:
+            die()
+        ends = time.monotonic() + 30
+        while not hvd.failed_ranks() and time.monotonic() < ends:
+            train(1)
+        say(rank=rank)
+        {end}
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    result = run_learners(3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
+    assert [facts["rank"] for facts in result.by_rank()] == [0, 2], result.report()
+    assert result.returncode == status, result.report()
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("shutdown", "learners [3] of super learner 1 failed while it was leaving"),
+        pytest.param("pause", "barrier: learners [3] are gone", marks=pytest.mark.extended),
+    ],
+)
+def test_a_follower_killed_when_all_is_trained_is_told(where: str, line: str) -> None:
+    """No gradient is left that would show it, and its leader has no reason to fail."""
+    program = f"""
+        if {where!r} == "shutdown":
+            worlds.current().teardown.at_shutdown(lambda: rank == 3 and die())
+        else:
+            hvd.barrier()
+            rank == 3 and die()
+            hvd.barrier()
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
+    assert line in result.stderr, result.report()
+    assert result.returncode == FAILED_STATUS, result.report()

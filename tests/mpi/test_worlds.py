@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 from launcher import Result, run_learners
 
@@ -62,8 +64,9 @@ def test_places_under_horovodrun() -> None:
     assert result.by_rank() == expected_places(2, 1)
 
 
-def test_without_launcher_one_learner() -> None:
-    result = run_learners(1, PLACES, launcher=None).checked()
+def test_without_launcher_one_learner_though_it_has_no_home() -> None:
+    program = 'os.environ.pop("HOME", None)\n' + textwrap.dedent(PLACES)
+    result = run_learners(1, program, launcher=None).checked()
     assert result.by_rank() == expected_places(1, 1)
 
 
@@ -116,6 +119,7 @@ def test_different_knobs_are_refused_on_all() -> None:
         ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("RENDEZVOUS", "horovodrun --mpi")),
         ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, ("SERIALIZED", "MPI_THREAD_MULTIPLE", "Unset")),
         ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "world of one", "mpirun")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "torchrun", "horovodrun -np N", "mpirun")),
     ],
 )
 def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> None:
