@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,7 +48,6 @@ __all__ = [
     "JoiningLearner",
     "MergedComms",
     "SpawnedReplacement",
-    "agreed",
     "connect",
     "enter",
     "failed_groups",
@@ -534,9 +533,3 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
     members = tuple(i for i, group in enumerate(world.groups) if group[0] in ranks)
     outer = None if outer == MPI.COMM_NULL else outer
     return MergedComms(comm, ranks, ShutdownBarrier(goodbye, ranks), outer, members)
-
-
-def agreed(world: World, doing: str, mine: bool) -> bool:
-    """Whether all learners say yes."""
-    said: Sequence[bool] = world.collectives.run(doing, lambda comm: allgather_object(comm, mine))
-    return all(said)

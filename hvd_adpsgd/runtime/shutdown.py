@@ -97,10 +97,9 @@ class ExitState:
         watched: `at_exit` was called.
         has_begun: init() was successful once.
         stuck: a Horovod shutdown did not return.
-        clean: the last shutdown met all others.
-        failed: learners that this one knows to have failed, or to leave because something failed.
+        failed: learners that this one then knew to have failed, or to leave because something failed.
         has_failures: whether there are any, known here or elsewhere.
-        goodbye: where all learners should have met, if it did not.
+        goodbye: where all learners should have met, if the last shutdown, or init(), did not meet them.
         is_over: the script is; exit handlers run.
         exit_status: what sys.exit was called with.
         farewells: buffers that MPI may still write to.
@@ -110,7 +109,6 @@ class ExitState:
     watched: bool = False
     has_begun: bool = False
     stuck: bool = False
-    clean: bool = True
     failed: tuple[int, ...] = ()
     has_failures: bool = False
     goodbye: ShutdownBarrier | None = None
@@ -120,7 +118,6 @@ class ExitState:
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: neither freeing nor finalizing can be done without who has failed."""
-        self.clean = False
         self.goodbye = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
         self.failed = tuple(self.goodbye.ended())
         self.has_failures = bool(self.failed)
@@ -211,16 +208,16 @@ class Teardown:
         failing = _meet(barrier, self.fails, ends)
         self._membership.fail(failing or ())
         # all are here; but one whose patience was over may have gone before it knew
-        exit_state.clean = stopped and failing is not None and not barrier.ended()
+        clean = stopped and failing is not None and not barrier.ended()
         self._done[self._mates.index(barrier.rank)] = 1
-        if not exit_state.clean:
+        if not clean:
             self._note_dead_mates()
         exit_state.failed = self._membership.failed_ranks()
-        exit_state.goodbye = None if exit_state.clean else barrier
         exit_state.has_failures = bool(exit_state.failed)
-        if not exit_state.clean:
+        if not clean:
             exit_state.has_failures = _any_failure(barrier, bool(exit_state.failed), ends)
-        return exit_state.clean
+        exit_state.goodbye = None if clean else barrier
+        return clean
 
     def _note_dead_mates(self) -> None:
         """A mate that ended without a word, when no engine was there to tell of it any longer."""
@@ -363,7 +360,7 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
 
     With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
     """
-    if exit_state.clean:
+    if exit_state.goodbye is None:
         return returns(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:
         return False

@@ -208,7 +208,7 @@ def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> b
         )
     else:
         met = None
-    if not replacement.agreed(world, DOING, met is not None):
+    if not all(world.collectives.run(DOING, lambda comm: allgather_object(comm, met is not None))):
         with contextlib.suppress(Exception):
             side.Revoke()
         if met is not None:
