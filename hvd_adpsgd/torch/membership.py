@@ -21,7 +21,8 @@ def is_coordinator() -> bool:
     a moment after a loss (some 0.1 s) nobody may be the first.
     """
     world = worlds.current()
-    gone = world.collectives.ended().union(failed_ranks())
+    ended = world.collectives.ended()
+    gone = ended.union(world.membership.failed_ranks(ended))
     return world.rank == next((r for r in range(world.size) if r not in gone), world.rank)
 
 

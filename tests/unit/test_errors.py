@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from hvd_adpsgd import errors
+from hvd_adpsgd.engine.failures import ulfm_advice
 
 BASES = {
     "AdpsgdError": (Exception,),
@@ -52,3 +53,9 @@ def test_transport_error_without_details():
     raised = errors.TransportError("broken")
     assert raised.code is None
     assert raised.peer is None
+
+
+@pytest.mark.parametrize(("enabled", "advised"), [("", True), ("0", True), ("1", False)])
+def test_ulfm_is_advised_where_it_is_off(monkeypatch, enabled, advised):
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", enabled)
+    assert ("--with-ft ulfm" in ulfm_advice()) == advised
