@@ -52,7 +52,6 @@ log = logging.getLogger("hvd_adpsgd")
 FAILED_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
 
 _LAST_S = 8.0  # longest wait for the processes of others to end
-_LAST_FAILING_S = 3.0  # of a learner that fails itself, whose others may train on
 _LOOK_S = 5e-3  # between looks at who has ended
 _LAUNCHERS = ("prterun", "mpirun")
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
@@ -100,6 +99,7 @@ class ExitState:
         failed: learners that this one then knew to have failed, or to leave because something failed.
         has_failures: whether there are any, known here or elsewhere.
         goodbye: where all learners should have met, if the last shutdown, or init(), did not meet them.
+        ends: until when that shutdown could wait for others, of time.monotonic.
         is_over: the script is; exit handlers run.
         exit_status: what sys.exit was called with.
         farewells: buffers that MPI may still write to.
@@ -112,6 +112,7 @@ class ExitState:
     failed: tuple[int, ...] = ()
     has_failures: bool = False
     goodbye: ShutdownBarrier | None = None
+    ends: float = 0.0
     is_over: bool = False
     exit_status: object = None
     farewells: list[Any] = field(default_factory=list)
@@ -216,7 +217,7 @@ class Teardown:
         exit_state.has_failures = bool(exit_state.failed)
         if not clean:
             exit_state.has_failures = _any_failure(barrier, bool(exit_state.failed), ends)
-        exit_state.goodbye = None if clean else barrier
+        exit_state.goodbye, exit_state.ends = None if clean else barrier, ends
         return clean
 
     def _note_dead_mates(self) -> None:
@@ -379,27 +380,28 @@ def _ends_last() -> bool:
     """Whether all other processes of the job have ended; the first of the living waits for them.
 
     The launcher tells of the last status only, so that is where a failure can be seen. A learner that
-    fails itself waits too, not long: all others may fail with it, or train on.
+    fails itself waits for the rest of its shutdown's time: all others may fail with it. It may not wait
+    longer, for they may train on, and a mean of all waits for its end.
     """
     goodbye = exit_state.goodbye
     if goodbye is None:
         return False
-    fails = (
-        exit_state.has_begun and script_fails()
-    )  # where init() failed, it did so on all learners
-    seconds = _LAST_FAILING_S if fails else _LAST_S if exit_state.has_failures else 0.0
+    # where init() failed, it did so on all learners, and somebody's status must be the job's
+    fails = exit_state.has_begun and script_fails()
     passed_over = () if fails else exit_state.failed
-    ends = time.monotonic() + seconds
+    ends = exit_state.ends
+    if exit_state.has_failures and not fails:
+        ends = time.monotonic() + _LAST_S
     while (last := _is_last(goodbye.rank, goodbye.ranks, goodbye.ended(), passed_over)) is None:
         if time.monotonic() > ends:
             break
         time.sleep(_LOOK_S)
-    if last is None and seconds == _LAST_S:
+    if last is None and exit_state.has_failures and not fails:
         log.warning(
             "learners %s have not ended %g s after this one: the status of the job may not tell that "
             "%s failed.",
             sorted(set(goodbye.ranks) - goodbye.ended() - {goodbye.rank}),
-            seconds,
+            _LAST_S,
             f"learners {list(exit_state.failed)}" if exit_state.failed else "a learner",
         )
     return bool(last)
