@@ -4,41 +4,10 @@ Importing this package has no side effect: neither MPI, Horovod nor torch is loa
 interface is `hvd_adpsgd.torch`.
 """
 
-from hvd_adpsgd.errors import (
-    AdpsgdError,
-    AlreadyInitializedError,
-    ConfigError,
-    DeviceMovedError,
-    InnerOnlyError,
-    LaunchError,
-    ModelMismatchError,
-    NonFiniteModelError,
-    NotInitializedError,
-    PeerFailedError,
-    StrategyMismatchError,
-    TopologyError,
-    TransportError,
-    UnsupportedOptimizerError,
-    WorldError,
-)
+from hvd_adpsgd import errors
+from hvd_adpsgd.errors import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdpsgdError",
-    "AlreadyInitializedError",
-    "ConfigError",
-    "DeviceMovedError",
-    "InnerOnlyError",
-    "LaunchError",
-    "ModelMismatchError",
-    "NonFiniteModelError",
-    "NotInitializedError",
-    "PeerFailedError",
-    "StrategyMismatchError",
-    "TopologyError",
-    "TransportError",
-    "UnsupportedOptimizerError",
-    "WorldError",
-    "__version__",
-]
+__all__ = ["__version__"]
+__all__ += errors.__all__

@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "AdpsgdError",
     "AlreadyInitializedError",
+    "CollectiveMismatchError",
     "ConfigError",
     "CopyError",
     "DeviceMovedError",
@@ -85,6 +86,14 @@ class ModelMismatchError(AdpsgdError, ValueError):
 
     Number, shapes, dtypes and order of the averaged tensors must be the same everywhere. Build
     the same model on every learner, and wrap it in the optimizer in the same order.
+    """
+
+
+class CollectiveMismatchError(ModelMismatchError):
+    """Learners called different operations over all learners, or with tensors that do not fit.
+
+    Raised on all learners, and also a HorovodInternalError. Call the same operation with the same name,
+    dtype and shape everywhere.
     """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from horovod.torch import compression, mpi_lib_v2, sync_batch_norm
 
+from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.optim import natural_gradient as natural
 from hvd_adpsgd.optim.lr_schedulers import Newbob, WarmupAnneal
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
@@ -43,7 +44,6 @@ from hvd_adpsgd.torch.basics import (
     super_size,
 )
 from hvd_adpsgd.torch.collectives import (
-    CollectiveMismatchError,
     allgather,
     allgather_object,
     allreduce,

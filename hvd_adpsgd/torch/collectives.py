@@ -19,15 +19,20 @@ import torch
 from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
 from horovod.torch.mpi_ops import handle_average_backwards_compatibility
 
-from hvd_adpsgd.errors import ConfigError, InnerOnlyError, ModelMismatchError, PeerFailedError
+from hvd_adpsgd.errors import (
+    CollectiveMismatchError,
+    ConfigError,
+    InnerOnlyError,
+    PeerFailedError,
+)
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object as _allgather_object
 from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
+from hvd_adpsgd.torch.node import horovods
 
 __all__ = [
-    "CollectiveMismatchError",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -47,13 +52,6 @@ Parameters = dict[str, torch.Tensor] | list[torch.Tensor] | list[tuple[str, torc
 _PIECE = 2**28  # elements per MPI call, whose counts are 32-bit integers
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
-
-
-class CollectiveMismatchError(ModelMismatchError, horovod.HorovodInternalError):
-    """Learners called different operations over all learners, or with tensors that do not fit.
-
-    Raised on all learners. Call the same operation with the same name, dtype and shape everywhere.
-    """
 
 
 class Call(NamedTuple):
@@ -625,7 +623,7 @@ def _mismatch(what: str, rank: int, first: Call, other_rank: int, other: Call) -
             i = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             what, mine, theirs = f"tensor {i}", _text(mine[i]), _text(theirs[i])
     where = first.kind if first.kind == other.kind else "operations over all learners"
-    return CollectiveMismatchError(
+    return horovods(CollectiveMismatchError)(
         f"{where}: {what} differs: {mine} on learner {rank}, {theirs} on learner {other_rank}. "
         "Call the same operations in the same order, with equal arguments, on all learners."
     )

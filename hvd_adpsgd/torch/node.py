@@ -1,19 +1,19 @@
-"""What needs every learner of the super learner."""
+"""What needs every learner of the super learner; errors that are Horovod's too."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horovod.torch import HorovodInternalError
 
-from hvd_adpsgd.errors import LearnerFailedError
+from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError
 
 if TYPE_CHECKING:
     from hvd_adpsgd.torch.averaging import Averaging
 
-__all__ = ["in_node"]
+__all__ = ["horovods", "in_node"]
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def in_node(averaging: Averaging) -> Iterator[None]:
         raise _broken(averaging, failed) from None
 
 
-def _broken(averaging: Averaging, failed: set[int]) -> LearnerFailedError:
+def _broken(averaging: Averaging, failed: set[int]) -> AdpsgdError:
     world = averaging.world
     who = f"learner {', '.join(map(str, sorted(failed)))}" if failed else "another learner"
     message = (
@@ -45,15 +45,10 @@ def _broken(averaging: Averaging, failed: set[int]) -> LearnerFailedError:
     )
     world.membership.fail([world.rank])
     averaging.stop("a learner of this super learner failed")
-    return _LearnerFailedError(message)
+    return horovods(LearnerFailedError)(message)
 
 
-class _LearnerFailedError(LearnerFailedError, HorovodInternalError):
-    """Ours, which is Horovod's as well, so that what catches that goes on working."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LearnerFailedError, self.args
-
-
-_LearnerFailedError.__name__ = _LearnerFailedError.__qualname__ = LearnerFailedError.__name__
-_LearnerFailedError.__module__ = LearnerFailedError.__module__
+def horovods(error: type[AdpsgdError]) -> type[AdpsgdError]:
+    """The error as one of Horovod's as well, so that what catches HorovodInternalError goes on working."""
+    plain = {"__module__": error.__module__, "__reduce__": lambda self: (error, self.args)}
+    return type(error.__name__, (error, HorovodInternalError), plain)

@@ -18,6 +18,7 @@ BASES = {
     "AlreadyInitializedError": (errors.WorldError,),
     "LaunchError": (errors.WorldError,),
     "ModelMismatchError": (ValueError,),
+    "CollectiveMismatchError": (errors.ModelMismatchError,),
     "StrategyMismatchError": (ValueError,),
     "UnsupportedOptimizerError": (TypeError,),
     "NonFiniteModelError": (ArithmeticError,),
