@@ -102,7 +102,7 @@ def follow(name: str, s: Setting, watch: bool = False, **how: Any) -> None:
             alike = alike and (not watch or same_everywhere(model))
         MODELS[name] = np.array(models)
         numbers = getattr(optimizer, "_averaging", None)
-        means = numbers.metrics()["means"] if numbers is not None else 0
+        means = metrics_of(numbers)["means"] if numbers is not None else 0
         everybody = alike and same_everywhere(model)
         node = same_in_node(model)
     say(case=name, digest=digest(model), node=node, everybody=everybody, means=means)
