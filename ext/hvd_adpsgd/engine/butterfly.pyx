@@ -1,16 +1,16 @@
 # cython: language_level=3
 # Why compiled: the engine's thread sums without the GIL.
-"""The sum of everybody's numbers over a communicator, in one of two ways.
+"""The sum of all ranks' numbers over a communicator, in one of two ways.
 
 MPI's own non-blocking all-reduce, or a butterfly of pairwise exchanges (recursive doubling):
 
-    learner    0     1     2     3
+    rank       0     1     2     3
     stage 1    0+1   0+1   2+3   2+3        peer: rank XOR 1
     stage 2    all   all   all   all        peer: rank XOR 2
 
-log2 n stages for n a power of two. Otherwise n - p learners, p the largest power of two in n, first give
-their numbers to a neighbour and take the sum from it in the end: two stages more. Both peers add the
-same two numbers, and addition commutes to the last bit, so everybody has the same bits.
+log2 n stages for n a power of two. Otherwise n - p ranks, p the largest power of two up to n, first send
+their numbers to a neighbour and receive the sum from it in the end: two stages more. Both peers add the
+same two numbers, and floating-point addition commutes, so all ranks have the same bits.
 
 Source: Su and Chen, arXiv:1507.01239 (the butterfly); Thakur, Rabenseifner and Gropp, IJHPCA 2005
     (recursive doubling, and folding for other n).
@@ -25,7 +25,7 @@ from hvd_adpsgd.engine.transport cimport FAILURE_LAYOUT, Arrival, classify, test
 cdef enum:
     NOBODY = -1
     STAGES = 64             # tags of one sum
-    NUMBERS = 256           # sums with tags of their own; far more than are on their way at once
+    NUMBERS = 256           # sums with tags of their own; far more than are in flight at once
 
 
 cdef int network_open(Network* n, mpi.MPI_Comm comm, bint butterfly) noexcept nogil:
@@ -47,9 +47,9 @@ cdef int network_open(Network* n, mpi.MPI_Comm comm, bint butterfly) noexcept no
 
 
 cdef Step step_of(Network* n, int stage) noexcept nogil:
-    """What this learner does in a stage: 0 folds, the last unfolds, those between are the butterfly.
+    """What this rank does in a stage: 0 folds, the last unfolds, those between are the butterfly.
 
-    Of the first 2 * folded learners every even one folds into the next."""
+    Of the first 2 * folded ranks every even one folds into the next."""
     cdef Step step
     cdef bint paired = n.rank < 2 * n.folded, gives = n.rank % 2 == 0
     cdef bint last = stage == n.stages - 1
@@ -72,10 +72,10 @@ cdef Step step_of(Network* n, int stage) noexcept nogil:
 
 cdef int sum_post(Network* n, Sum* s, const void* mine, int count, bint double_precision,
                   int number) noexcept nogil:
-    """s.total = the sum of everybody's `mine`; all post their sums in one order.
+    """s.total = the sum of all ranks' `mine`; all post their sums in the same order.
 
-    s.total and s.incoming have room for `count` numbers. Where a butterfly meets a sum of another
-    length, the last number of everybody's becomes NaN. Returns an MPI code."""
+    s.total and s.incoming have room for `count` numbers. If a peer's sum has another length, the last
+    number becomes NaN on all ranks. Returns an MPI code."""
     s.outgoing = mpi.MPI_REQUEST_NULL
     s.arriving = mpi.MPI_REQUEST_NULL
     s.count = count
@@ -91,7 +91,7 @@ cdef int sum_post(Network* n, Sum* s, const void* mine, int count, bint double_p
 
 
 cdef int sum_test(Network* n, Sum* s, bint* done) noexcept nogil:
-    """One look. Returns an MPI code; after an error the sum must be drained."""
+    """Test once. Returns an MPI code; after an error the sum must be drained."""
     cdef int code = mpi.MPI_SUCCESS
     done[0] = False
     if not n.butterfly:
@@ -108,7 +108,7 @@ cdef int sum_test(Network* n, Sum* s, bint* done) noexcept nogil:
 
 
 cdef bint sum_drained(Sum* s) noexcept nogil:
-    """After a failure: whether MPI has let go of the buffers."""
+    """After a failure: whether MPI no longer uses the buffers."""
     cdef bint sent = True, received = True
     if s.outgoing != mpi.MPI_REQUEST_NULL:
         test(&s.outgoing, &sent, NULL)
@@ -118,7 +118,7 @@ cdef bint sum_drained(Sum* s) noexcept nogil:
 
 
 cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
-    """What this learner sends for `nbytes` of numbers; of MPI's own we only know these."""
+    """Bytes that this rank sends for `nbytes` of numbers; for MPI's own all-reduce, taken as `nbytes`."""
     cdef int stage
     cdef int64_t sent = 0
     cdef Step step
@@ -134,7 +134,7 @@ cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
 # ---- a stage -------------------------------------------------------------------------------
 
 cdef int enter_next(Network* n, Sum* s) noexcept nogil:
-    """Post the messages of the next stage in which this learner does something."""
+    """Post the messages of the next stage in which this rank takes part."""
     cdef Step step
     s.stage += 1
     while s.stage < n.stages:
@@ -157,7 +157,9 @@ cdef int post_step(Network* n, Sum* s, Step step) noexcept nogil:
 
 
 cdef bint stage_over(Sum* s, int* code) noexcept nogil:
-    """Whether both messages of the stage are through; `total` may change only then."""
+    """Whether both messages of the stage are complete.
+
+    Only then may `total` change: MPI reads it until the send is complete."""
     cdef bint sent = True, received = True
     cdef Arrival arrival
     if s.arriving != mpi.MPI_REQUEST_NULL:
@@ -172,7 +174,7 @@ cdef bint stage_over(Sum* s, int* code) noexcept nogil:
 
 
 cdef void combine(Network* n, Sum* s) noexcept nogil:
-    """What has arrived becomes part of the sum, or is the sum."""
+    """Add what has arrived to the sum, or take it as the sum (in the last stage)."""
     cdef Step step = step_of(n, s.stage)
     if step.receives and not step.adds:
         memcpy(s.total, s.incoming, nbytes(s))

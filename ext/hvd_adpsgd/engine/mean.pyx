@@ -1,14 +1,13 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""The mean of all: a sum (_sums), chunk after chunk, LANES of them on their way at once.
+"""The exact mean of all models: one sum per chunk (butterfly.pyx), LANES sums in flight.
 
-Each chunk carries two more numbers: how many contribute (a model that is not finite does not), and the
-sum of a number that belongs to the layout, which shows whether all average the same tensors.
+Each chunk carries two more numbers: how many super learners contribute (a model that is not finite does
+not), and the sum of a number derived from the layout, which shows whether all average the same tensors.
 
-With ULFM all agree at the end of a mean that everybody has it. If somebody failed meanwhile, the
-living make a smaller communicator and take the mean again, all of them from its first chunk: it
-then is of what their models have become, so a chunk that some had merged already is only averaged
-once more.
+With ULFM the engines agree at the end of a mean that each of them has all of it. If a super learner failed
+meanwhile, the survivors shrink the communicator and repeat the mean from its first chunk, over their current
+models: a chunk that some of them had merged already is averaged once more.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -23,7 +22,7 @@ from hvd_adpsgd.engine.transport cimport post_agreement, revoke, shrink, test
 
 
 cdef bint reserve_mean(State* e) noexcept nogil:
-    """Room for LANES chunks: each in its own type, and three times in the type of sums."""
+    """Allocate LANES chunks: each once in its own type, and three times in the type of sums."""
     cdef Mean* m = &e.mean
     cdef int i
     cdef int64_t sums = 2 * e.lane_nbytes + 16      # a 16-bit chunk doubles
@@ -66,7 +65,7 @@ cdef void begin_sums(Mean* m) noexcept nogil:
 
 
 cdef double layout_mark(State* e, int chunk) noexcept nogil:
-    """A small whole number, whose sum over all is exact also in float32."""
+    """A whole number below 4094: its sum over n <= 4099 super learners is exact in float32."""
     cdef uint64_t number = e.generations[e.ngenerations - 1].fingerprint
     cdef uint64_t modulus = 4093
     return 1.0 + <double>((number + <uint64_t>chunk * 31) % modulus)
@@ -109,13 +108,13 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
     """Merge the chunk of a lane if its sum has arrived."""
     cdef Mean* m = &e.mean
     cdef Share* s = &m.shares[lane]
-    cdef int chunk = m.done                 # sums are taken in in order
+    cdef int chunk = m.done                 # sums are merged in order
     cdef bint arrived = False
     cdef double square, learners, began = now()
     cdef int code
     if not s.busy:
         return False
-    if s.summing:                           # also while it is not yet this one's turn
+    if s.summing:                           # also out of order: MPI progresses only what is tested
         code = sum_test(&m.network, &s.sum, &arrived)
         if code != mpi.MPI_SUCCESS:
             break_mean(e, code)
@@ -130,7 +129,7 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
     elif not s.void and learners > 0:
         square = memory_merge_mean(e.memory, chunk, m.replace, learners, s.sum.total, s.mine)
     if square == -1.0:
-        return False                        # the slot is held: later
+        return False                        # the slot is held (store.pyx): try again later
     if square >= 0:
         m.square += square
         e.counters.chunks += 1
@@ -143,7 +142,7 @@ cdef bint advance_share(State* e, int lane) noexcept nogil:
 
 
 cdef bint advance_mean(State* e) noexcept nogil:
-    """Whatever can be done now for the mean of all. True if something was."""
+    """Do what can be done now for the mean of all. True if anything was."""
     cdef Mean* m = &e.mean
     cdef bint moved = begin_mean(e)
     if not m.running or e.fault != FAULT_NONE:
@@ -177,7 +176,7 @@ cdef bint advance_sums(State* e) noexcept nogil:
 
 
 cdef void conclude(State* e) noexcept nogil:
-    """All sums are in here; are they everywhere?"""
+    """This engine has all sums. With ULFM, ask whether every engine has them."""
     if e.mean.survives:
         agree(e, True)
     else:
@@ -195,7 +194,7 @@ cdef void agree(State* e, bint good) noexcept nogil:
 
 
 cdef bint advance_agreement(State* e) noexcept nogil:
-    """The mean is over if all say so; else the living take it again. All alike."""
+    """End the mean if every engine has it, else repeat it among the survivors. The same on all."""
     cdef Mean* m = &e.mean
     cdef bint done = False
     cdef int code = test(&m.agreement, &done, NULL)
@@ -215,7 +214,9 @@ cdef bint advance_agreement(State* e) noexcept nogil:
 
 
 cdef bint drain_sums(State* e) noexcept nogil:
-    """Wait for the requests of a broken mean, whose buffers MPI may still touch; then say no."""
+    """Wait for the requests of a broken mean, then vote no.
+
+    MPI may write to their buffers until they complete; the repeated mean would read what it wrote."""
     cdef Mean* m = &e.mean
     cdef bint moved = False, busy = False
     cdef int i
@@ -244,11 +245,11 @@ cdef void finish_mean(State* e) noexcept nogil:
 
 
 cdef void require_everybody(State* e) noexcept nogil:
-    """A mean waits for the slow, but not for whoever will never come.
+    """A mean waits for slow super learners without bound, but not for one that has left or failed.
 
-    With ULFM who has failed is no longer asked, nor who has left once its process has ended."""
+    With ULFM a failed one is shrunk away, and so is one that has left once its process has ended."""
     cdef int peer = find_gone(e)
-    cdef double patience = e.deadline_s         # what it sent may still arrive
+    cdef double patience = e.deadline_s         # its last messages may still arrive
     if e.mean.survives:
         patience += 2 * e.leave_deadline_s
     if peer != NOBODY and now() - e.mean.moved > patience:
@@ -264,11 +265,11 @@ cdef int find_gone(State* e) noexcept nogil:
 
 
 cdef void break_mean(State* e, int code) noexcept nogil:
-    """A sum has failed: nobody else may wait for one."""
+    """A sum has failed here: revoke the communicator, so that no peer waits for its part of it."""
     cdef Mean* m = &e.mean
     if m.survives:
         revoke(m.comm[0])
         m.stage = DRAINING
-    else:                                       # without one of the learners it is not the mean
+    else:                                       # without ULFM nothing can go on without the failed one
         handle_failure(e, code, NOBODY)
         latch(e, FAULT_GONE, code, find_gone(e))

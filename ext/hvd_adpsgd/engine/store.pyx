@@ -1,10 +1,10 @@
 # cython: language_level=3
-# Why compiled: trainer and engine meet here, chunk by chunk, without the GIL.
-"""Where the trainer and the engine meet.
+# Why compiled: the trainer and the engine's thread share it chunk by chunk, without the GIL.
+"""The model in chunks, shared by the trainer and the engine.
 
-The engine adds what exchanges owe the model to the open slot. (After an exact mean of all the slot holds
-that mean itself, which replaces the model, so that all have the same to the last bit.) The trainer publishes: the slots
-change places. Then it absorbs the published slot: parameter += correction, mirror = parameter.
+The engine adds corrections to the open slot. (After an exact mean of all models the slot holds that mean
+itself, which replaces the model, so that all super learners have the same bits.) The trainer publishes: the
+two slots change places. Then it absorbs the published slot: parameter += correction, mirror = parameter.
 
     trainer                          engine
     publish: open <-> published
@@ -12,9 +12,9 @@ change places. Then it absorbs the published slot: parameter += correction, mirr
     absorb chunk 0 (lock)            snapshot chunk 7 (lock): mirror + published + open
     absorb chunk 1 (lock)            snapshot chunk 1: mirror + open, published is in the mirror
 
-A published slot is read without a lock by all learners of the node. The next publication makes it
-the open one, but some learner may still read it then: it is held, and nothing is merged, until the
-all-reduce that follows the publication has shown that everybody is past it.
+All learners of the super learner read a published slot without a lock. The next publication makes it the
+open one, while some learner may still be reading it: so it is held, and nothing is merged into it, until the
+gradient all-reduce after the publication has completed, which every learner enters only after it has absorbed.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t

@@ -1,6 +1,6 @@
 # cython: language_level=3
-# Why compiled: the engine's thread reaches MPI through these few calls without the GIL.
-"""Messages between leaders over MPI communicators, and what to do when one has failed."""
+# Why compiled: the engine's thread calls MPI through these functions without the GIL.
+"""Messages between leaders over MPI communicators, and what an MPI error means."""
 
 cdef extern from * nogil:
     """
@@ -61,25 +61,25 @@ cdef int transport_open(Transport* t, mpi.MPI_Comm comm) noexcept nogil:
 
 cdef int post_receive(Transport* t, void* buffer, int nbytes, int source, int tag,
                       mpi.MPI_Request* request) noexcept nogil:
-    request[0] = mpi.MPI_REQUEST_NULL       # so it stays if MPI refuses
+    request[0] = mpi.MPI_REQUEST_NULL       # stays so if MPI_Irecv fails
     if source < 0:
         source = mpi.MPI_ANY_SOURCE
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, t.comm, request)
 
 
 cdef int post_agreement(mpi.MPI_Comm comm, int* flag, mpi.MPI_Request* request) noexcept nogil:
-    """flag = 1 if all of `comm` said 1. The same outcome, code included, on all that live."""
+    """flag = 1 if all of `comm` passed 1. The same outcome, code included, on all survivors."""
     request[0] = mpi.MPI_REQUEST_NULL
     return adpsgd_agree(comm, flag, request)
 
 
 cdef void revoke(mpi.MPI_Comm comm) noexcept nogil:
-    """Nobody waits in `comm` any longer; only agreeing and shrinking still work there."""
+    """End all waiting in `comm`, on all ranks; after this only agreement and shrink work there."""
     adpsgd_revoke(comm)
 
 
 cdef int shrink(mpi.MPI_Comm* comm) noexcept nogil:
-    """Go on with those of `comm` that live; all of them come here. Blocks until they do."""
+    """Replace `comm` by one of its survivors. Collective over these; blocks."""
     cdef mpi.MPI_Comm smaller
     cdef int code = adpsgd_shrink(comm[0], &smaller)
     if code != mpi.MPI_SUCCESS:
@@ -97,12 +97,13 @@ cdef int post_send(Transport* t, const void* buffer, int nbytes, int peer, int t
 
 
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil:
-    """One look at a request. A request that failed counts as done; its code is returned."""
+    """Test a request once. A failed request counts as done; its code is returned."""
     cdef mpi.MPI_Status status
     cdef int flag = 0
     cdef int code = mpi.MPI_Test(request, &flag, &status)
     if flag and classify(code) == FAILURE_PENDING:
-        # Told of a loss, it has arrived all the same. Open MPI keeps the mark, and the request.
+        # The message arrived after MPI had marked this receive with a peer's failure. Open MPI keeps the
+        # mark and the request: without the free, every later test would report the failure again.
         code = mpi.MPI_Request_free(request)
     done[0] = flag != 0 or code != mpi.MPI_SUCCESS
     if flag and code == mpi.MPI_SUCCESS and arrival != NULL:
@@ -112,7 +113,7 @@ cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept n
 
 
 cdef void give_up(mpi.MPI_Request* request) noexcept nogil:
-    """Withdraw a receive that nobody will answer."""
+    """Cancel a receive that no peer will match."""
     cdef int flag = 0
     if request[0] == mpi.MPI_REQUEST_NULL:
         return
@@ -123,12 +124,12 @@ cdef void give_up(mpi.MPI_Request* request) noexcept nogil:
 
 
 cdef bint let_go(mpi.MPI_Request* request) noexcept nogil:
-    """Whether MPI is done with a request, well or not, and with its buffer."""
+    """Whether MPI is done with a request, successfully or not, and with its buffer."""
     cdef bint done = True
     if request[0] == mpi.MPI_REQUEST_NULL:
         return True
     test(request, &done, NULL)
-    if done and request[0] != mpi.MPI_REQUEST_NULL:     # Open MPI keeps one that failed
+    if done and request[0] != mpi.MPI_REQUEST_NULL:     # Open MPI keeps a failed one
         mpi.MPI_Request_free(request)
     return done
 
