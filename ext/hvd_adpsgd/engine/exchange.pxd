@@ -13,6 +13,6 @@ cdef bint under_way(State* e, int peer) noexcept nogil
 cdef bint due(State* e) noexcept nogil
 cdef bint ask_if_due(State* e) noexcept nogil
 cdef bint retire(State* e, int peer) noexcept nogil
-cdef void take_census(State* e) noexcept nogil
+cdef void check_failures(State* e) noexcept nogil
 cdef void handle_failure(State* e, int code, int peer) noexcept nogil
-cdef void lose_acknowledged(State* e) noexcept nogil
+cdef void mark_failed_peers(State* e) noexcept nogil

@@ -1,26 +1,26 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Exchanges of pairs: who asks whom, chunks to and fro, and what becomes of them when a peer goes.
+"""Pairwise exchanges: asking a peer, sending and merging chunks, and what happens when the peer goes.
 
-    asker                         asked
-    ASK   ------------------->    (free, fit and not leaving?)
-          <-------------------    YES, or NO: ask somebody else
+    active side                   passive side
+    ASK   ------------------->    (free, finite and not leaving?)
+          <-------------------    YES, or NO: ask another peer
     chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference
     ...                           (weight w: w times the difference)
 
-Every engine answers while it waits, so no cycle of askers can block. A super learner is on the
-asking side of at most one exchange and on the asked side of at most one; two peers have at
-most one exchange between them. If both ask each other, the lower rank's question stands.
+Every engine answers while it waits, so a cycle of ASKs cannot deadlock. A super learner is the active
+side of at most one exchange and the passive side of at most one; two peers have at most one exchange
+between them. If two peers ask each other, the lower rank's ASK stands.
 
-On one host a chunk is not copied by MPI: the snapshot is written into memory that the peer has
-mapped, and the message only says where. A lane has two such buffers in turn, for a message about
-chunk c + LANES tells that the peer has merged chunk c; a last empty message tells that it has
-merged all.
+On one host MPI does not copy chunks: the snapshot is written into memory that the peer has mapped, and the
+message says where. A lane alternates between two such buffers: while chunk c + LANES is written to one, the
+peer may still read chunk c from the other. Its message about chunk c + LANES shows that it has merged chunk
+c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged.
 
-A peer that stays silent for `deadline_s` is parked: its exchange keeps its buffers and is
-finished when the peer answers, but the side it occupied is free again.
+An exchange whose peer is silent for `deadline_s` is parked: it keeps its buffers and is finished when
+the peer answers, but another exchange may take its side.
 
-In rounds the trainer says who asks whom; an engine says NO to the question of another round.
+In rounds the trainer says which peer to ask; an engine answers NO to an ASK of another round.
 """
 
 from libc.stdint cimport int64_t
@@ -33,7 +33,7 @@ from hvd_adpsgd.engine.transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE
                                     Arrival, Failure, acknowledge_failures, classify, data_tag, let_go,
                                     post_receive, post_send, test)
 
-cdef double CENSUS_S = 1.0          # between looks at who has failed, also if no message says so
+cdef double CHECK_S = 1.0           # between queries for failed peers, also if no request reports one
 RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last
 cdef double RETRY_LAST_S = 2e-3
 
@@ -106,19 +106,19 @@ cdef bint read_inbox(State* e) noexcept nogil:
 
 cdef void handle_control(State* e, int peer, Message* m) noexcept nogil:
     if e.peers[peer] == FAILED:
-        return                      # written before its end was noticed
+        return                      # sent before it failed
     if e.peers[peer] == SUSPECT:
-        set_partner(e, peer, ALIVE)
+        set_peer(e, peer, ALIVE)
         e.exchanges[peer].moved = now()
     if m.kind == ASK:
-        hear_ask(e, peer, m)
+        handle_ask(e, peer, m)
     elif m.kind == YES:
-        hear_yes(e, peer, m)
+        handle_yes(e, peer, m)
     elif m.kind == NO:
-        hear_no(e, peer, m)
+        handle_no(e, peer, m)
     elif m.kind == BYE:
-        e.broken_partners[peer] = m.nchunks
-        set_partner(e, peer, LEFT)
+        e.left_broken[peer] = m.nchunks     # before set_peer tells the trainer: it reads both
+        set_peer(e, peer, LEFT)
         e.farewells[peer] = 0
         send_control(e, peer, BYE_SEEN, 0, 0)
         dismiss(e, peer)
@@ -131,7 +131,7 @@ cdef void handle_control(State* e, int peer, Message* m) noexcept nogil:
 
 
 cdef void dismiss(State* e, int peer) noexcept nogil:
-    """Who left answers nothing more; what it sent before may still come."""
+    """A peer that left answers nothing more; what it sent before may still arrive."""
     cdef Exchange* x = &e.exchanges[peer]
     release_side(e, peer)
     if x.phase == ASKED:
@@ -142,7 +142,7 @@ cdef void dismiss(State* e, int peer) noexcept nogil:
 
 
 cdef void cut(State* e, int peer) noexcept nogil:
-    """Ask for an early end of an exchange: there is no time for all of it."""
+    """Request an early end of an exchange, for which there is no time."""
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and not x.cut:
         x.cut = x.held = True
@@ -150,9 +150,9 @@ cdef void cut(State* e, int peer) noexcept nogil:
 
 
 cdef int shorten(State* e, int peer, Message* m) noexcept nogil:
-    """End after the chunks that either side has begun: each is averaged on both, or on neither.
+    """End after the chunks that either side has begun: each is merged on both sides, or on neither.
 
-    Where both ask, both come to the same number; who has finished already keeps all."""
+    If both sides request it, both come to the same number; a side that has finished keeps all chunks."""
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and x.number == m.exchange:
         x.nchunks = min(x.nchunks, max(m.nchunks, x.next))
@@ -161,7 +161,7 @@ cdef int shorten(State* e, int peer, Message* m) noexcept nogil:
 
 
 cdef bint same_model(State* e, int peer, Message* m) noexcept nogil:
-    """Do both sides average the same tensors, with the same weight?"""
+    """Whether both sides average the same tensors, with the same weight."""
     if m.weight != e.weight:
         latch(e, FAULT_WEIGHT, 0, peer)
         return False
@@ -171,7 +171,7 @@ cdef bint same_model(State* e, int peer, Message* m) noexcept nogil:
     return True
 
 
-cdef void hear_ask(State* e, int peer, Message* m) noexcept nogil:
+cdef void handle_ask(State* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     cdef int mine = e.generations[e.ngenerations - 1].nchunks
     cdef bint crossed = x.phase == ASKED and e.transport.rank > peer
@@ -183,14 +183,14 @@ cdef void hear_ask(State* e, int peer, Message* m) noexcept nogil:
         send_control(e, peer, NO, m.exchange, 0)
         return
     if crossed and e.asking == peer:
-        e.asking = NOBODY           # our own question will be answered with NO
+        e.asking = NOBODY           # our own ASK will be answered with NO
     e.serving = peer
     send_control(e, peer, YES, m.exchange, min(m.nchunks, mine))
     if e.peers[peer] != FAILED:
         begin(e, peer, m.exchange, min(m.nchunks, mine), False)
 
 
-cdef void hear_yes(State* e, int peer, Message* m) noexcept nogil:
+cdef void handle_yes(State* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED or x.number != m.exchange:
         return
@@ -199,13 +199,13 @@ cdef void hear_yes(State* e, int peer, Message* m) noexcept nogil:
     begin(e, peer, m.exchange, m.nchunks, True)
 
 
-cdef void hear_no(State* e, int peer, Message* m) noexcept nogil:
+cdef void handle_no(State* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED or x.number != m.exchange:
         return
     x.phase = IDLE
     e.counters.refused += 1
-    same_model(e, peer, m)       # a peer with another model says NO for ever
+    same_model(e, peer, m)          # a peer with another model always answers NO
     if e.asking == peer:
         e.asking = NOBODY
         e.ask_after = now() + e.retry_s
@@ -215,7 +215,7 @@ cdef void hear_no(State* e, int peer, Message* m) noexcept nogil:
 # ---- exchanges -----------------------------------------------------------------------------
 
 cdef bint can_exchange(State* e) noexcept nogil:
-    """May this super learner take part in a new exchange?"""
+    """Whether this super learner may take part in a new exchange."""
     return e.step >= 0 and e.fit and not e.paused and not e.leaving and e.fault == FAULT_NONE
 
 
@@ -245,9 +245,9 @@ cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
 
 
 cdef bint has_room(State* e, int peer) noexcept nogil:
-    """Are there buffers for an exchange with `peer`, and for one more on our other side?
+    """Whether there are buffers for an exchange with `peer`, and for one more on our other side.
 
-    Questions that are not yet answered count, for a silent peer may still say yes."""
+    An unanswered ASK counts as an exchange, for a silent peer may still answer YES."""
     cdef int i, room = 0
     if e.mapped[peer] == NULL:
         return True
@@ -314,7 +314,7 @@ cdef void begin(State* e, int peer, int number, int nchunks, bint active) noexce
 
 
 cdef bint start_lane(State* e, int peer) noexcept nogil:
-    """Send the snapshot of the next chunk and expect the peer's."""
+    """Send the snapshot of the next chunk and post the receive of the peer's."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef Lane* lane = &x.lanes[x.next % LANES]
     cdef int64_t nbytes
@@ -328,7 +328,9 @@ cdef bint start_lane(State* e, int peer) noexcept nogil:
     lane.received = False
     lane.merged = False
     lane.began = now()
-    if not x.parked:                        # before the snapshot: the trainer must not miss it
+    if not x.parked:
+        # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
+        # and go on, and max_staleness would be exceeded.
         store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
     if x.set != NOBODY:
         code = start_shared(e, x, lane, peer, nbytes)
@@ -343,7 +345,7 @@ cdef bint start_lane(State* e, int peer) noexcept nogil:
 
 
 cdef int start_sent(State* e, Exchange* x, Lane* lane, int peer, int64_t nbytes) noexcept nogil:
-    """The chunk itself travels."""
+    """Send the chunk itself."""
     cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, peer, x.tag,
                                  &lane.receive_request)
     if code != mpi.MPI_SUCCESS:
@@ -356,7 +358,7 @@ cdef int start_sent(State* e, Exchange* x, Lane* lane, int peer, int64_t nbytes)
 
 cdef int start_shared(State* e, Exchange* x, Lane* lane, int peer,
                       int64_t nbytes) noexcept nogil:
-    """Only the place of the chunk travels."""
+    """Write the chunk to shared memory and send its place."""
     cdef int turn = (lane.chunk // LANES) % 2
     cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), peer, x.tag,
                                  &lane.receive_request)
@@ -371,7 +373,7 @@ cdef int start_shared(State* e, Exchange* x, Lane* lane, int peer,
 
 
 cdef int open_place(State* e, int peer, Lane* lane) noexcept nogil:
-    """Find the peer's chunk in its shared memory. Returns its size, 0 for a place outside."""
+    """Find the peer's chunk in its shared memory. Returns its size, 0 if it is out of bounds."""
     cdef int64_t last = e.shared_nbytes - e.lane_nbytes
     if lane.there.offset < 0 or lane.there.offset > last or not (
             0 <= lane.there.nbytes <= e.lane_nbytes):
@@ -382,7 +384,7 @@ cdef int open_place(State* e, int peer, Lane* lane) noexcept nogil:
 
 
 cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept nogil:
-    """One look at a chunk. Chunks arrive and leave in order: behind one that waits nobody looks."""
+    """Test a chunk once. Chunks are received and sent in order: none behind an incomplete one is tested."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef Arrival arrival
     cdef bint done = False, moved = False
@@ -402,7 +404,7 @@ cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept no
         waits.receive = not done
     if lane.received and not lane.merged:
         lane.merged = merge_lane(e, peer, lane, lane.nbytes)
-        x.moved = now()             # waiting for the node's own all-reduce is not silence
+        x.moved = now()             # a held slot (store.pyx) is our delay, not the peer's silence
         moved |= lane.merged
     if not lane.sent and not waits.send:
         code = test(&lane.send_request, &lane.sent, NULL)
@@ -418,14 +420,14 @@ cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept no
 
 
 cdef bint merge_lane(State* e, int peer, Lane* lane, int nbytes) noexcept nogil:
-    """correction += w (received - sent), unless one of the two snapshots was void.
+    """correction += w (received - sent), unless one of the two snapshots is void.
 
     False if the open slot is held: try again later."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
     cdef double began, square
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
-        latch(e, FAULT_LAYOUT, 0, peer)  # the two models are cut into different chunks
+        latch(e, FAULT_LAYOUT, 0, peer)  # the two models have different chunks
         nbytes = 0
     if lane.void or nbytes == 0:
         e.counters.void_chunks += 1
@@ -445,14 +447,14 @@ cdef bint merge_lane(State* e, int peer, Lane* lane, int nbytes) noexcept nogil:
 
 
 cdef bint advance(State* e, int peer) noexcept nogil:
-    """Whatever can be done now for the exchange with `peer`. True if something was."""
+    """Do what can be done now for the exchange with `peer`. True if anything was."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef Waits waits = [False, False]
     cdef Lane* lane
     cdef bint moved = False
     cdef int i
     if x.phase == RUNNING:
-        for i in range(LANES):              # x.next takes the lane of the oldest chunk
+        for i in range(LANES):              # oldest chunk first: its lane is the one x.next will take
             lane = &x.lanes[(x.next + i) % LANES]
             if lane.busy and x.phase == RUNNING:
                 moved |= advance_lane(e, peer, lane, &waits)
@@ -464,16 +466,16 @@ cdef bint advance(State* e, int peer) noexcept nogil:
     if moved:
         x.moved = now()
         if e.peers[peer] == SUSPECT:
-            set_partner(e, peer, ALIVE)
+            set_peer(e, peer, ALIVE)
     elif e.peers[peer] == ALIVE and now() - x.moved > e.deadline_s:
-        park(e, peer)        # maybe once more
+        park(e, peer)                       # again, if it was parked and answered in between
     return moved
 
 
 cdef bint under_way(State* e, int peer) noexcept nogil:
-    """Is there a question or an exchange to wait for?
+    """Whether there is an ASK or an exchange to wait for.
 
-    Who left had sent all of its chunks, unless this one was silent then: those are waited for while they come."""
+    A peer that left has sent all of its chunks, unless this side was silent then: wait while they arrive."""
     cdef Exchange* x = &e.exchanges[peer]
     if x.phase != ASKED and x.phase != RUNNING:
         return False
@@ -481,7 +483,7 @@ cdef bint under_way(State* e, int peer) noexcept nogil:
 
 
 cdef bint closed(State* e, int peer) noexcept nogil:
-    """On a shared host: has the peer read all of our snapshots?"""
+    """On a shared host: whether the peer has read all of our snapshots."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef bint sent = False, received = False
     cdef int code
@@ -505,12 +507,12 @@ cdef bint closed(State* e, int peer) noexcept nogil:
 
 
 cdef void park(State* e, int peer) noexcept nogil:
-    """A silent peer keeps its buffers and loses its side of ours."""
+    """The exchange with a silent peer keeps its buffers and releases its side."""
     cdef Exchange* x = &e.exchanges[peer]
     x.parked = True
     release_side(e, peer)
     e.counters.parked += 1
-    set_partner(e, peer, SUSPECT)
+    set_peer(e, peer, SUSPECT)
     record(e, 3, peer, x.began, now(), x.nbytes, e.step)
 
 
@@ -550,7 +552,7 @@ cdef bint eligible(State* e, int peer) noexcept nogil:
 
 
 cdef int choose(State* e) noexcept nogil:
-    """The next peer of the plan that can be asked, or NOBODY."""
+    """The next peer of the schedule that can be asked, or NOBODY."""
     cdef int64_t tries = min(e.schedule_length, 64)
     cdef int peer
     while tries > 0:
@@ -596,46 +598,46 @@ cdef bint ask_if_due(State* e) noexcept nogil:
 # ---- failures ------------------------------------------------------------------------------
 
 cdef void handle_failure(State* e, int code, int peer) noexcept nogil:
-    """Sort an MPI error: a peer that is gone costs its exchange, anything else is latched."""
+    """Classify an MPI error: a failed peer ends its exchange, any other error is a fault."""
     cdef Failure failure = classify(code)
     if failure == FAILURE_PEER or failure == FAILURE_PENDING:
         if peer != NOBODY and failure == FAILURE_PEER:
-            lose(e, peer)
-        lose_acknowledged(e)
+            mark_failed(e, peer)
+        mark_failed_peers(e)
     elif failure == FAILURE_LAYOUT:
         latch(e, FAULT_LAYOUT, code, peer)
     elif failure == FAILURE_FATAL:
         latch(e, FAULT_MPI, code, peer)
 
 
-cdef void lose_acknowledged(State* e) noexcept nogil:
+cdef void mark_failed_peers(State* e) noexcept nogil:
     cdef int peer
-    cdef char* lost = <char*>calloc(e.transport.size, 1)
-    if lost == NULL:
+    cdef char* failed = <char*>calloc(e.transport.size, 1)
+    if failed == NULL:
         latch(e, FAULT_MEMORY, 0, NOBODY)
         return
-    acknowledge_failures(&e.transport, lost)
+    acknowledge_failures(&e.transport, failed)
     for peer in range(e.transport.size):
-        if lost[peer]:
-            lose(e, peer)
-    free(lost)
+        if failed[peer]:
+            mark_failed(e, peer)
+    free(failed)
 
 
-cdef void take_census(State* e) noexcept nogil:
-    """Look at who has failed now and then: who waits for a question only may get no error for it."""
+cdef void check_failures(State* e) noexcept nogil:
+    """Ask MPI for failed peers once per second: waiting for an answer alone may raise no error."""
     cdef double t = now()
-    if t > e.counted + CENSUS_S:
-        e.counted = t
-        lose_acknowledged(e)
+    if t > e.checked_at + CHECK_S:
+        e.checked_at = t
+        mark_failed_peers(e)
 
 
-cdef void lose(State* e, int peer) noexcept nogil:
-    """The peer's process is gone. Its buffers stay while MPI may hold their addresses."""
+cdef void mark_failed(State* e, int peer) noexcept nogil:
+    """The peer's process has failed. Its exchange keeps its buffers as long as MPI may write to them."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef int i
     if e.peers[peer] == FAILED:
         return
-    set_partner(e, peer, FAILED)
+    set_peer(e, peer, FAILED)
     e.farewells[peer] = 0
     release_side(e, peer)
     if x.phase == RUNNING:
@@ -649,12 +651,12 @@ cdef void lose(State* e, int peer) noexcept nogil:
     elif x.phase == ASKED:
         x.phase = IDLE
     if x.phase == BROKEN and x.set != NOBODY:
-        e.taken[x.set] = False      # MPI never knew this memory, and who read it is gone
+        e.taken[x.set] = False      # MPI never had these addresses, and their reader has failed
         x.set = NOBODY
 
 
 cdef bint retire(State* e, int peer) noexcept nogil:
-    """A broken exchange gives its buffers back when MPI has let go of them. True if it has."""
+    """Free the buffers of a broken exchange once MPI no longer uses them. True if freed."""
     cdef Exchange* x = &e.exchanges[peer]
     cdef bint free = let_go(&x.last_send) and let_go(&x.last_receive)
     cdef int i

@@ -1,9 +1,9 @@
 # cython: language_level=3
-# Why compiled: the engine's thread lives without the GIL, beside the trainer's computation.
+# Why compiled: the engine's thread runs without the GIL, beside the trainer's computation.
 """The averaging engine of one super learner: one thread, one communicator.
 
-The thread looks at everything that may have moved (exchanges of pairs, _exchange; the mean of all, _mean), acts,
-and sleeps a little longer each time there was nothing to do. All that it knows is in _state.
+The thread polls pairwise exchanges (exchange.pyx) and the mean of all (mean.pyx), acts, and sleeps longer each
+time that nothing moved. Its state is in state.pxd.
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -13,8 +13,8 @@ from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.engine.exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
-                                   retire, send_control, take_census, under_way)
-from hvd_adpsgd.engine.mean cimport advance_mean
+                                   retire, send_control, check_failures, under_way)
+                                   from hvd_adpsgd.engine.mean cimport advance_mean
 from hvd_adpsgd.engine.state cimport *
 from hvd_adpsgd.engine.butterfly cimport network_open
 from hvd_adpsgd.engine.transport cimport give_up, transport_open
@@ -41,7 +41,7 @@ cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
 # ---- the loop ------------------------------------------------------------------------------
 
 cdef bint poll_once(State* e) noexcept nogil:
-    """One look at everything. True if anything moved."""
+    """Poll every exchange and the mean once. True if anything moved."""
     cdef bint paused = e.paused, busy = False
     cdef bint moved = read_inbox(e)
     cdef int64_t oldest = NO_STEP
@@ -49,7 +49,7 @@ cdef bint poll_once(State* e) noexcept nogil:
     cdef int peer, i
     if e.outgoing != NULL:
         moved |= reap_outgoing(e)
-    take_census(e)
+    check_failures(e)
     for peer in range(e.transport.size):
         x = &e.exchanges[peer]
         if x.phase == ASKED or x.phase == RUNNING:
@@ -72,7 +72,7 @@ cdef bint poll_once(State* e) noexcept nogil:
 
 
 cdef bint say_goodbye(State* e) noexcept nogil:
-    """Leave: finish what runs, tell everybody, wait until they know. True when done."""
+    """Leave: finish what runs, send BYE to all peers, wait for their answers. True when done."""
     cdef int peer
     cdef bint waiting = False
     cdef double t = now()
@@ -81,7 +81,7 @@ cdef bint say_goodbye(State* e) noexcept nogil:
     if t > e.leave_by:
         return True
     waiting = e.mean.running and e.fault == FAULT_NONE
-    for peer in range(e.transport.size):     # also what was parked and has come back
+    for peer in range(e.transport.size):     # also parked exchanges whose peer has answered
         if e.peers[peer] != SUSPECT and under_way(e, peer):
             waiting = True
             if e.peers[peer] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
@@ -113,7 +113,7 @@ cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
 
 
 cdef void keep_pace(State* e, double t) noexcept nogil:
-    """Seconds from one chunk to the next, lately. All lanes may arrive at once, and then none for long."""
+    """Update the mean time between chunks, smoothed over LANES, which may all arrive at once."""
     cdef int64_t chunks = e.counters.chunks + e.counters.void_chunks
     if chunks > e.paced:
         e.pace += ((t - e.paced_at) / (chunks - e.paced) - e.pace) / LANES
@@ -122,14 +122,14 @@ cdef void keep_pace(State* e, double t) noexcept nogil:
 
 
 cdef double longest_poll(State* e, double lull) noexcept nogil:
-    """With LANES chunks on their way, who looks twice per chunk keeps the network busy."""
+    """The longest pause between polls: with LANES chunks in flight, two polls per chunk saturate a slow link."""
     if lull > LULL_S:
         return SLOW_POLL_S
     return min(max(POLL_LAST_S, e.pace / 2), SLOW_POLL_S)
 
 
 cdef void* engine_main(void* argument) noexcept nogil:
-    """The thread: look, act, and sleep a little longer each time there was nothing to do."""
+    """The thread's loop: poll, and sleep longer each time that nothing moved."""
     cdef State* e = <State*>argument
     cdef double poll_s = 0, idle_s, moved = now()
     cdef bint busy
@@ -165,7 +165,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
 # ---- the Python face ------------------------------------------------------------------------
 
 cdef class Loop:
-    """The engine's thread and what the trainer may say to it. See hvd_adpsgd.engine.engine.Engine."""
+    """The engine's thread, and the trainer's commands to it. See hvd_adpsgd.engine.engine.Engine."""
 
     cdef State state
     cdef object keep            # store and communicator stay alive as long as the thread may
@@ -203,13 +203,13 @@ cdef class Loop:
         e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
         e.mapped = <char**>calloc(e.transport.size, sizeof(char*))
         e.peers = <char*>calloc(e.transport.size, 1)
-        e.broken_partners = <char*>calloc(e.transport.size, 1)
+        e.left_broken = <char*>calloc(e.transport.size, 1)
         e.farewells = <char*>calloc(e.transport.size, 1)
         e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
         e.generations = <Generation*>calloc(1024, sizeof(Generation))
         if timeline:
             e.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.schedule and e.exchanges and e.mapped and e.peers and e.broken_partners
+        if not (e.schedule and e.exchanges and e.mapped and e.peers and e.left_broken
                 and e.farewells and e.met and e.generations):
             raise MemoryError("engine")
         if e.schedule_length:
@@ -230,7 +230,7 @@ cdef class Loop:
         free(e.schedule)
         free(e.mapped)
         free(e.peers)
-        free(e.broken_partners)
+        free(e.left_broken)
         free(e.farewells)
         free(e.met)
         free(e.generations)
@@ -238,7 +238,7 @@ cdef class Loop:
         self.free_exchanges()
 
     cdef void free_exchanges(self) noexcept:
-        """Free what MPI can no longer touch: exchanges that are not under way."""
+        """Free the buffers that MPI no longer uses: those of exchanges that are not running."""
         cdef int i
         for i in range(SPARES):
             free(self.state.spares[i])
@@ -297,7 +297,7 @@ cdef class Loop:
         pthread_mutex_unlock(&e.gate)
 
     def begin_round(self, int64_t round, int peer):
-        """From now on exchange with whoever is in the same round; ask `peer` (-1: nobody)."""
+        """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
         cdef State* e = &self.state
         pthread_mutex_lock(&e.gate)
         e.round = round
@@ -320,7 +320,7 @@ cdef class Loop:
             raise RuntimeError("MPI refused the communicator for means of all")
 
     def begin_mean(self, bint replace):
-        """Take part in the next mean of all, as every other engine must. Returns its number."""
+        """Join the next mean of all, as every other engine must. Returns its number."""
         cdef State* e = &self.state
         pthread_mutex_lock(&e.gate)
         e.mean.replace = replace
@@ -369,7 +369,7 @@ cdef class Loop:
         return load(&e.at_rest) != 0 or load(&e.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
-        """Wait until every snapshot on its way is of `step` or later. False after `seconds`."""
+        """Wait until every snapshot in flight is of `step` or later. False after `seconds`."""
         cdef State* e = &self.state
         cdef double until = now() + seconds
         with nogil:
@@ -389,7 +389,7 @@ cdef class Loop:
     def stop(self, bint broken=False):
         """Say goodbye (bounded by leave_deadline_s) and end the thread.
 
-        `broken` tells the others that this super learner cannot go on: they count it as lost.
+        `broken` tells the others that this super learner cannot go on: they count it as failed.
         """
         cdef State* e = &self.state
         if not e.running:
@@ -405,7 +405,7 @@ cdef class Loop:
 
     def fault(self):
         """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
-        return self.state.fault, self.state.fault_code, self.state.fault_partner
+        return self.state.fault, self.state.fault_code, self.state.fault_peer
 
     def peer_events(self):
         return load(&self.state.peer_events)
@@ -417,10 +417,10 @@ cdef class Loop:
         failed.
         """
         cdef State* e = &self.state
-        return [FAILED if e.broken_partners[i] else e.peers[i] for i in range(e.transport.size)]
+        return [FAILED if e.left_broken[i] else e.peers[i] for i in range(e.transport.size)]
 
     def under_way(self):
-        """Exchanges not finished, as they were at some moment lately; for tests and diagnosis.
+        """Unfinished exchanges, read without a lock; for tests and diagnosis.
 
         A list of dicts: peer, asked (this side asked), parked, broken (the peer is gone),
         done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
@@ -472,7 +472,7 @@ cdef class Loop:
         }
 
     def view(self):
-        """What the thread is doing, of some moments lately; ages in seconds."""
+        """The thread's state, read without a lock; ages in seconds."""
         cdef State* e = &self.state
         cdef double t = now()
         names = ("idle", "asked", "running", "broken")

@@ -15,7 +15,7 @@ from libc.stdlib cimport malloc
 from mpi4py cimport libmpi as mpi
 
 from hvd_adpsgd.engine.store cimport memory_merge_mean, memory_share, memory_sum_nbytes
-from hvd_adpsgd.engine.exchange cimport handle_failure, lose_acknowledged
+from hvd_adpsgd.engine.exchange cimport handle_failure, mark_failed_peers
 from hvd_adpsgd.engine.state cimport *
 from hvd_adpsgd.engine.butterfly cimport network_open, sum_drained, sum_nbytes_sent, sum_post, sum_test
 from hvd_adpsgd.engine.transport cimport post_agreement, revoke, shrink, test
@@ -203,7 +203,7 @@ cdef bint advance_agreement(State* e) noexcept nogil:
     if code == mpi.MPI_SUCCESS and m.agreed[0]:
         finish_mean(e)
         return True
-    lose_acknowledged(e)
+    mark_failed_peers(e)
     code = shrink(m.comm)
     if code == mpi.MPI_SUCCESS:
         code = network_open(&m.network, m.comm[0], m.network.butterfly)

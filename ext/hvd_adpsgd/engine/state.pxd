@@ -1,4 +1,4 @@
-# What an engine's thread knows, and the small tools with which all of its rooms change it.
+# The state of one engine, and the inline functions with which its modules change it.
 from libc.stdint cimport int64_t, uint64_t
 from mpi4py cimport libmpi as mpi
 
@@ -60,8 +60,8 @@ cdef enum Kind:
     NO = 3
     BYE = 4
     BYE_SEEN = 5
-    CUT = 6                 # end this exchange after so many chunks, or a few more
-    CUT_SEEN = 7            # after so many
+    CUT = 6                 # request: end this exchange after `nchunks` chunks, or a few more
+    CUT_SEEN = 7            # answer: it ends after `nchunks`
 
 cdef enum Phase:
     IDLE = 0
@@ -71,7 +71,7 @@ cdef enum Phase:
 
 cdef enum Stage:            # of a mean of all
     SUMMING = 0
-    DRAINING = 1            # broken: requests under way end, with an error or not
+    DRAINING = 1            # broken: wait until MPI has completed its requests
     AGREEING = 2
 
 cdef enum Peer:
@@ -102,7 +102,7 @@ cdef struct Outgoing:
     mpi.MPI_Request request
     Outgoing* next
 
-cdef struct Place:          # where a chunk lies in the sender's shared memory
+cdef struct Place:          # where a chunk is in the sender's shared memory
     int64_t offset
     int64_t nbytes          # 0: the snapshot was not finite
 
@@ -112,19 +112,19 @@ cdef struct Lane:
     bint received
     bint merged
     int nbytes              # received
-    bint void               # one of the two snapshots was not finite: nobody merges
+    bint void               # our snapshot was not finite: neither side merges
     int chunk
     int64_t step
     double began
     char* out
-    char* keep              # our snapshot once more, in the caches: `out` is written past them
+    char* keep              # a second copy of our snapshot, in the caches: `out` bypasses them
     char* inp
     Place here              # on a shared host: of our snapshot, and of the peer's
     Place there
     mpi.MPI_Request send_request
     mpi.MPI_Request receive_request
 
-cdef struct Waits:          # whether an older chunk of an exchange has not arrived, or left
+cdef struct Waits:          # whether an older chunk of an exchange is not received, or not sent
     bint receive
     bint send
 
@@ -138,9 +138,9 @@ cdef struct Exchange:
     int done
     int tag
     bint cut                # this side has asked for an early end
-    bint held               # ... and begins no chunk until it is told where that is
+    bint held               # ... and begins no chunk until CUT_SEEN says how many there are
     double began
-    double moved            # when the peer last showed life
+    double moved            # when something last arrived from the peer
     double square           # sum of squared differences
     int64_t elements
     int64_t nbytes
@@ -164,13 +164,13 @@ cdef struct Share:          # one chunk on its way to the mean of all
     Sum sum
 
 cdef struct Mean:
-    mpi.MPI_Comm* comm      # of its own, for it may be revoked; without the lost. The caller's handle
+    mpi.MPI_Comm* comm      # for means only, for it may be revoked; shrunk after a failure. The caller's
     Network network         # over it
-    bint survives           # ULFM is on
+    bint survives           # ULFM is enabled: a mean is repeated without a failed peer
     Stage stage
-    int* agreed             # behind the buffers: MPI may know it longer than this lives
+    int* agreed             # behind the buffers: MPI may write to it after this struct is freed
     mpi.MPI_Request agreement
-    int64_t wanted          # means that the trainer asked for, and those that are over
+    int64_t wanted          # means that the trainer has asked for; finished: those that are over
     int64_t finished
     bint running
     bint replace            # the model becomes the mean; else the difference is a correction
@@ -201,10 +201,10 @@ cdef struct Event:
 cdef struct Counters:
     int64_t exchanges_active
     int64_t exchanges_passive
-    int64_t refused         # our questions answered with NO
-    int64_t declined        # questions we answered with NO
+    int64_t refused         # our ASKs answered with NO
+    int64_t declined        # ASKs that we answered with NO
     int64_t parked
-    int64_t broken          # exchanges that a peer's loss has cut
+    int64_t broken          # exchanges ended by a peer's failure
     int64_t void_chunks
     int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
@@ -246,10 +246,10 @@ cdef struct State:
     bint fit
     bint paused
     bint leaving
-    bint halted             # end the thread at once, without goodbye
-    bint broken             # the goodbye is that of a super learner that cannot go on
-    int wanted              # peer of an explicit question
-    int64_t round           # of those driven by hand
+    bint halted             # end the thread at once, without BYE
+    bint broken             # this super learner leaves because it has failed
+    int wanted              # peer of this round, NOBODY if none
+    int64_t round           # number of the round; ASKs of another round get a NO
     double credit
     int64_t step
     # the thread's own
@@ -259,25 +259,25 @@ cdef struct State:
     Exchange* exchanges     # one per peer
     Mean mean
     char* spares[SPARES]
-    char* shared            # our memory that peers on this host have mapped, or NULL
-    char** mapped           # theirs, by peer; NULL: reached through MPI
+    char* shared            # our memory that peers on this host map, or NULL
+    char** mapped           # theirs, by peer; NULL: chunks go through MPI
     bint taken[SETS]
-    int asking              # peer of our question or active exchange
+    int asking              # peer of our ASK or active exchange
     int serving             # peer of our passive exchange
     int number
     double ask_after
     double retry_s
     char* peers          # Peer
-    char* broken_partners   # who said goodbye because it cannot go on
-    char* farewells         # goodbyes not yet seen
+    char* left_broken   # peers that left because they failed
+    char* farewells         # BYEs that the peer has not acknowledged
     bint said_goodbye
     double leave_by
-    double counted              # when it was last looked at who has failed
+    double checked_at           # when failures were last asked for
     # for the trainer to read
     Counters counters
-    int64_t in_flight_step  # oldest snapshot on its way, NO_STEP if none
-    int64_t at_rest         # told to pause, and no exchange under way
-    double pace             # seconds of a chunk, lately; and what it was counted from
+    int64_t in_flight_step  # step of the oldest snapshot in flight, NO_STEP if none
+    int64_t at_rest         # paused, and no exchange or mean is running
+    double pace             # seconds per chunk, lately; paced_at, paced: since when, from how many
     double paced_at
     int64_t paced
     int64_t peer_events
@@ -285,7 +285,7 @@ cdef struct State:
     int64_t* met            # exchanges with each peer
     int fault
     int fault_code
-    int fault_partner
+    int fault_peer
     Event* events
     int64_t events_written
     int64_t events_read
@@ -304,10 +304,10 @@ cdef inline void sleep_s(double seconds) noexcept nogil:
 
 
 cdef inline void latch(State* e, Fault fault, int code, int peer) noexcept nogil:
-    """The first cause stays; the trainer raises it at its next offer."""
+    """Keep the first cause; the trainer raises it at its next check()."""
     if e.fault == FAULT_NONE:
         e.fault_code = code
-        e.fault_partner = peer
+        e.fault_peer = peer
         e.fault = fault
 
 
@@ -326,8 +326,10 @@ cdef inline void record(State* e, int kind, int peer, double began, double ended
     store(&e.events_written, e.events_written + 1)
 
 
-cdef inline void set_partner(State* e, int peer, Peer state) noexcept nogil:
-    """Who left or has failed stays so: that somebody who left ends its process is no news."""
+cdef inline void set_peer(State* e, int peer, Peer state) noexcept nogil:
+    """LEFT and FAILED are final.
+
+    The process of a peer that left ends, which MPI may report as a failure: it stays LEFT."""
     cdef Peer before = <Peer>e.peers[peer]
     if before != state and before < LEFT:
         e.peers[peer] = state

@@ -35,5 +35,5 @@ cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept n
 cdef void give_up(mpi.MPI_Request* request) noexcept nogil
 cdef bint let_go(mpi.MPI_Request* request) noexcept nogil
 cdef Failure classify(int code) noexcept nogil
-cdef int acknowledge_failures(Transport* t, char* lost) noexcept nogil
+cdef int acknowledge_failures(Transport* t, char* failed) noexcept nogil
 cdef int data_tag(int exchange, bint upper_asks) noexcept nogil

@@ -146,22 +146,22 @@ cdef Failure classify(int code) noexcept nogil:
     return <Failure>adpsgd_failure_class(cls)
 
 
-cdef int acknowledge_failures(Transport* t, char* lost) noexcept nogil:
-    """Acknowledge every failure MPI knows of; set lost[r] = 1 for each failed rank r."""
-    cdef mpi.MPI_Group failed, everyone
+cdef int acknowledge_failures(Transport* t, char* failed) noexcept nogil:
+    """Acknowledge every failure MPI knows of; set failed[r] = 1 for each failed rank r."""
+    cdef mpi.MPI_Group group, everyone
     cdef int count = 0, i, one, rank
-    cdef int code = adpsgd_acknowledge(t.comm, &failed)
-    if code != mpi.MPI_SUCCESS or failed == mpi.MPI_GROUP_EMPTY:
+    cdef int code = adpsgd_acknowledge(t.comm, &group)
+    if code != mpi.MPI_SUCCESS or group == mpi.MPI_GROUP_EMPTY:
         return code
-    mpi.MPI_Group_size(failed, &count)
+    mpi.MPI_Group_size(group, &count)
     mpi.MPI_Comm_group(t.comm, &everyone)
     for i in range(count):
         one = i
-        mpi.MPI_Group_translate_ranks(failed, 1, &one, everyone, &rank)
+        mpi.MPI_Group_translate_ranks(group, 1, &one, everyone, &rank)
         if 0 <= rank < t.size:
-            lost[rank] = 1
+            failed[rank] = 1
     mpi.MPI_Group_free(&everyone)
-    mpi.MPI_Group_free(&failed)
+    mpi.MPI_Group_free(&group)
     return mpi.MPI_SUCCESS
 
 
