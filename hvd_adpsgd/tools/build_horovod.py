@@ -116,8 +116,8 @@ CHANGES = (
         "horovod/runner/mpi_run.py",
         "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n",
         "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n"
-        "# Open MPI 5 and newer\n"
-        "_OMPI5_FLAGS = _OMPI_FLAGS + ['--with-ft ulfm']\n"
+        "# Open MPI 5 and newer; its ofi, for one-sided operations only, sleeps a second in MPI_Init\n"
+        "_OMPI5_FLAGS = ['-mca pml ob1', '-mca btl ^openib,ofi', '--with-ft ulfm']\n"
         "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
         "# a shell around each process, for the others to be told when it ends by itself\n"
         f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
@@ -155,6 +155,26 @@ CHANGES = (
         "    if is_open_mpi(env):\n"
         "        if _open_mpi_major(env) >= 5:\n"
         "            return list(_OMPI5_FLAGS), list(_OMPI5_BINDING_ARGS), _OMPI_IMPL\n",
+    ),
+    # A coordinator whose peer fails in one of these read lengths and messages that never came, and
+    # crashed. Every other rank looks at the result, and so raises HorovodInternalError.
+    Change(
+        "horovod/common/mpi/mpi_controller.cc",
+        "  MPI_Gather(MPI_IN_PLACE, 1, MPI_INT, recvcounts, 1, MPI_INT, RANK_ZERO,\n"
+        "             mpi_ctx_.mpi_comm);\n",
+        "  if (MPI_Gather(MPI_IN_PLACE, 1, MPI_INT, recvcounts, 1, MPI_INT, RANK_ZERO,\n"
+        "                 mpi_ctx_.mpi_comm) != MPI_SUCCESS) {\n"
+        '    throw std::runtime_error("MPI_Gather failed, see MPI output for details.");\n'
+        "  }\n",
+    ),
+    Change(
+        "horovod/common/mpi/mpi_controller.cc",
+        "  MPI_Gatherv(nullptr, 0, MPI_BYTE, buffer, recvcounts, displcmnts, MPI_BYTE,\n"
+        "              RANK_ZERO, mpi_ctx_.mpi_comm);\n",
+        "  if (MPI_Gatherv(nullptr, 0, MPI_BYTE, buffer, recvcounts, displcmnts, MPI_BYTE,\n"
+        "                  RANK_ZERO, mpi_ctx_.mpi_comm) != MPI_SUCCESS) {\n"
+        '    throw std::runtime_error("MPI_Gatherv failed, see MPI output for details.");\n'
+        "  }\n",
     ),
 )
 

@@ -110,7 +110,7 @@ def test_horovodrun_speaks_the_language_of_this_mpi(sources, monkeypatch, says, 
     monkeypatch.setattr(mpi_run.tiny_shell_exec, "execute", lambda *_: (says, 0))
     flags, binding_args, _ = mpi_run._get_mpi_implementation_flags(False)
     assert binding in binding_args
-    assert ("--with-ft ulfm" in flags) == ulfm
+    assert ("--with-ft ulfm" in flags) == ("-mca btl ^openib,ofi" in flags) == ulfm
     if ulfm:
         assert all(argument.startswith("--") for argument in binding_args)
 
