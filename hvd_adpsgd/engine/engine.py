@@ -43,6 +43,7 @@ __all__ = ["Engine"]
 
 log = logging.getLogger("hvd_adpsgd")
 
+_held_by_mpi: list[Loop] = []
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
 
 
@@ -175,6 +176,14 @@ class Engine:
             self.memory.store.reopen()  # what is on its way can still be merged
             self.loop.stop(broken)
             atexit.unregister(self.stop)
+
+    def release(self) -> None:
+        """After `stop`: give the memory back. What MPI may still write to stays, for good."""
+        if self.loop is not None and not self.loop.released():
+            _held_by_mpi.append(self.loop)
+        self.loop = self._outboxes = None
+        self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
+        self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 
     # ---- the step --------------------------------------------------------------------------
 
