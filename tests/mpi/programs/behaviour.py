@@ -55,7 +55,7 @@ def every(module: torch.nn.Module) -> list[torch.Tensor]:
 def mean_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """By another way: everybody tells everything, in float64."""
     world = worlds.current()
-    told = world.comm.allgather([t.detach().double() for t in tensors])
+    told = world.collectives.comm.allgather([t.detach().double() for t in tensors])
     leaders = [told[group[0]] for group in world.groups]
     return [sum(ts) / len(ts) for ts in zip(*leaders, strict=True)]
 
