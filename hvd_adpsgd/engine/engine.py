@@ -94,6 +94,7 @@ class Engine:
         self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
         self._told_void = False
         self._metrics = ExchangeMetrics(len(self._names))
+        self._final: dict[str, Any] = {}
 
     # ---- set-up and tear-down ------------------------------------------------------------
 
@@ -179,6 +180,7 @@ class Engine:
 
     def release(self) -> None:
         """After `stop`: give the memory back. What MPI may still write to stays, for good."""
+        self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
             _held_by_mpi.append(self.loop)
         self.loop = self._outboxes = None
@@ -276,9 +278,9 @@ class Engine:
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """See ExchangeMetrics; of zeros on learners that are not leaders."""
+        """See ExchangeMetrics; of zeros on learners that are not leaders. The last ones after `release`."""
         if self.loop is None:
-            return self._metrics.read(None)
+            return self._final or self._metrics.read(None)
         counters = self.loop.counters()
         counters["met"] = self._by_super_rank(counters["met"], 0)
         return self._metrics.read(counters, self.loop.cpu_s())
