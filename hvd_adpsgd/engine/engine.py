@@ -43,6 +43,7 @@ __all__ = ["Engine"]
 
 log = logging.getLogger("hvd_adpsgd")
 
+_held_by_mpi: list[Loop] = []
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
 
 
@@ -93,6 +94,7 @@ class Engine:
         self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
         self._told_void = False
         self._metrics = ExchangeMetrics(len(self._names))
+        self._final: dict[str, Any] = {}
 
     # ---- set-up and tear-down ------------------------------------------------------------
 
@@ -175,6 +177,15 @@ class Engine:
             self.memory.store.reopen()  # what is on its way can still be merged
             self.loop.stop(broken)
             atexit.unregister(self.stop)
+
+    def release(self) -> None:
+        """After `stop`: give the memory back. What MPI may still write to stays, for good."""
+        self._final = self.metrics()
+        if self.loop is not None and not self.loop.released():
+            _held_by_mpi.append(self.loop)
+        self.loop = self._outboxes = None
+        self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
+        self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 
     # ---- the step --------------------------------------------------------------------------
 
@@ -267,9 +278,9 @@ class Engine:
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """See ExchangeMetrics; of zeros on learners that are not leaders."""
+        """See ExchangeMetrics; of zeros on learners that are not leaders. The last ones after `release`."""
         if self.loop is None:
-            return self._metrics.read(None)
+            return self._final or self._metrics.read(None)
         counters = self.loop.counters()
         counters["met"] = self._by_super_rank(counters["met"], 0)
         return self._metrics.read(counters, self.loop.cpu_s())

@@ -26,6 +26,7 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.runtime import communicators, shutdown, state_dump
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.runtime.horovod_timeline import own_timeline
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners
 
@@ -74,7 +75,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
 
 def enter(world: World, process_sets: Any = None) -> World:
     """Start Horovod in the super learner; worlds.current returns this world from now on."""
-    _start_horovod(world.inner, process_sets)
+    _start_horovod(world, process_sets)
     _log_from(world.config.log_level)
     worlds.put(world)
     exit_state.has_begun = True
@@ -180,12 +181,13 @@ def _cut(
     return World.make(config, placements, groups, rank, comms)
 
 
-def _start_horovod(inner: Any, process_sets: Any) -> None:
+def _start_horovod(world: World, process_sets: Any) -> None:
     """Horovod's world over the super learner."""
     import horovod.torch as horovod
     from horovod.torch import mpi_ops
 
-    horovod.init(comm=inner, process_sets=process_sets)
+    with own_timeline(world.super_rank, world.super_size):
+        horovod.init(comm=world.inner, process_sets=process_sets)
     # Horovod's exit handler waits without bound for the others of its world; ours does not.
     atexit.unregister(mpi_ops._basics.shutdown)
 
@@ -217,7 +219,7 @@ def merge_super_learners(world: World) -> World:
     everyone = tuple(range(world.size))
     merged = _cut(world.collectives.comm, world.host, world.config, world.placements, (everyone,))
     merged.teardown.inherit(world.teardown)
-    _start_horovod(merged.inner, None)
+    _start_horovod(merged, None)
     shutdown.free(world.inner, world.outer)
     worlds.put(merged)
     return merged

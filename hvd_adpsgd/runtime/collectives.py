@@ -18,6 +18,7 @@ import numpy as np
 
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
 from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.membership import Membership
 
 __all__ = ["Collectives", "allgather_object", "failed_comm_ranks", "wait"]
@@ -130,8 +131,12 @@ class Collectives:
             PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
             PeerFailedError, TransportError: if MPI fails and ULFM is off.
         """
-        for call in list(self.before):
-            call()
+        with counted(doing):
+            for call in list(self.before):
+                call()
+            return self._run(doing, operation)
+
+    def _run(self, doing: str, operation: Callable[[Any], T]) -> T:
         if not ulfm_enabled():
             with mpi_failures(doing):
                 return operation(self.comm)

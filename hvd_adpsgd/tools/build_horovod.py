@@ -119,9 +119,9 @@ CHANGES = (
         "# Open MPI 5 and newer; its ofi, for one-sided operations only, sleeps a second in MPI_Init\n"
         "_OMPI5_FLAGS = ['-mca pml ob1', '-mca btl ^openib,ofi', '--with-ft ulfm']\n"
         "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
-        "# a shell around each process, for the others to be told when it ends by itself\n"
+        "# a shell around each process: the launcher reports a process that exits early to the other ranks\n"
         f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
-        "# for several hosts: who is silent for so long has failed, and the launcher does not end the job\n"
+        "# several hosts: after this silence a host has failed, and the launcher does not end the job\n"
         f"_OMPI5_SILENCE = {SILENCE!r}\n",
     ),
     Change(
@@ -147,7 +147,7 @@ CHANGES = (
         "    return int(version.group(1)) if version else 4\n"
         "\n\n"
         "def _kept(command, mpi, env=None):\n"
-        '    """The command of one process, below a shell where that is of use."""\n'
+        '    """The command of one process, in that shell under Open MPI 5 and newer."""\n'
         "    kept = mpi == _OMPI_IMPL and _open_mpi_major(env) >= 5\n"
         "    return _OMPI5_KEEPER + list(command) if kept else command\n"
         "\n\n"
@@ -175,6 +175,12 @@ CHANGES = (
         "                  RANK_ZERO, mpi_ctx_.mpi_comm) != MPI_SUCCESS) {\n"
         '    throw std::runtime_error("MPI_Gatherv failed, see MPI output for details.");\n'
         "  }\n",
+    ),
+    # Schedulers signal the process that they started: it must be mpirun, not a shell that waits for it.
+    Change(
+        "horovod/runner/mpi_run.py",
+        "['/bin/sh', '-c', mpirun_command]",
+        "['/bin/sh', '-c', 'exec ' + mpirun_command]",
     ),
 )
 

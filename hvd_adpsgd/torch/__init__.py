@@ -104,7 +104,7 @@ from hvd_adpsgd.torch.horovod_ops import (
     synchronize,
 )
 from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
-from hvd_adpsgd.torch.model_average import average_model, consensus_distance
+from hvd_adpsgd.torch.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.torch.pausing import averaging_paused
 from hvd_adpsgd.torch.replacement import replace_failed
@@ -148,6 +148,7 @@ __all__ = [
     "alltoall",
     "alltoall_async",
     "average_model",
+    "averaged",
     "averaging_paused",
     "barrier",
     "broadcast",

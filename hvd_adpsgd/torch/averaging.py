@@ -17,7 +17,9 @@ from hvd_adpsgd.errors import (
     NonFiniteModelError,
     NotInitializedError,
     UnsupportedOptimizerError,
+    WorldError,
 )
+from hvd_adpsgd.runtime import global_operations
 from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies.plan import AFTER
@@ -57,6 +59,7 @@ class Averaging:
         stopped: why it averages no longer; "" while it does.
         at_stop: called then.
         pauses: how often it was paused and not resumed.
+        lent: how often the tensors hold other values for a while, which nothing may change or average.
     """
 
     def __init__(self, world: World, spec: AveragingSpec):
@@ -72,7 +75,7 @@ class Averaging:
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.stopped = ""
         self.at_stop: list[Callable[[], object]] = []
-        self.pauses = 0
+        self.pauses = self.lent = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
@@ -121,6 +124,12 @@ class Averaging:
             raise NotInitializedError(
                 f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
                 "optimizer that was wrapped after that."
+            )
+        if self.lent:
+            raise WorldError(
+                "the parameters hold the mean of all super learners inside `with hvd.averaged(...)`, and "
+                "get their own values back after it. Leave the block before backward(), step(), "
+                "average_model or averaging_paused."
             )
         if self.world.collectives.joining:
             raise NotInitializedError(
@@ -203,6 +212,7 @@ class Averaging:
             self._offer(finite, in_step=self._steps.due)
         self._steps.end()
         self.record.end_step(self.engine)
+        global_operations.end_step(self.world.rank == self.world.collectives.ranks[0])
         if not finite:
             _report_nonfinite(self)
 
@@ -321,6 +331,7 @@ class Averaging:
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self.record.events(self.engine)
+        self.engine.release()
 
 
 def _report_nonfinite(averaging: Averaging) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 from horovod.common.elastic import run_fn
 from horovod.torch import elastic as horovod_elastic
+from horovod.torch.elastic import sampler, state
 
-from hvd_adpsgd.torch import basics
+from hvd_adpsgd.torch.basics import init, shutdown
 from hvd_adpsgd.torch.horovod_ops import require_one_super_learner
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "TorchState", "init", "run", "sampler", "shutdown", "state"]
 
 
 class TorchState(horovod_elastic.TorchState):
@@ -48,5 +49,5 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    basics.shutdown()
-    basics.init()
+    shutdown()
+    init()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ from numpy.typing import NDArray
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
 from hvd_adpsgd.torch.pausing import paused
 
-__all__ = ["average_model", "consensus_distance", "mean_model"]
+__all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -52,9 +55,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     tensors = _floating(world, "average_model", model)
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
     with paused(concerned):
-        means, unfit = _means(world, "average_model", tensors, float(weight))
-        if unfit:
-            _without(world, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
+        means = _finite_means(world, "average_model", tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
 
@@ -80,7 +81,7 @@ def _require_weights(world: World, weight: Any) -> None:
         )
 
 
-def _without(world: World, unfit: list[int], finite: bool) -> None:
+def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
     """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
 
     Raises:
@@ -90,14 +91,15 @@ def _without(world: World, unfit: list[int], finite: bool) -> None:
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
     if world.config.nonfinite == "raise" or not finite:
         raise NonFiniteModelError(
-            f"average_model: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
+            f"{doing}: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
             "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
             "for all."
         )
     if world.rank == world.collectives.ranks[0]:
-        log.warning("average_model: %s holds NaN or Inf; it gets the mean of the others.", who)
+        log.warning("%s: %s holds NaN or Inf; it gets the mean of the others.", doing, who)
 
 
+@counted("consensus_distance")
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module) -> float:
     """Root mean square distance of the super learners' models from their mean, exactly.
@@ -125,6 +127,77 @@ def consensus_distance(model: torch.nn.Module) -> float:
     )
     squares = [square for leads, square in told if leads]
     return math.sqrt(sum(squares) / len(squares))
+
+
+@contextlib.contextmanager
+def averaged(
+    model: torch.nn.Module, *more: torch.nn.Module, buffers: bool = False
+) -> Iterator[None]:
+    """Inside, the modules hold the exact mean over super learners; their own values are back afterwards.
+
+    For evaluation and for checkpoints of the mean. All learners enter together, which waits for the
+    slowest super learner; they leave one by one, also by an exception. Training is not disturbed: engines
+    run on, and what exchanges owe the model is added after the block. So no step, no gradient, and none of
+    average_model and averaging_paused inside. Blocks may be nested.
+
+    Memory: a copy of the parameters and buffers on their device; on the way in, the mean in host memory.
+
+    Args:
+        model: the same module on every learner.
+        *more: others, such as a moving average of the model (EMA); each has its own mean.
+        buffers: also the mean of floating-point buffers. By default they are this learner's.
+
+    Raises:
+        ModelMismatchError: on every learner, if their models differ.
+        NonFiniteModelError: on every learner, if one's model holds NaN or Inf; see average_model.
+    """
+    tensors = [t for m in (model, *more) for t in (*m.parameters(), *m.buffers())]
+    concerned = [a for a in live() if any(tensor in a.parameters for tensor in tensors)]
+    with contextlib.ExitStack() as left:
+        with counted("averaged"), torch.no_grad():
+            means = _means_of_modules([model, *more], buffers)
+            for tensor in {id(t): t for t in tensors}.values():
+                left.callback(tensor.data.copy_, tensor.detach().clone())
+            for tensor, mean in means:
+                tensor.data.copy_(mean)
+        for averaging in concerned:
+            averaging.lent += 1
+            left.callback(_give_back, averaging)
+        yield
+
+
+def _give_back(averaging: Averaging) -> None:
+    averaging.lent -= 1
+
+
+def _means_of_modules(
+    modules: list[torch.nn.Module], buffers: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor, mean over super learners) of what is averaged, each once."""
+    world, doing = worlds.current(), "averaged"
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for i, module in enumerate(modules):
+        for name, tensor in (
+            *module.named_parameters(),
+            *(module.named_buffers() if buffers else ()),
+        ):
+            if tensor.is_floating_point():
+                named.setdefault(id(tensor), (f"{i}.{name}", tensor))
+    if world.super_size == 1:
+        return []
+    require_same(world, doing, described(list(named.values())))
+    tensors = [tensor for _, tensor in named.values()]
+    return list(zip(tensors, _finite_means(world, doing, tensors), strict=True))
+
+
+def _finite_means(
+    world: World, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
+) -> list[torch.Tensor]:
+    """The means; what is done about models that are not finite is as configured."""
+    means, unfit = _means(world, doing, tensors, weight)
+    if unfit:
+        _without(world, doing, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
+    return means
 
 
 @torch.no_grad()

@@ -9,9 +9,12 @@ its methods are Horovod's, and over them the few of `_METHODS` below. One step i
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +32,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.runtime import bootstrap
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch import checkpoint
@@ -37,6 +41,7 @@ from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
 from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.parameters import AveragingSpec
+from hvd_adpsgd.torch.supported import require_models, require_supported
 
 __all__ = ["DistributedOptimizer"]
 
@@ -45,6 +50,7 @@ log = logging.getLogger("hvd_adpsgd")
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
+@counted("DistributedOptimizer")
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedTensors | None = None,
@@ -112,6 +118,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers, op)
     )
     world = _join_if_synchronous(world, spec.strategy)
+    if live():
+        gc.collect()  # a dropped optimizer gives back what it held before another one takes as much
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
@@ -127,11 +135,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     if world.super_size == 1:
         _say_nothing_to_average(world, spec.strategy)
+        type(wrapped).close = _unhook
         return wrapped
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
-    wrapped._averaging = Averaging(world, spec)
-    wrapped._averaging.at_stop.append(functools.partial(_unhook, wrapped))
+    mine = wrapped._averaging = Averaging(world, spec)
+    mine.at_stop.append(functools.partial(_unhook, weakref.proxy(wrapped)))
+    dropped = weakref.finalize(wrapped, mine.stop, "the optimizer was dropped")
+    dropped.atexit = False  # shutdown() comes first
     return wrapped
 
 
@@ -146,8 +157,10 @@ def _wish(
     op: Any,
 ) -> AveragingSpec:
     """What this learner's call asks for, checked as far as one learner can."""
-    _require_supported(optimizer)
+    require_supported(optimizer)
     strategy = _strategy(averaging, world.config.averaging)
+    if world.super_size > 1 and strategy.averages != "nothing":
+        require_models(optimizer, named)
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
         _inner_process_set(process_set, world)
@@ -184,20 +197,6 @@ def _names(
     return names
 
 
-def _require_supported(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedOptimizerError(
-            "LBFGS cannot be distributed: one step() evaluates the closure many times along a line "
-            "search, which the learners would leave at different points. Use SGD, Adam or another "
-            "first-order optimizer."
-        )
-    if hasattr(optimizer, "_allreduce_delay"):  # Horovod's instances have it, and so ours
-        raise UnsupportedOptimizerError(
-            f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
-            "to hvd.DistributedOptimizer, once."
-        )
-
-
 def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
     if isinstance(averaging, Strategy):
         return averaging
@@ -232,7 +231,8 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
 
 def _unhook(wrapped: Any) -> None:
     """Its gradients are averaged no longer: the hooks live in nodes that nothing else holds."""
-    wrapped._grad_accs.clear()
+    with contextlib.suppress(ReferenceError):  # it was dropped, and its hooks with it
+        wrapped._grad_accs.clear()
 
 
 def _inner_process_set(process_set: Any, world: World) -> Any:
@@ -453,6 +453,11 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     checkpoint.load_state(self._averaging, state_dict.get("averaging"))
 
 
+def _close(self: Any) -> None:
+    """Give back the engine, its thread and its memory now. step() raises from now on; idempotent."""
+    self._averaging.stop("optimizer.close() was called")
+
+
 def _refuse_copy(self: Any, *args: Any) -> Any:
     raise CopyError(
         "a wrapped optimizer cannot be copied or pickled: it owns an averaging engine and gradient "
@@ -469,6 +474,7 @@ _METHODS = {
     "add_param_group": _add_param_group,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
+    "close": _close,
     "_allreduce_grad_async": _allreduce_grad_async,
     "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
     "__deepcopy__": _refuse_copy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,14 +145,43 @@ class Parameters:
 
 def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """A correction is added to each tensor once, so none may lie in another's memory."""
-    ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, id(tensor), name)
-        for name, tensor in itertools.chain(*named)
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
+    everything = {id(tensor): (name, tensor) for name, tensor in itertools.chain(*named)}
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), key)
+        for key, (_, tensor) in everything.items()
+        if tensor.numel()
     )
-    for (_, end, first_id, first), (start, _, second_id, second) in itertools.pairwise(ranges):
-        if start < end and first_id != second_id:
+    group: list[int] = []  # tensors whose spans hang together
+    on, ends = "", 0
+    for device, start, end, key in spans:
+        if device != on or start >= ends:
+            group, on, ends = [], device, 0
+        group.append(key)
+        ends = max(ends, end)
+        if len(group) > 1:
+            _require_apart([everything[k] for k in group])
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+
+
+def _require_apart(group: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Views of one memory may be interleaved: each byte is marked by the tensor that has it."""
+    first = group[0][1].data_ptr()
+    marks = np.zeros(max(t.data_ptr() - first + _extent(t) for _, t in group), dtype=np.int32)
+    for i, (name, tensor) in enumerate(group, start=1):
+        strides = [4 * stride * tensor.element_size() for stride in tensor.stride()]
+        mine = np.lib.stride_tricks.as_strided(
+            marks[tensor.data_ptr() - first :],
+            (*tensor.shape, tensor.element_size()),
+            (*strides, 4),
+        )
+        if mine.any():
             raise ModelMismatchError(
-                f"parameters {first!r} and {second!r} share memory. Tie weights by using one "
-                "torch.nn.Parameter in both places."
+                f"parameters {group[mine.max() - 1][0]!r} and {name!r} share memory. Tie weights by using "
+                "one torch.nn.Parameter in both places."
             )
+        mine[...] = i

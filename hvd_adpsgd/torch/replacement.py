@@ -241,6 +241,7 @@ def _drop(met: tuple[MergedComms, list[Engine]]) -> None:
     """Nothing came of it."""
     for engine in met[1]:
         engine.stop()
+        engine.release()
 
 
 def _go_on_with(world: World, joint: MergedComms, engines: list[Engine]) -> None:
@@ -254,6 +255,7 @@ def replace_engine(averaging: Averaging, engine: Engine) -> None:
     """Go on with another engine; between steps, paused. Numbers of exchanges begin anew."""
     averaging.engine.stop()
     averaging.record.events(averaging.engine)
+    averaging.engine.release()
     averaging.engine = engine
 
 

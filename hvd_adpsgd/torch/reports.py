@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
-from hvd_adpsgd.runtime import state_dump
+from hvd_adpsgd.runtime import global_operations, state_dump
 from hvd_adpsgd.torch.averaging import Averaging, live
 
 __all__ = ["metrics", "metrics_of"]
@@ -17,7 +17,8 @@ def metrics() -> dict[str, Any]:
 
     Always: steps, steps_per_s, and the seconds of step() by part: inner_allreduce_s (waiting for the
     node's gradients), optimizer_s (the user's), collect_s (corrections in, model into the mirror),
-    offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps.
+    offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps. Of the process:
+    global_operations (over all learners, such as allreduce) and global_operations_s, with their waits.
 
     Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
     and declined questions, parked peers, bytes_sent and bytes_received, staleness (chunks by age
@@ -32,8 +33,9 @@ def metrics() -> dict[str, Any]:
     every = [metrics_of(averaging) for averaging in live()]
     if not every:
         nothing = Counters(time.monotonic).to_dict()
-        return {**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None)}
-    return every[0] if len(every) < 2 else {**every[0], "optimizers": every}
+        every = [{**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None)}]
+    mine = {**every[0], **global_operations.totals()}
+    return mine if len(every) < 2 else {**mine, "optimizers": every}
 
 
 def metrics_of(averaging: Averaging) -> dict[str, Any]:

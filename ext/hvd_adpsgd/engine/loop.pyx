@@ -403,6 +403,15 @@ cdef class Loop:
             pthread_join(e.thread, NULL)
         e.running = False
 
+    def released(self):
+        """Whether the thread has ended and MPI holds none of its buffers, so that this may be freed."""
+        cdef State* e = &self.state
+        cdef int i
+        cdef bint idle = not e.running and not e.mean.running and e.outgoing == NULL
+        for i in range(e.transport.size):
+            idle = idle and e.exchanges[i].phase == IDLE
+        return idle and e.inbox_request == mpi.MPI_REQUEST_NULL
+
     def fault(self):
         """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
         return self.state.fault, self.state.fault_code, self.state.fault_peer

@@ -113,14 +113,10 @@ cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept n
 
 
 cdef void give_up(mpi.MPI_Request* request) noexcept nogil:
-    """Cancel a receive that no peer will match."""
+    """Cancel a receive that no peer will match; it stays if MPI may still write to its buffer."""
     cdef int flag = 0
-    if request[0] == mpi.MPI_REQUEST_NULL:
-        return
-    if mpi.MPI_Cancel(request) == mpi.MPI_SUCCESS:
+    if request[0] != mpi.MPI_REQUEST_NULL and mpi.MPI_Cancel(request) == mpi.MPI_SUCCESS:
         mpi.MPI_Test(request, &flag, mpi.MPI_STATUS_IGNORE)
-    if not flag and request[0] != mpi.MPI_REQUEST_NULL:
-        mpi.MPI_Request_free(request)
 
 
 cdef bint let_go(mpi.MPI_Request* request) noexcept nogil:

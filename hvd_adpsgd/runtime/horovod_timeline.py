@@ -1,0 +1,30 @@
+"""HOROVOD_TIMELINE where several Horovod worlds run: a file for each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["own_timeline"]
+
+_NAME = "HOROVOD_TIMELINE"
+
+
+@contextlib.contextmanager
+def own_timeline(super_rank: int, super_size: int) -> Iterator[None]:
+    """Inside, where Horovod starts and reads the variable, it names this super learner's file.
+
+    trace.json becomes trace.0.json, trace.1.json, ...; with one super learner it stays.
+    """
+    asked = os.environ.get(_NAME, "")
+    if super_size == 1 or asked in ("", "DYNAMIC"):  # the latter names no file; see start_timeline
+        yield
+        return
+    path = Path(asked)
+    os.environ[_NAME] = str(path.with_name(f"{path.stem}.{super_rank}{path.suffix}"))
+    try:
+        yield
+    finally:
+        os.environ[_NAME] = asked

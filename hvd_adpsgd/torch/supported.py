@@ -1,0 +1,133 @@
+"""What can be wrapped: checks of one learner's optimizer, each with what to do instead."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
+
+__all__ = ["require_models", "require_supported"]
+
+# Where apex, DeepSpeed, Megatron and Transformer Engine keep float32 copies of 16-bit parameters.
+_MASTERS = (
+    "fp32_from_fp16_groups",
+    "fp32_from_float16_groups",
+    "fp32_groups_flat_partition",
+    "single_partition_of_fp32_groups",
+    "param_groups_master",
+    "master_params",
+    "master_weights",
+)
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a typed error unless Horovod can wrap the optimizer.
+
+    Raises:
+        UnsupportedOptimizerError: for LBFGS, or one that is wrapped already.
+        ModelMismatchError: for parameters without values, or parts of sharded ones.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS cannot be distributed: one step() evaluates the closure many times along a line "
+            "search, which the learners would leave at different points. Use SGD, Adam or another "
+            "first-order optimizer."
+        )
+    if hasattr(optimizer, "_allreduce_delay"):  # Horovod's instances have it, and so ours
+        raise UnsupportedOptimizerError(
+            f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
+            "to hvd.DistributedOptimizer, once."
+        )
+    for i, parameter in enumerate(_parameters(optimizer)):
+        reason = _unfit(parameter)
+        if reason:
+            raise ModelMismatchError(f"parameter {i} of the optimizer {reason}")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _unfit(parameter: torch.Tensor) -> str:
+    """What is wrong with a parameter, and the cure; "" if nothing is."""
+    if is_lazy(parameter):
+        return (
+            "is lazy and has no shape yet. Run one batch through the model first, then make the "
+            "optimizer and wrap it."
+        )
+    if parameter.is_meta:
+        return (
+            "is on the meta device and has no values. Load the model first (`model.to_empty(...)`, then "
+            "its weights), then make the optimizer and wrap it."
+        )
+    sharded = (
+        "; every learner needs the whole model. Wrap the optimizer of the plain module instead."
+    )
+    if getattr(parameter, "_fsdp_flattened", False):
+        return f"is a part of a FullyShardedDataParallel model{sharded}"
+    if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+        return f"is a DTensor (fully_shard, tensor parallelism), of which every process holds a part{sharded}"
+    return ""
+
+
+def require_models(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> None:
+    """Raise a typed error unless the optimizer's parameters are the model, for averaging to change.
+
+    Raises:
+        ModelMismatchError: for the parameters of a DistributedDataParallel model.
+        UnsupportedOptimizerError: for float32 master copies of 16-bit parameters.
+    """
+    trained = set(_parameters(optimizer))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _require_no_ddp(trained)
+    where = _masters(optimizer, trained, [p for _, p in named or () if isinstance(p, torch.Tensor)])
+    if where:
+        raise UnsupportedOptimizerError(
+            f"this {type(optimizer).__name__} holds float32 master copies of 16-bit parameters ({where}): "
+            "they would overwrite in every step what averaging adds to the parameters. Train float32 "
+            "parameters under torch.autocast, or 16-bit ones with a plain optimizer."
+        )
+
+
+def _require_no_ddp(trained: set[torch.Tensor]) -> None:
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel) and trained & set(thing.parameters()):
+            raise ModelMismatchError(
+                "the optimizer's parameters belong to a DistributedDataParallel model, which averages "
+                "gradients in a process group of its own. Leave DistributedDataParallel out: "
+                "hvd.DistributedOptimizer averages them in the super learner."
+            )
+
+
+def _masters(
+    optimizer: torch.optim.Optimizer, trained: set[torch.Tensor], named: list[torch.Tensor]
+) -> str:
+    """Where the optimizer keeps master copies; "" if it has none that can be seen."""
+    for holder in (optimizer, getattr(optimizer, "_amp_stash", None)):
+        for name in _MASTERS:
+            if _holds(getattr(holder, name, None)):
+                return f"its {name}"
+    for state in optimizer.state.values():
+        for key in state if isinstance(state, dict) else ():
+            if "master" in str(key):
+                return f"its state {key!r}"
+    apart = any(p.dtype in _16_BITS and p not in trained for p in named)
+    if apart and not trained <= set(named):
+        return "its param_groups, beside 16-bit named_parameters"
+    return ""
+
+
+def _holds(masters: Any) -> bool:
+    """Whether an attribute says so: True, or lists with something in them; a method says nothing."""
+    if isinstance(masters, (list, tuple)):
+        return any(isinstance(m, torch.Tensor) or _holds(m) for m in masters)
+    return masters is True or isinstance(masters, torch.Tensor)

@@ -1,0 +1,200 @@
+"""What a Horovod user expects beside training: the mean for a while, and to be told of barriers."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from learner import digest, generator, outcome, retired, same_everywhere, say
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime import global_operations
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.torch import elastic, mpi_ops
+
+TOLD: list[str] = []
+
+
+class Ear(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            TOLD.append(record.getMessage())
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(1 + hvd.super_rank())
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(), torch.nn.Linear(16, 4)
+    )
+
+
+@contextmanager
+def training(model: torch.nn.Module, averaging: str) -> Iterator[Any]:
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    named = model.named_parameters()
+    with retired(
+        hvd.DistributedOptimizer(plain, named_parameters=named, averaging=averaging)
+    ) as optimizer:
+        yield optimizer
+
+
+def advance(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    batch = torch.randn(6, 8, generator=generator(step, hvd.rank()))
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def every(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def mean_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """By another way: everybody tells everything, in float64."""
+    world = worlds.current()
+    told = world.collectives.comm.allgather([t.detach().double() for t in tensors])
+    leaders = [told[group[0]] for group in world.groups]
+    return [sum(ts) / len(ts) for ts in zip(*leaders, strict=True)]
+
+
+def error(tensors: list[torch.Tensor], means: list[torch.Tensor]) -> float:
+    return max(float((t.double() - m).abs().max()) for t, m in zip(tensors, means, strict=True))
+
+
+# ---- averaged -------------------------------------------------------------------------------------
+
+
+def averaged(where: str, averaging: str) -> None:
+    """The mean inside, one's own afterwards; with a second model, nested, and left by an exception."""
+    model, copy = network(), network()
+    with training(model, averaging) as optimizer:
+        for step in range(4):
+            advance(model, optimizer, step)
+        hvd.barrier()
+        own = [digest(every(model)), digest(every(copy))]
+        parameters = [*model.parameters(), *copy.parameters()]
+        means, all_means = mean_of(parameters), mean_of([*parameters, model[1].running_var])
+        facts: dict[str, Any] = {}
+        try:
+            with hvd.averaged(model, copy):
+                facts["error"] = error(parameters, means)
+                facts["same"] = same_everywhere(parameters)
+                facts["buffers_own"] = digest(model.buffers()) != digest(network().buffers())
+                hvd.allreduce(torch.ones(1), name="loss")
+                with hvd.averaged(model, buffers=True):
+                    facts["nested"] = error([*parameters, model[1].running_var], all_means)
+                    model(torch.ones(6, 8))  # changes the buffers
+                inner = error(parameters, means)
+                facts["nested"] = max(facts["nested"], inner)
+                facts["refused"] = [
+                    outcome(call).get("error")
+                    for call in (optimizer.step, lambda: hvd.average_model(model))
+                ]
+                raise KeyError("on purpose")
+        except KeyError:
+            pass
+        facts["back"] = [digest(every(model)), digest(every(copy))] == own
+        advance(model, optimizer, 4)
+    say(case=f"{where}/averaged/{averaging}", **facts)
+
+
+def undisturbed() -> None:
+    """Training in step, with and without looking at the mean between its steps, ends alike."""
+    ends = []
+    for looks in (False, True):
+        model = network()
+        torch.manual_seed(7 + hvd.rank())  # of dropout
+        with training(model, "periodic_averaging:period=2") as optimizer:
+            for step in range(7):
+                advance(model, optimizer, step)
+                if looks:
+                    with hvd.averaged(model, buffers=True):
+                        model.eval()
+                        model(torch.ones(2, 8))
+                        model.train()
+            momentum = [s["momentum_buffer"] for s in optimizer.state.values()]
+            grads = [p.grad for p in model.parameters()]
+            state = [*every(model), *momentum, *grads, torch.get_rng_state()]
+            ends.append(digest(state) + str([p.requires_grad for p in model.parameters()]))
+    say(case="undisturbed", alike=ends[0] == ends[1])
+
+
+def not_finite(policy: str) -> None:
+    last = hvd.super_size() - 1
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan") if hvd.super_rank() == last else 3.0)
+    before, inside = digest(model.parameters()), []
+
+    def look() -> None:
+        with hvd.averaged(model):
+            inside.append(float(model.weight.detach()[0, 0]))
+
+    told = outcome(look)
+    kept = digest(model.parameters()) == before
+    say(case=f"not finite/{policy}", kept=kept, inside=inside, **told)
+
+
+# ---- operations over all learners --------------------------------------------------------------------
+
+
+def synchronous() -> None:
+    """A metric in every step: one warning. In the super learner, or seldom: none."""
+    model = network()
+    with training(model, "random_pairs") as optimizer:
+        for mode in ("seldom", "inner", "every"):
+            TOLD.clear()
+            global_operations._tally = global_operations._Tally()
+            before = hvd.metrics()
+            for step in range(2 * global_operations.WINDOW):
+                advance(model, optimizer, step)
+                loss = torch.ones(1)
+                if mode == "inner":
+                    hvd.allreduce(loss, name="loss", process_set=hvd.super_learner)
+                elif mode == "every" or step % 10 == 9:
+                    hvd.allreduce(loss, name="loss")
+            after = hvd.metrics()
+            say(
+                case=f"synchronous/{mode}",
+                told=[line for line in TOLD if "over all learners" in line],
+                count=after["global_operations"] - before["global_operations"],
+                seconds=after["global_operations_s"] - before["global_operations_s"],
+            )
+
+
+def names() -> None:
+    """What Horovod's modules have beside what horovod.torch shows."""
+    say(
+        case="names",
+        homogeneous=mpi_ops.is_homogeneous(),
+        powers=[mpi_ops.num_rank_is_power_2(n) for n in (3, 4)],
+        gpu=mpi_ops.gpu_available("torch"),
+        average=mpi_ops.handle_average_backwards_compatibility(None, True) == hvd.Average,
+        modules=[elastic.state.__name__, elastic.sampler.__name__],
+        functions=[elastic.init is hvd.init, elastic.shutdown is hvd.shutdown],
+        timeline=os.environ.get("HOROVOD_TIMELINE"),
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("hvd_adpsgd").addHandler(Ear())
+    for k, policy in ((2, "raise"), (1, "skip")):
+        hvd.init(config=Config(super_learner_size=k, nonfinite=policy))
+        for averaging in ("random_pairs", "delay_by_one"):
+            averaged(f"{hvd.super_size()}x{k}", averaging)
+        not_finite(policy)
+        if k == 2:
+            undisturbed()
+            synchronous()
+            names()
+        hvd.shutdown()
+        os.environ.pop("HOROVOD_TIMELINE", None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Optimizers that are dropped, and one that is closed while its peers train on."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner import outcome, say
+
+import hvd_adpsgd.torch as hvd
+
+WRAPS = 20
+
+
+def held() -> dict[str, Any]:
+    """What this process holds."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    threads = [
+        task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
+    ]
+    return {
+        "threads": sorted(threads),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mib": int(status["VmRSS"].split()[0]) // 1024,
+    }
+
+
+def wrapped(model: torch.nn.Module) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    return hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+
+
+def advance(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 1024)).square().mean().backward()
+    optimizer.step()
+
+
+def wrap_and_drop() -> None:
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = wrapped(model)
+    for _ in range(2):
+        advance(model, optimizer)
+
+
+def dropped() -> None:
+    for _ in range(3):
+        wrap_and_drop()
+    before = held()
+    for _ in range(WRAPS):
+        wrap_and_drop()
+    say(case="dropped", before=before, after=held())
+
+
+def closed() -> None:
+    """Super learner 0 closes its optimizer, and 1 makes more steps with its own."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = wrapped(model)
+    advance(model, optimizer)
+    hvd.barrier()
+    before = held()
+    longest = 0.0
+    if hvd.super_rank() == 0:
+        began = time.monotonic()
+        optimizer.close()
+        longest = time.monotonic() - began
+    else:
+        for _ in range(50):
+            began = time.monotonic()
+            advance(model, optimizer)
+            longest = max(longest, time.monotonic() - began)
+        optimizer.close()
+    optimizer.close()
+    after = held()
+    told = outcome(optimizer.step)
+    say(case="closed", before=before, after=after, longest=longest, leads=hvd.is_leader(), **told)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    dropped()
+    hvd.barrier()
+    closed()
+    hvd.shutdown()

@@ -1,0 +1,48 @@
+"""An optimizer that nobody needs any longer gives back what it holds."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import run_learners
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+PROGRAM = Path(__file__).with_name("programs") / "released.py"
+MODEL_MIB = 4
+
+
+@functools.cache
+def said(case: str) -> list[dict[str, Any]]:
+    everything = launched()
+    return [facts for facts in everything if facts["case"] == case]
+
+
+@functools.cache
+def launched() -> list[dict[str, Any]]:
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    return run_learners(4, PROGRAM, env=env, timeout=120).checked().said
+
+
+def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
+    assert len(said("dropped")) == 4
+    for facts in said("dropped"):
+        before, after = facts["before"], facts["after"]
+        assert len(after["threads"]) <= len(before["threads"]), facts
+        assert after["descriptors"] <= before["descriptors"], facts
+        assert after["mib"] - before["mib"] < 5 * MODEL_MIB, facts  # of 20 models
+
+
+def test_close_gives_back_at_once_and_its_peers_train_on() -> None:
+    assert len(said("closed")) == 4
+    for facts in said("closed"):
+        before, after = facts["before"], facts["after"]
+        assert before["threads"].count("adpsgd-engine") == facts["leads"], facts
+        assert "adpsgd-engine" not in after["threads"], facts
+        assert after["descriptors"] < before["descriptors"], facts
+        assert facts["error"] == "NotInitializedError", facts
+        assert "optimizer.close()" in facts["text"]
+        assert facts["longest"] < 5, facts

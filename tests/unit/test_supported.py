@@ -1,0 +1,158 @@
+"""What is refused at wrapping, and what looks like it and is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
+from hvd_adpsgd.torch.parameters import Parameters
+from hvd_adpsgd.torch.supported import require_models, require_supported
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def linear(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return torch.nn.Linear(4, 4).to(dtype)
+
+
+def test_plain_optimizers_pass() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = linear(dtype)
+        for optimizer in (sgd(model), torch.optim.AdamW(model.parameters())):
+            require_supported(optimizer)
+            require_models(optimizer, list(model.named_parameters()))
+            require_models(optimizer, None)
+
+
+# ---- parameters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "cure"),
+    [
+        (torch.nn.LazyLinear(3), "one batch"),
+        (torch.nn.Linear(3, 3, device="meta"), "to_empty"),
+    ],
+)
+def test_parameters_without_values_are_refused(model: torch.nn.Module, cure: str) -> None:
+    with pytest.raises(ModelMismatchError, match=cure):
+        require_supported(sgd(model))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_is_refused_and_its_neighbours_are_not() -> None:
+    plain, model = linear(), linear()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ModelMismatchError, match="DistributedDataParallel"):
+        require_models(sgd(ddp), None)
+    require_models(sgd(plain), None)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp_is_refused(original: bool) -> None:
+    model = FullyShardedDataParallel(
+        linear(), use_orig_params=original, device_id=torch.device("cpu")
+    )
+    with pytest.raises(ModelMismatchError, match="FullyShardedDataParallel.*plain module"):
+        require_supported(sgd(model))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_fully_shard_is_refused() -> None:
+    model = linear()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ModelMismatchError, match="DTensor"):
+        require_supported(sgd(model))
+
+
+# ---- master copies ------------------------------------------------------------------------------
+
+
+def refused(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> str:
+    with pytest.raises(UnsupportedOptimizerError, match=r"torch\.autocast") as caught:
+        require_models(optimizer, list(model.named_parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp32_from_fp16_groups", [[torch.ones(1)]]),
+        ("master_params", [torch.ones(1)]),
+        ("master_weights", True),
+        ("_amp_stash", SimpleNamespace(fp32_from_fp16_groups=[[torch.ones(1)]])),
+    ],
+)
+def test_optimizers_with_master_copies_are_refused(name: str, value: object) -> None:
+    model = linear(torch.bfloat16)
+    optimizer = sgd(model)
+    setattr(optimizer, name, value)
+    assert name in refused(optimizer, model) or name == "_amp_stash"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fp32_from_fp16_groups", [[]]), ("master_weights", False), ("master_params", sgd)],
+)
+def test_the_name_alone_is_not_refused(name: str, value: object) -> None:
+    optimizer = sgd(linear(torch.bfloat16))
+    setattr(optimizer, name, value)
+    require_models(optimizer, None)
+
+
+def test_param_groups_of_clones_are_refused() -> None:
+    model = linear(torch.float16)
+    clones = [p.detach().float().requires_grad_() for p in model.parameters()]
+    assert "param_groups" in refused(torch.optim.SGD(clones, lr=0.1), model)
+
+
+def test_state_of_master_copies_is_refused() -> None:
+    model = linear(torch.bfloat16)
+    optimizer = sgd(model)
+    optimizer.state[model.weight]["master_param"] = torch.ones(4, 4)
+    assert "master_param" in refused(optimizer, model)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def add(*tensors: torch.Tensor) -> None:
+    Parameters().add([(f"p{i}", torch.nn.Parameter(t)) for i, t in enumerate(tensors)])
+
+
+def test_memory_shared_through_a_strided_view_is_refused() -> None:
+    memory = torch.zeros(6, 6)
+    apart = torch.zeros(3)
+    for views in [
+        (memory, memory.t()),
+        (memory[::2], apart, memory[4:]),
+        (memory[:, :3], memory[:, 3:], memory[5, 5:]),
+        (memory.diagonal(), memory[3]),
+    ]:
+        with pytest.raises(ModelMismatchError, match="share memory"):
+            add(*views)
+
+
+def test_interleaved_views_are_apart() -> None:
+    memory = torch.zeros(6, 6)
+    add(memory[:, :3], memory[:, 3:].t(), torch.zeros(0), torch.zeros(()))
+    add(memory[::2], memory[1::2, ::2], memory[1::2, 1::2])
+    add(memory.view(-1)[:7], memory.view(-1)[7:])
