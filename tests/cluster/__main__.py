@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from machines import Cluster, ClusterError, _end_on_sigterm, _lives, clusters
+from tests.cluster.machines import Cluster, ClusterError, _end_on_sigterm, _lives, clusters
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import Cluster, ClusterError, clusters, unavailable
+
+from tests.cluster.machines import Cluster, ClusterError, clusters, unavailable
 
 pytestmark = pytest.mark.mpi
 REASON = unavailable()

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import Cluster, unavailable
+
+from tests.cluster.machines import Cluster, unavailable
 
 pytestmark = pytest.mark.mpi
 REASON = unavailable()

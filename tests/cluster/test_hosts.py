@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import QUICK, environment
-from machines import Cluster, unavailable
+
+from tests.cluster.machines import Cluster, unavailable
+from tests.launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REASON = unavailable()

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import QUICK, environment
-from machines import Cluster, unavailable
+
+from tests.cluster.machines import Cluster, unavailable
+from tests.launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone]
 REASON = unavailable()

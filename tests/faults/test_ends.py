@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launcher import run_learners, wait_for
+
+from tests.launcher import run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Result, run_learners
 
 from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launcher import Result, run_learners
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
+from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from launcher import Result, run_learners
+
+from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
 

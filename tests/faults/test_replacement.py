@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Result, run_learners
+
+from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
 

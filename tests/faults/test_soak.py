@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import QUICK, environment
+
+from tests.launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone]
 

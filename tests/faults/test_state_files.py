@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import run_learners, wait_for
+
+from tests.launcher import run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Result, run_learners, wait_for
+
+from tests.launcher import Result, run_learners, wait_for
 
 pytestmark = [pytest.mark.mpi, pytest.mark.alone]
 

@@ -1,6 +1,6 @@
 """Writes schemes.json: what every scheme made of a small model.
 
-    python tests/golden/make.py [--force]
+    python -m tests.golden.make [--force]
 
 tests/mpi/test_schemes.py compares new runs with it. Write it anew only if a law has changed, and say
 why in the commit.
@@ -28,8 +28,7 @@ def main() -> None:
     force = parser.parse_args().force
     if FILE.exists() and not force:
         sys.exit(f"{FILE} exists, and tests rely on it. Give --force to overwrite it.")
-    sys.path[:0] = [str(TESTS), str(TESTS / "mpi")]
-    from test_schemes import summaries
+    from tests.mpi.test_schemes import summaries
 
     lines = [f"  {json.dumps(case)}: {json.dumps(found)}" for case, found in summaries().items()]
     schemes = ",\n".join(lines)

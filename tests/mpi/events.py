@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from simulation import Array, Setting, gradient
 
 from hvd_adpsgd.strategies import GossipPGA, Strategy, parse
+from tests.mpi.simulation import Array, Setting, gradient
 
 FREE = (
     "random_pairs:seed=1",

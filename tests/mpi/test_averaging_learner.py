@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import ROOT, environment, run_learners
+
+from tests.launcher import ROOT, environment, run_learners
 
 torch = pytest.importorskip("torch")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import run_learners
+
+from tests.launcher import run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import environment
 
 from hvd_adpsgd.tools.bench import picture
+from tests.launcher import environment
 
 pytestmark = pytest.mark.mpi
 

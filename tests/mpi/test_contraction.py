@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import theorems
-from launcher import run_learners
 
 from hvd_adpsgd.strategies import Strategy, parse
 from hvd_adpsgd.theory import mixing, topology
+from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
 

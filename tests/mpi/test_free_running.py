@@ -4,7 +4,7 @@ A tiny model and many exchanges: the leader is often a step ahead of the others,
 corrections of the step before. Comparing after every step would hide what goes wrong then.
 """
 
-from launcher import run_learners
+from tests.launcher import run_learners
 
 PROGRAM = """
     import torch

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from launcher import ROOT, run_learners
 
 from hvd_adpsgd.theory import gossip, topology
 from hvd_adpsgd.tools.bench import MARK
+from tests.launcher import ROOT, run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import theorems
-from launcher import run_learners
+
+from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import Result, run_learners
 
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.torch.parameters import Parameters
+from tests.launcher import Result, run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

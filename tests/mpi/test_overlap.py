@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launcher import run_learners
+
+from tests.launcher import run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

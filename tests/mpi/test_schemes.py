@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from events import FREE as AT_EVENTS
-from events import STEPS, FreeRun, events
-from launcher import Result, run_learners
-from simulation import GOSSIP, LAWS, Setting, Simulation
 
 from hvd_adpsgd.strategies import STRATEGIES
+from tests.launcher import Result, run_learners
+from tests.mpi.events import FREE as AT_EVENTS
+from tests.mpi.events import STEPS, FreeRun, events
+from tests.mpi.simulation import GOSSIP, LAWS, Setting, Simulation
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

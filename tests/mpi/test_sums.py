@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from launcher import run_learners
+
+from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from launcher import Result, run_learners
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.runtime.world import Placement, form_super_learners
+from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from theorems import complete_edges, complete_event_contraction, pair_matrix
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.theory import gossip, topology
+from tests.theorems import complete_edges, complete_event_contraction, pair_matrix
 
 
 def star(n):

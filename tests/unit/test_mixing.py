@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from theorems import consensus_distance
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.theory import mixing, topology
+from tests.theorems import consensus_distance
 
 SIZES = st.integers(1, 17)
 

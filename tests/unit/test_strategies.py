@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from theorems import consensus_distance
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.strategies import (
@@ -32,6 +31,7 @@ from hvd_adpsgd.strategies import (
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
 from hvd_adpsgd.strategies.update_rules import BlockMomentum, LateGradients, SlowModel
+from tests.theorems import consensus_distance
 
 SEEDS = st.integers(0, 2**32 - 1)
 PERIODS = st.integers(1, 1000)

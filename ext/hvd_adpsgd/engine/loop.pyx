@@ -14,7 +14,7 @@ from mpi4py cimport libmpi as mpi
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.engine.exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
                                    retire, send_control, check_failures, under_way)
-                                   from hvd_adpsgd.engine.mean cimport advance_mean
+from hvd_adpsgd.engine.mean cimport advance_mean
 from hvd_adpsgd.engine.state cimport *
 from hvd_adpsgd.engine.butterfly cimport network_open
 from hvd_adpsgd.engine.transport cimport give_up, transport_open

@@ -1,5 +1,6 @@
 """Optimizers that are dropped, and one that is closed while its peers train on."""
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ WRAPS = 20
 
 
 def held() -> dict[str, Any]:
-    """What this process holds."""
+    """What this process holds, once the garbage is collected."""
+    gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     threads = [
         task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()

@@ -31,13 +31,10 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.strategies import STRATEGIES
-
-sys.path.append(str(Path(__file__).parents[1]))
-from events import FREE as AT_EVENTS
-from events import PACES, STEPS, events
-from simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
-
 from hvd_adpsgd.torch.reports import metrics_of
+from tests.mpi.events import FREE as AT_EVENTS
+from tests.mpi.events import PACES, STEPS, events
+from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
 
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
 SIZES = [15, 1, 66_001]
