@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "released.py"
 MODEL_MIB = 4
+WRAPS = 20  # of programs/released.py
 
 
 @functools.cache
@@ -34,7 +35,9 @@ def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
         before, after = facts["before"], facts["after"]
         assert len(after["threads"]) <= len(before["threads"]), facts
         assert after["descriptors"] <= before["descriptors"], facts
-        assert after["mib"] - before["mib"] < 5 * MODEL_MIB, facts  # of 20 models
+        # Communicators are freed when all learners meet in shutdown(): 1 to 1.5 MiB of each wrap stays.
+        # A mirror or a slot that stayed would be a model each.
+        assert after["mib"] - before["mib"] < WRAPS * MODEL_MIB / 2, facts
 
 
 def test_close_gives_back_at_once_and_its_peers_train_on() -> None:
