@@ -1,4 +1,4 @@
-"""How the worlds of the learners are made, all together, and torn down in bounded time.
+"""Makes the worlds, on all learners together, and tears them down in bounded time.
 
 Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
 """
@@ -137,7 +137,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
 
 
 def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
-    """What this learner tells the others: its placement, and its options or what is wrong with them."""
+    """What this learner sends to its peers: its placement, and its options or the error in them."""
     head = host.bcast(everyone.Get_rank())
     placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
     options, problem = None, None
@@ -188,7 +188,7 @@ def _start_horovod(world: World, process_sets: Any) -> None:
 
     with own_timeline(world.super_rank, world.super_size):
         horovod.init(comm=world.inner, process_sets=process_sets)
-    # Horovod's exit handler waits without bound for the others of its world; ours does not.
+    # Horovod's exit handler waits without bound for the learners of its world; ours does not.
     atexit.unregister(mpi_ops._basics.shutdown)
 
 
@@ -229,18 +229,18 @@ def merge_super_learners(world: World) -> World:
 
 
 def watch_exit() -> None:
-    """From now on the process ends as runtime/shutdown says."""
+    """From now on the process exits as runtime/shutdown describes."""
     shutdown.mark(True)
     shutdown.at_exit(shut_down, _leave_deadline_s)
 
 
 def shut_down() -> None:
-    """Leave: stop what was registered, then Horovod, then free the communicators.
+    """Run the registered callbacks, stop Horovod, run the shutdown barrier, free the communicators.
 
-    Waits for the other learners at most leave_deadline_s; idempotent. init() may follow.
+    Waits for other learners at most leave_deadline_s; idempotent. init() may follow.
 
     Raises:
-        Exception: the first that a registered callback raised, once all else is done.
+        Exception: the first of a registered callback, after all other work.
     """
     if not worlds.is_initialized():
         return
@@ -249,6 +249,7 @@ def shut_down() -> None:
     failures = list(world.teardown.run_stops())
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds)
+    # engines stop before the barrier, frees come after it: freed earlier, a peer's operations would fail
     if world.teardown.meet(stopped, ends):
         comms = (world.outer, world.inner, world.host, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
@@ -263,7 +264,7 @@ def _leave_deadline_s() -> float:
 
 
 def _stop_horovod(seconds: float) -> bool:
-    """Stop Horovod's world; False if it still waits for some learner after `seconds`.
+    """Stop Horovod's world; False if it still waits for a learner after `seconds`.
 
     A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
     """

@@ -1,7 +1,7 @@
-"""What all learners do together through MPI: wait without burning a core, go on without who failed.
+"""Collectives of all learners: they wait asleep, and continue over the surviving learners.
 
-mpi4py does not keep the buffers of a non-blocking collective alive: whoever posts one holds them in
-variables until it is complete. A temporary array as an argument gives wrong results in silence.
+mpi4py does not keep the buffers of a non-blocking collective alive. The caller holds them in variables
+until the request completes; with a temporary array MPI reads or writes freed memory, without an error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-AGREEMENTS = 5  # asked before a no is believed
-_LOOKS = 16  # Open MPI looks at the launcher's news in every 8th call
+AGREEMENTS = 5  # attempts before a result of 0 is accepted
+_LOOKS = 16  # Open MPI polls the launcher in every 8th call
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 
 
 def wait(request: Any, ends: float | None = None) -> bool:
-    """Complete an mpi4py request, asleep between looks: a waiting learner leaves its core to others.
+    """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.
 
     Args:
         request: its buffers must be held by the caller.
-        ends: look at least once, and not after this time of time.monotonic; None: no bound.
+        ends: deadline, of time.monotonic; polls at least once. None: no deadline.
 
     Returns:
         Whether the request is complete.
@@ -67,13 +67,13 @@ def allgather_object(comm: Any, value: Any) -> list[Any]:
 
 
 def failed_comm_ranks(comm: Any) -> set[int]:
-    """Who of a communicator is known to have ended without MPI_Finalize; nobody without ULFM."""
+    """Ranks in `comm` known to have exited without MPI_Finalize; empty without ULFM."""
     from mpi4py import MPI
 
     if not ulfm_enabled():
         return set()
     with contextlib.suppress(MPI.Exception):
-        for _ in range(_LOOKS):  # MPI learns of an end only while it is called
+        for _ in range(_LOOKS):  # MPI detects failures only inside its calls
             MPI.COMM_SELF.Iprobe()
         failed = comm.Get_failed()
         ranks = range(failed.Get_size())
@@ -82,20 +82,20 @@ def failed_comm_ranks(comm: Any) -> set[int]:
 
 
 class Collectives:
-    """Operations over all learners, run again without those that failed meanwhile.
+    """Operations over all learners, repeated over the surviving learners after a failure.
 
-    A failure may be noticed by some learners and not by others, and a learner that has its result
-    cannot know whether the others have theirs. So all agree on it:
+    Some learners may detect a failure while others complete the operation, and none can tell whether its
+    peers have a result. So each operation ends with an agreement:
 
-        1. whoever notices revokes the communicator: nobody waits any longer;
-        2. all agree whether everybody was successful;
-        3. if not, the living make a communicator of their own, and start again.
+        1. a learner that detects a failure revokes the communicator, so that no peer blocks on it;
+        2. all learners agree whether the operation succeeded on all;
+        3. if not, the surviving learners shrink the communicator and repeat the operation.
 
     Attributes:
-        comm: the learners that lived at the end of the last operation.
-        ranks: theirs, by their rank in `comm`.
-        on_failure: what is done without those that are gone: "continue" or "raise".
-        joining: this is a joining learner that has not met the others yet.
+        comm: the learners that survived the last operation.
+        ranks: ranks of these learners in the job, by rank in `comm`.
+        on_failure: "continue" or "raise", once learners have failed.
+        joining: this is a joining learner that has not joined yet.
         before: called before each operation.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013.
@@ -117,12 +117,12 @@ class Collectives:
         self._rank, self._size, self._membership = rank, size, membership
 
     def run(self, doing: str, operation: Callable[[Any], T]) -> T:
-        """Run one; all learners call this. `comm` and `ranks` change when learners have failed.
+        """Run an operation; all learners call this. `comm` and `ranks` shrink when learners have failed.
 
         Args:
             doing: what is done, for messages.
-            operation: gets the communicator. Must leave its input as it is. What it raises itself it
-                must raise on all learners.
+            operation: receives the communicator. Must not change its input, because it may be repeated.
+                An exception of its own it must raise on all learners.
 
         Returns:
             What the operation returns.
@@ -150,13 +150,13 @@ class Collectives:
 
     def _checked(self, doing: str, operation: Callable[[Any], T], comm: Any) -> T:
         if comm is not self.comm:
-            self._go_on_with(comm, doing)
+            self._continue_with(comm, doing)
         if self.on_failure == "raise" and not self.joining:
-            self._require_everybody(doing)
+            self._require_all_learners(doing)
         return operation(comm)
 
-    def _go_on_with(self, comm: Any, doing: str) -> None:
-        """`comm` is of the living."""
+    def _continue_with(self, comm: Any, doing: str) -> None:
+        """Continue with `comm`, which the surviving learners share."""
         ranks = tuple(allgather_object(comm, self._rank))
         gone = sorted(set(self.ranks) - set(ranks))
         self.comm, self.ranks = comm, ranks
@@ -169,8 +169,8 @@ class Collectives:
                 len(ranks),
             )
 
-    def _require_everybody(self, doing: str) -> None:
-        """The same outcome on all learners of `comm`."""
+    def _require_all_learners(self, doing: str) -> None:
+        """Raise PeerFailedError if learners have failed; all learners of `comm` raise alike."""
         gone = self.gone()
         if gone:
             raise PeerFailedError(
@@ -181,7 +181,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def instead(self, on_failure: str) -> Iterator[None]:
-        """Inside, "continue" or "raise"."""
+        """Inside, `on_failure` is "continue" or "raise"."""
         before, self.on_failure = self.on_failure, on_failure
         try:
             yield
@@ -189,26 +189,26 @@ class Collectives:
             self.on_failure = before
 
     def gone(self) -> set[int]:
-        """Learners without whom operations go on."""
+        """Learners that operations no longer include."""
         return set(range(self._size)) - set(self.ranks)
 
     def ended(self) -> set[int]:
-        """Learners whose process is known to have ended. Waits for nobody."""
+        """Learners whose process is known to have exited. Does not block."""
         return self.gone() | {self.ranks[i] for i in failed_comm_ranks(self.comm)}
 
     def meet(self, comm: Any, ranks: tuple[int, ...]) -> None:
-        """Go on with those who live and a super learner that has joined them, of which this may be one."""
+        """Continue with `comm`, which includes a super learner that has joined."""
         self.comm, self.ranks, self.joining = comm, ranks, False
 
 
 def _attempt(comm: Any, operation: Callable[[Any], T]) -> Callable[[], T] | None:
-    """What returns or raises the operation's outcome; None if MPI failed."""
+    """A call that returns or raises the operation's outcome; None if MPI failed."""
     from mpi4py import MPI
 
     try:
         result = operation(comm)
     except MPI.Exception:
-        with contextlib.suppress(MPI.Exception):  # revoked by another already
+        with contextlib.suppress(MPI.Exception):  # a peer has revoked it already
             comm.Revoke()
         return None
     except Exception as error:
@@ -224,10 +224,10 @@ def _raiser(error: Exception) -> Callable[[], Any]:
 
 
 def _all_agree(comm: Any, success: bool) -> bool:
-    """Whether all learners of `comm` live and were successful; the same answer on all living.
+    """Whether all learners of `comm` survive and succeeded; the same answer on all surviving learners.
 
-    A no is asked again: beside another thread's messages Open MPI 5.0's agreement now and then gives
-    0 where everybody said 1, to all alike.
+    A result of 0 is repeated: while another thread sends messages, Open MPI 5.0's agreement sometimes
+    returns 0 on all ranks although all ranks contributed 1.
     """
     for _ in range(AGREEMENTS):
         answer = _agreement(comm, success)
@@ -237,7 +237,7 @@ def _all_agree(comm: Any, success: bool) -> bool:
 
 
 def _agreement(comm: Any, success: bool) -> bool | None:
-    """One agreement; None if somebody has failed, on all alike."""
+    """One agreement; None, on all learners alike, if a learner has failed."""
     from mpi4py import MPI
 
     flag = np.array([success], dtype=np.intc)
@@ -249,7 +249,7 @@ def _agreement(comm: Any, success: bool) -> bool | None:
 
 
 def _without_failed(comm: Any) -> Any:
-    """A communicator of the living; all of them have come to the same place already.
+    """A communicator of the surviving learners; all of them call this after the same agreement.
 
     Shrink blocks, but Ishrink of Open MPI 5.0 fails on a revoked communicator.
     """

@@ -1,4 +1,4 @@
-"""MPI under the worlds: started so that it serves us, its communicators cut from all processes."""
+"""MPI under the worlds: initialization, thread level, and communicators of learners."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hvd_adpsgd.runtime.shutdown import exit_state
 
 __all__ = ["load_mpi", "of_host", "of_learners", "require_mpi_launcher", "split"]
 
-# Set by a launcher for every process of a job; SLURM_NTASKS is not here, for a batch script has it
-# too.
+# Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -32,13 +31,13 @@ def require_mpi_launcher(environ: Mapping[str, str]) -> None:
 
 
 def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
-    """The module mpi4py.MPI, once it is known to serve us.
+    """The module mpi4py.MPI, initialized with MPI_THREAD_MULTIPLE.
 
     Args:
-        start: starts MPI instead of mpi4py, if it is not running; gets the module.
+        start: initializes MPI in place of mpi4py, if it is not; receives the module.
 
     Raises:
-        LaunchError: if it does not.
+        LaunchError: if MPI is finalized, or its thread level is lower.
     """
     import mpi4py
 

@@ -1,8 +1,8 @@
-"""Who of a job is alive, suspect, left or failed: the one record of this process.
+"""Which super learners are alive, suspect, left or failed: the one record of this process.
 
     engine's thread  -->  Engine.report  -->  Membership.update  -->  line in the log
 
-Collectives, shutdown, replacement and the user's questions ask it, and tell it what they find out.
+Collectives, shutdown, replacement and the public queries read it; the first three also update it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_REPEATED_S = 5.0  # who fails so soon after another may not have warned of it
+_REPEATED_S = 5.0  # a super learner that fails so soon may not have logged a peer's failure
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging passes over it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -28,10 +28,10 @@ _NEWS = {
 
 
 class Membership:
-    """The states of all super learners, as far as this learner knows.
+    """The states of all super learners, as known to this learner.
 
-    A failed super learner stays so until it is replaced. One that has left is alive again for an engine
-    that is made later. The first super learner that lives warns of failures, the others inform.
+    A failed super learner stays failed until it is replaced. One that has left is alive again for an engine
+    made later. The first surviving super learner logs failures as warnings, its peers as information.
 
     Args:
         groups: ranks of the learners of each super learner, by super_rank.
@@ -46,10 +46,10 @@ class Membership:
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
-        ] = {}  # failures that another one should warn of
+        ] = {}  # failures for a lower super_rank to warn of
 
     def update(self, news: Iterable[tuple[int, PeerState]], step: int | None = None) -> None:
-        """Take in what an engine has learned, all of it before the first line is logged.
+        """Record changes that an engine reports; all of them before the first line is logged.
 
         Args:
             news: (super_rank, state).
@@ -75,7 +75,7 @@ class Membership:
             self._informed[i] = time.monotonic(), line
 
     def _repeat(self) -> None:
-        """Who should have warned has failed itself, maybe before it did."""
+        """Log recent failures as warnings: the super learner that should have may have failed first."""
         if self._warns:
             for when, line in self._informed.values():
                 if time.monotonic() - when < _REPEATED_S:
@@ -88,37 +88,37 @@ class Membership:
         return all(state in gone for state in self.states[: self.own])
 
     def fail(self, ranks: Collection[int]) -> None:
-        """The super learners of these learners have failed; whoever found it out tells of it."""
+        """Mark the super learners of these learners as failed; the caller logs it."""
         for i, group in enumerate(self._groups):
             if not set(ranks).isdisjoint(group):
                 self.states[i] = PeerState.FAILED
 
     def mates_ended(self, ranks: Collection[int]) -> None:
-        """The processes of these learners have ended. Who is of another node may be done; engines know."""
+        """Processes have exited: mark this super learner if one was its own; engines report on peers."""
         self.fail(set(ranks).intersection(self._groups[self.own]))
 
     def meet(self, members: Collection[int]) -> None:
-        """All that live have met: these super learners, and no others."""
+        """After a merge: these super learners are alive, all others have failed."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
         self._told.clear()
 
     def rejoin(self) -> None:
-        """An engine was stopped while its learners train on: who has left it may still be there."""
+        """An engine was stopped while training continues: a super learner that left it may be alive."""
         self.states = [
             PeerState.ALIVE if state is PeerState.LEFT else state for state in self.states
         ]
 
     @property
     def own_failed(self) -> bool:
-        """Whether this super learner cannot go on."""
+        """Whether this super learner has failed."""
         return self.states[self.own] is PeerState.FAILED
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Ranks of the learners of failed super learners, ascending.
 
         Args:
-            ended: ranks of learners whose process has ended; in good order if they had left.
+            ended: ranks of learners whose process has exited; not a failure if they had left.
         """
         states = zip(self._groups, self.states, strict=True)
         return tuple(

@@ -1,18 +1,18 @@
-"""A new super learner takes the place of a lost one, over MPI.
+"""A new super learner replaces a failed one, over MPI.
 
-    recruiter (a living learner)              joining learner (a super learner of new processes)
-    MPI_Comm_spawn, on a thread               the same command from the top
-    bridge: the two merged                    hvd.init(): bridge; is told its numbers
-    ... all living train on ...               builds its model, wraps its optimizer
-    "ready" is here                           says "ready" over the bridge, waits
-    tells the port                            knows the port
-    all living: MPI_Comm_accept, merge        MPI_Comm_connect, merge
-    all living agree that they have it        hears "come", and is one of them
+    starter (a surviving learner)             joining learner (a new process)
+    MPI_Comm_spawn, on a thread               runs the same command from the top
+    bridge: both sides merged                 hvd.init(): bridge; receives its ranks
+    ... surviving learners train ...          builds its model, wraps its optimizer
+    receives "ready"                          sends "ready" over the bridge, waits
+    sends the port                            receives the port
+    all surviving: MPI_Comm_accept, merge     MPI_Comm_connect, merge
+    all surviving agree on the merge          receives "come", and has joined
 
-Only the last three lines keep anybody from training, some 10 ms; Python, torch and the script start
-while the others train. Nothing that may wait for a joining learner runs on a learner's own thread without a
-bound: Open MPI 5.0 never returns from MPI_Comm_spawn, MPI_Comm_accept or MPI_Intercomm_merge when
-the other side has died. A thread that is left behind there sleeps.
+Only the last three lines interrupt training, for about 10 ms; Python, torch and the script start while
+the surviving learners train. Every call that may wait for a joining learner runs on a thread of its own
+with a timeout: in Open MPI 5.0 MPI_Comm_spawn, MPI_Comm_accept and MPI_Intercomm_merge never return when
+the other side has failed. A thread that times out there stays asleep.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-JOINS = "HVD_ADPSGD_JOINS"  # set for processes that replace lost ones
-MEETING_S = 10.0  # longest wait for all to be connected, once a joining learner is ready
-START_S = 120  # longest MPI_Init of a joining learner, whose recruiter may have ended meanwhile
+JOINS = "HVD_ADPSGD_JOINS"  # set for processes that replace failed ones
+MEETING_S = 10.0  # longest wait for the merge, once a joining learner is ready
+START_S = 120  # longest MPI_Init of a joining learner; its starter may exit meanwhile
 _PASSED_ON = ("HVD_ADPSGD_", "HOROVOD_", "OMP_", "CUDA_", "PYTHON", "PATH", "LD_LIBRARY_PATH")
 _TAG_SIZE, _TAG_DATA = 1, 2
 _LOOK_S = 2e-3
@@ -71,11 +71,11 @@ _PORT_FREED = "the job has ended"
 
 @dataclass(frozen=True)
 class JoinInfo:
-    """What a joining learner is told before it knows anybody else.
+    """What a joining learner receives first, from its starter.
 
     Attributes:
         super_rank: the super learner that it replaces.
-        placements, groups, config: of all, as in World.
+        placements, groups, config: of the job, as in World.
     """
 
     super_rank: int
@@ -86,14 +86,14 @@ class JoinInfo:
 
 @dataclass(frozen=True)
 class MergedComms:
-    """Communicators of the living and a joining learner, errors returned.
+    """Communicators of the surviving learners and a joining one, errors returned.
 
     Attributes:
         comm: all learners, ordered by rank.
-        ranks: theirs.
-        goodbye: the same, for shutdown.
-        outer: the leaders; None on learners that lead nothing.
-        members: the super learners that they lead, by their rank there.
+        ranks: the job's ranks of these learners.
+        goodbye: a duplicate of `comm`, for shutdown.
+        outer: the leaders; None on learners that are not leaders.
+        members: the leaders' super learners, by rank in `outer`.
     """
 
     comm: Any
@@ -103,7 +103,7 @@ class MergedComms:
     members: tuple[int, ...]
 
     def adopt(self, world: World) -> None:
-        """Make the world of all learners from this one; worlds.current returns it from now on."""
+        """Replace `world` by one with these communicators; worlds.current returns it from now on."""
         world.teardown.join(self.goodbye, world.collectives.comm, world.outer)
         world.collectives.meet(self.comm, self.ranks)
         world.membership.meet(self.members)
@@ -116,7 +116,7 @@ def is_newcomer() -> bool:
 
 
 def failed_groups(world: World) -> tuple[int, ...]:
-    """The super learners none of whose learners takes part in collectives any longer."""
+    """The super learners without a learner in collectives."""
     living = set(world.collectives.ranks)
     return tuple(i for i, group in enumerate(world.groups) if not living & set(group))
 
@@ -124,12 +124,12 @@ def failed_groups(world: World) -> tuple[int, ...]:
 def within(
     seconds: float, call: Callable[[], T], drop: Callable[[T], object] = lambda result: None
 ) -> T | None:
-    """What `call`, made on a thread of its own, returns in time; None if it is late or MPI fails.
+    """The result of `call`, run on a thread of its own; None if it times out or MPI fails.
 
     Args:
-        seconds: longest wait.
-        call: may wait without bound.
-        drop: gets a result that comes too late.
+        seconds: timeout.
+        call: may block without bound.
+        drop: receives a result that arrives after the timeout.
     """
     results: queue.SimpleQueue[T | None] = queue.SimpleQueue()
     late = threading.Event()
@@ -150,7 +150,7 @@ def within(
     with contextlib.suppress(queue.Empty):
         return results.get(timeout=seconds)
     late.set()
-    _drop_all(results, drop)  # it may have come just now
+    _drop_all(results, drop)  # run() may have put its result before it could see `late`
     return None
 
 
@@ -166,7 +166,7 @@ def _drop_all(results: queue.SimpleQueue[T | None], drop: Callable[[T], object])
 
 
 class _Inbox:
-    """Objects from one learner of a communicator, one after the other, without waiting."""
+    """Objects from one rank of a communicator, in order, without blocking."""
 
     def __init__(self, comm: Any, source: int):
         self._comm, self._source = comm, source
@@ -178,12 +178,12 @@ class _Inbox:
         self._data: Any = None
 
     def close(self) -> None:
-        """Expect nothing more, so that the communicator can be freed."""
+        """Cancel the pending receive, so that the communicator can be freed."""
         self._request.Cancel()
         wait(self._request)
 
     def take(self) -> list[Any]:
-        """[the next object], or [] if it is not here yet.
+        """[the next object], or [] if it has not arrived.
 
         Raises:
             MPI.Exception: if the sender has failed.
@@ -198,20 +198,20 @@ class _Inbox:
         self._next_size()
         return [value]
 
-    def wait(self, ends: float | None, lives: Callable[[], bool]) -> Any:
+    def wait(self, ends: float | None, runs: Callable[[], bool]) -> Any:
         """The next object.
 
         Args:
-            ends: of time.monotonic; None: no bound but the sender's life.
-            lives: whether the sender does; MPI is silent about one that has ended well.
+            ends: of time.monotonic; None: wait as long as the sender runs.
+            runs: whether the sender runs; MPI does not report a process that has exited with status 0.
 
         Raises:
-            TimeoutError: if it is not here by then, or never will be.
+            TimeoutError: if it has not arrived by then, or the sender has exited.
             MPI.Exception: if the sender has failed.
         """
         while not (got := self.take()):
             over = ends is not None and time.monotonic() > ends
-            if (over or not lives()) and not (got := self.take()):
+            if (over or not runs()) and not (got := self.take()):
                 raise TimeoutError
             if got:
                 break
@@ -228,17 +228,17 @@ def _send(comm: Any, target: int, value: Any) -> None:
     wait(second)
 
 
-# ---- the recruiter ------------------------------------------------------------------------------
+# ---- the starter --------------------------------------------------------------------------------
 
 
 class SpawnedReplacement:
-    """A super learner that is being started in place of a lost one; seen by its recruiter.
+    """A super learner that this learner, its starter, starts in place of a failed one.
 
     Args:
-        world: of the recruiter.
-        super_rank: the lost one.
-        terms: what it must say when it is ready.
-        patience_s: longest start, from here to "ready".
+        world: of the starter.
+        super_rank: the failed super learner.
+        terms: what the joining learner must send when it is ready.
+        patience_s: longest time from here to "ready".
     """
 
     def __init__(self, world: World, super_rank: int, terms: Any, patience_s: float):
@@ -268,7 +268,7 @@ class SpawnedReplacement:
             )
 
     def _spawn(self) -> Any:
-        """Start the processes; a communicator of this learner (rank 0) and them."""
+        """Start the processes. Returns a communicator of this learner (rank 0) and them."""
         from mpi4py import MPI
 
         alone = MPI.COMM_SELF.Dup()
@@ -286,7 +286,7 @@ class SpawnedReplacement:
         return bridge
 
     def state(self) -> str:
-        """Where it is: "starting", "ready", or "failed" for the reason in `problem`; does not wait."""
+        """One of "starting", "ready" and "failed" (see `problem`); does not block."""
         from mpi4py import MPI
 
         if not self._ready and not self.problem:
@@ -308,7 +308,7 @@ class SpawnedReplacement:
             self.problem = f"it was not ready after patience_s={self._patience_s:g} s"
 
     def open(self, rank: int) -> str:
-        """Ask it to the meeting with the learner `rank`. Returns the port where."""
+        """Open a port for the merge, rooted at learner `rank`, and send both. Returns the port."""
         from mpi4py import MPI
 
         port = str(MPI.Open_port())
@@ -316,19 +316,19 @@ class SpawnedReplacement:
         return port
 
     def come(self) -> None:
-        """All others have met it: it is one of them."""
+        """Tell the joining learner that all surviving learners have agreed on the merge."""
         self._tell("come")
         self.release()
 
     def dismiss(self) -> None:
-        """Let it end; wait a moment for one that has just been started."""
+        """Tell it to exit; wait up to leave_deadline_s for a spawn that is still running."""
         self._thread.join(self._leave_deadline_s if not self.problem else 0)
         if self._bridge is not None:
             self._tell(_PORT_FREED)
             self.release()
 
     def release(self) -> None:
-        """Let go of the bridge."""
+        """Free the bridge."""
         from mpi4py import MPI
 
         with contextlib.suppress(MPI.Exception):
@@ -339,13 +339,13 @@ class SpawnedReplacement:
     def _tell(self, value: Any) -> None:
         from mpi4py import MPI
 
-        with contextlib.suppress(MPI.Exception):  # it has failed; whoever waits for it notices
+        with contextlib.suppress(MPI.Exception):  # it has failed; state() or the merge shows that
             for i in range(len(self._welcome.groups[self.super_rank])):
                 _send(self._bridge, 1 + i, value)
 
 
 def _command(super_rank: int) -> list[str]:
-    """The command line of this program, with the environment that a launcher may not pass on."""
+    """The command line of this program, with the environment that the launcher may not forward."""
     passed = [
         f"{name}={value}"
         for name, value in os.environ.items()
@@ -357,7 +357,7 @@ def _command(super_rank: int) -> list[str]:
 
 
 def _host_for(world: World, super_rank: int) -> str:
-    """The lost one's host while somebody lives there, else this one's."""
+    """The failed super learner's host if a learner survives there, else this host."""
     hostname = world.placements[world.groups[super_rank][0]].hostname
     return (
         hostname
@@ -370,14 +370,14 @@ def _host_for(world: World, super_rank: int) -> str:
 
 
 class JoiningLearner:
-    """A process that replaces a failed learner: until it has joined it is in a world of its own.
+    """A process that replaces a failed learner. Until it joins, its world is its super learner alone.
 
     Its rank, size, super_rank and super_size are those of the whole job from the start.
     """
 
     def __init__(self) -> None:
         self._name, pid, hostname = os.environ[JOINS].split(" ", 2)
-        self._recruiter = int(pid) if hostname == socket.gethostname() else None
+        self._starter_pid = int(pid) if hostname == socket.gethostname() else None
         met = threading.Event()
         threading.Thread(target=self._watch, args=(met,), daemon=True).start()
         mpi = communicators.load_mpi(_start_mpi)
@@ -394,24 +394,24 @@ class JoiningLearner:
         self.welcome: JoinInfo = self._hear()
 
     def _watch(self, met: threading.Event) -> None:
-        """End this process when its recruiter has ended, or after START_S, unless they have met.
+        """Exit when the starter has exited, or after START_S, unless the bridge is there.
 
-        MPI_Init and MPI_Intercomm_merge wait for the recruiter without bound.
+        MPI_Init and MPI_Intercomm_merge wait for the starter without a timeout.
         """
         ends = time.monotonic() + START_S
         while not met.wait(0.2):
-            if time.monotonic() > ends or not self._recruiter_lives():
-                os._exit(0)  # nobody is left to tell
+            if time.monotonic() > ends or not self._starter_runs():
+                os._exit(0)  # the main thread is blocked in MPI
 
-    def _recruiter_lives(self) -> bool:
-        """As far as can be seen from this host."""
-        return self._recruiter is None or _lives(self._recruiter)
+    def _starter_runs(self) -> bool:
+        """Whether the starter runs; True if it is on another host."""
+        return self._starter_pid is None or _process_exists(self._starter_pid)
 
     def _hear(self, ends: float | None = None) -> Any:
         from mpi4py import MPI
 
         try:
-            said = self._inbox.wait(ends, self._recruiter_lives)
+            said = self._inbox.wait(ends, self._starter_runs)
         except (MPI.Exception, TimeoutError):
             raise PeerFailedError(
                 f"joining as super learner {self._name}: the learner that started this one is "
@@ -423,7 +423,7 @@ class JoiningLearner:
         return said
 
     def make_world(self) -> World:
-        """The world of this joining learner: numbers of the job, communicators of its own."""
+        """The world of this joining learner: the job's ranks, communicators of its super learner."""
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD.Dup()
@@ -434,22 +434,22 @@ class JoiningLearner:
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
     def ready(self, terms: Any) -> tuple[str, int]:
-        """Say so, and wait until the others are there too. Returns the port, and the recruiter's rank.
+        """Send `terms`, and wait for the surviving learners. Returns the port and the starter's rank.
 
         Raises:
-            PeerFailedError: if the recruiter failed.
+            PeerFailedError: if the starter failed.
             SystemExit: with status 0, if the job has ended.
         """
         if self._bridge.Get_rank() == 1:
             _send(self._bridge, 0, terms)
-        port, recruiter = self._hear()
-        return port, recruiter
+        port, starter = self._hear()
+        return port, starter
 
     def await_come(self) -> None:
-        """Wait until all others have agreed.
+        """Wait until all surviving learners have agreed on the merge.
 
         Raises:
-            PeerFailedError: if they have not in time.
+            PeerFailedError: on timeout, or if the starter failed.
         """
         self._hear(time.monotonic() + 3 * MEETING_S)
         self._inbox.close()
@@ -457,13 +457,13 @@ class JoiningLearner:
 
 
 def _start_mpi(mpi: Any) -> None:
-    """MPI_Init; mpi4py's own call holds the GIL, and the watch could not run."""
+    """MPI_Init without the GIL; mpi4py's own call holds it, and `_watch` could not run."""
     provided = ctypes.c_int()
     library = ctypes.CDLL(mpi.__file__)
     library.MPI_Init_thread(None, None, mpi.THREAD_MULTIPLE, ctypes.byref(provided))
 
 
-def _lives(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -473,32 +473,32 @@ def _lives(pid: int) -> bool:
     return True
 
 
-_newcomer: JoiningLearner | None = None
+_joining_learner: JoiningLearner | None = None
 
 
 def enter() -> World:
     """init() of a joining learner. Returns its world, which worlds.current returns from now on.
 
     Raises:
-        LaunchError: if nobody started it.
-        PeerFailedError: if whoever started it has failed.
+        LaunchError: if MPI_Comm_spawn did not start this process.
+        PeerFailedError: if its starter has failed.
     """
-    global _newcomer
-    _newcomer = JoiningLearner()
-    return bootstrap.enter(_newcomer.make_world())
+    global _joining_learner
+    _joining_learner = JoiningLearner()
+    return bootstrap.enter(_joining_learner.make_world())
 
 
 def this_newcomer() -> JoiningLearner:
-    """What `enter` has made."""
-    assert _newcomer is not None
-    return _newcomer
+    """The JoiningLearner that `enter` has made."""
+    assert _joining_learner is not None
+    return _joining_learner
 
 
-# ---- the meeting --------------------------------------------------------------------------------
+# ---- the merge ----------------------------------------------------------------------------------
 
 
 def _merged(between: Any, high: bool) -> Any:
-    """One communicator of both sides of an intercommunicator, which is freed."""
+    """Merge both sides of an intercommunicator, and free it."""
     from mpi4py import MPI
 
     comm = between.Merge(high=high)
@@ -508,14 +508,14 @@ def _merged(between: Any, high: bool) -> Any:
 
 
 def connect(side: Any, world: World, port: str | None, root: int, accepts: bool) -> MergedComms:
-    """Make the communicators of the living and one joining learner; waits for all of them.
+    """Make the communicators of the surviving learners and one joining learner; waits for all of them.
 
     Args:
-        side: a communicator of the living, or of the joining learner; not used for anything else.
+        side: a communicator of the surviving learners, or of the joining one; used for nothing else.
         world: of this learner.
         port: needed on `root` only.
         root: rank in `side`.
-        accepts: the living accept, the joining learner connects.
+        accepts: surviving learners accept, the joining learner connects.
     """
     from mpi4py import MPI
 

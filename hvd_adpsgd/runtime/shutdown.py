@@ -1,12 +1,11 @@
-"""How the process of a learner ends: in bounded time, and so that the job's status tells of losses.
+"""How a learner's process exits: in bounded time, with a failure visible in the job's status.
 
-    all learners have met in shutdown()     MPI_Finalize, then the script's own status
-    some did not come                       no MPI_Finalize, which would wait for them for ever; the
-                                            first learner that lives ends last, for the launcher
-                                            tells of the last status only
+    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
+    some learners do not                        no MPI_Finalize, which would wait for them without
+                                                bound; the first surviving learner exits last, because
+                                                the launcher reports only the last status
 
-Worlds tell `exit_state` what they know. Nothing here knows a world: what is done at exit comes from
-`at_exit`.
+Worlds record in `exit_state` what the exit depends on; `at_exit` receives what to call.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-FAILED_STATUS = 75  # of a job that lost a super learner; EX_TEMPFAIL of sysexits.h: try again
+FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
 
-_LAST_S = 8.0  # longest wait for the processes of others to end
-_LOOK_S = 5e-3  # between looks at who has ended
+_LAST_S = 8.0  # longest wait for the processes of other learners to exit
+_LOOK_S = 5e-3  # between polls for learners that have exited
 _LAUNCHERS = ("prterun", "mpirun")
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
 # $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
@@ -64,14 +63,14 @@ _RELEASE = (
 
 @dataclass(frozen=True)
 class ShutdownBarrier:
-    """All learners, where they meet at the end.
+    """The communicator on which all learners meet in shutdown().
 
-    Once one of several failed super learners has been replaced, these are not all of the job, and a rank
-    in `comm` is not the number of a learner.
+    While some failed super learners are replaced and others are not, `comm` lacks learners of the job, and
+    a rank in `comm` differs from the learner's rank.
 
     Attributes:
-        comm: used for nothing else, for its meeting must not meet another operation.
-        ranks: its learners, by their rank there.
+        comm: used for nothing else, so that the barrier never matches another operation.
+        ranks: ranks of its learners in the job, by rank in `comm`.
     """
 
     comm: Any
@@ -79,29 +78,29 @@ class ShutdownBarrier:
 
     @property
     def rank(self) -> int:
-        """Of this learner, in the job."""
+        """The rank of this learner in the job."""
         return self.ranks[int(self.comm.Get_rank())]
 
     def ended(self) -> set[int]:
-        """Learners that are known to have ended without MPI_Finalize."""
+        """Learners known to have exited without MPI_Finalize."""
         return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
 
 
 @dataclass
 class ExitState:
-    """What the end of this process depends on.
+    """What the exit of this process depends on.
 
     Attributes:
         finalizes: MPI_Finalize is ours, not mpi4py's.
         watched: `at_exit` was called.
         has_begun: init() was successful once.
         stuck: a Horovod shutdown did not return.
-        failed: learners that this one then knew to have failed, or to leave because something failed.
-        has_failures: whether there are any, known here or elsewhere.
-        goodbye: where all learners should have met, if the last shutdown, or init(), did not meet them.
-        ends: until when that shutdown could wait for others, of time.monotonic.
-        is_over: the script is; exit handlers run.
-        exit_status: what sys.exit was called with.
+        failed: learners known here to have failed, or to leave because of a failure.
+        has_failures: whether any learner has, known here or to another learner.
+        goodbye: the barrier that the last shutdown, or init(), did not complete; None if it did.
+        ends: deadline of that shutdown, of time.monotonic.
+        is_over: the script has ended; exit handlers run.
+        exit_status: the argument of sys.exit.
         farewells: buffers that MPI may still write to.
     """
 
@@ -118,7 +117,7 @@ class ExitState:
     farewells: list[Any] = field(default_factory=list)
 
     def lacks_others(self, everyone: Any) -> None:
-        """init() failed: neither freeing nor finalizing can be done without who has failed."""
+        """init() failed: freeing and finalizing would wait for the failed learners."""
         self.goodbye = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
         self.failed = tuple(self.goodbye.ended())
         self.has_failures = bool(self.failed)
@@ -131,18 +130,17 @@ exit_state = ExitState()  # of this process
 
 
 class Teardown:
-    """The end of a world: what is stopped, where all meet for the last time, what is freed then.
+    """The end of a world: callbacks to run, the last barrier, communicators to free after it.
 
     Attributes:
-        owned: communicators to free. MPI_Finalize would wait for everybody in two or more of a mixed
-            world.
+        owned: communicators to free; unfreed, those of a mixed world make MPI_Finalize wait.
         has_begun: the script is in shutdown().
 
     Args:
-        barrier: where all learners meet.
-        membership: who is alive.
+        barrier: of all learners.
+        membership: states of the super learners.
         mates: the learners of this super learner.
-        done: memory of theirs, a byte for each: whether it is about to end in good order.
+        done: memory that they share, a byte for each: whether it has left the barrier.
     """
 
     def __init__(
@@ -156,27 +154,27 @@ class Teardown:
         self.has_begun = False
         self._barrier, self._membership = barrier, membership
         self._mates, self._done = mates, done
-        # Some were started later. MPI_Finalize of those started together does not wait for the rest, whom
-        # an early end would keep from meeting; so all meet twice.
+        # Mixed: some ranks were spawned later. MPI_Finalize of the original job does not wait for spawned
+        # ranks, and an early exit would break their barrier; so shutdown runs a second barrier.
         self._is_mixed = False
         self._stops: list[Callable[[], object]] = []
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
-        """Call `stop` first in shutdown(), the last registered first. It must be bounded."""
+        """Call `stop` in shutdown(), in reverse order of registration. It must be bounded."""
         self._stops.append(stop)
 
     def forget(self, stop: Callable[[], object]) -> None:
-        """`stop` was done before shutdown(), and whatever it holds on to may go."""
+        """Unregister `stop`, which has run before shutdown(), and drop its references."""
         if stop in self._stops:
             self._stops.remove(stop)
 
     def inherit(self, other: Teardown) -> None:
-        """Stop what was to be stopped with a world that this one replaces."""
+        """Take over the callbacks of a world that this one replaces."""
         self._stops, other._stops = other._stops, []
         free(other._barrier.comm)
 
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
-        """Meet there in the end, with a super learner that has joined; the old communicators go then."""
+        """Use this barrier, which includes a super learner that has joined; free the old ones at the end."""
         self.owned += [self._barrier.comm, *old]
         self._barrier, self._is_mixed = barrier, True
 
@@ -186,29 +184,29 @@ class Teardown:
         while self._stops:
             try:
                 self._stops.pop()()
-            except Exception as error:  # the others must be stopped too
+            except Exception as error:  # the remaining callbacks must run too
                 log.error("learner %d, at shutdown: %s", self._barrier.rank, error, exc_info=error)
                 yield error
 
     @property
     def fails(self) -> bool:
-        """Whether this learner is on its way out because something failed."""
+        """Whether this learner exits because of a failure."""
         return self._membership.own_failed or (self.has_begun and script_fails())
 
     def meet(self, stopped: bool, ends: float) -> bool:
-        """Meet all others for the last time; `exit_state` keeps what came of it.
+        """Run the shutdown barrier; record the outcome in `exit_state`.
 
         Args:
-            stopped: whether this one's Horovod has stopped.
-            ends: longest wait for the others, of time.monotonic.
+            stopped: whether Horovod has stopped in this process.
+            ends: deadline, of time.monotonic.
 
         Returns:
-            Whether all have come, and live: then communicators can be freed, and MPI finalized.
+            Whether all learners came, and none has failed: communicators can be freed, MPI finalized.
         """
         barrier = self._barrier
         failing = _meet(barrier, self.fails, ends)
         self._membership.fail(failing or ())
-        # all are here; but one whose patience was over may have gone before it knew
+        # complete here; but a learner whose wait timed out may have exited before it was
         clean = stopped and failing is not None and not barrier.ended()
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
@@ -221,7 +219,7 @@ class Teardown:
         return clean
 
     def _note_dead_mates(self) -> None:
-        """A mate that ended without a word, when no engine was there to tell of it any longer."""
+        """Record mates that exited before the barrier, after the engine that would have reported them."""
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
         dead = silent & self._barrier.ended()
         if dead and not self._membership.own_failed:
@@ -230,7 +228,7 @@ class Teardown:
             log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
-        """Free the communicators, when all have met: others may still use theirs before."""
+        """Free the communicators after the barrier; freed before, a peer's pending operation would fail."""
         free(*self.owned, *comms)
         if self._is_mixed:
             _meet(self._barrier, False, time.monotonic() + seconds)
@@ -238,20 +236,21 @@ class Teardown:
 
 
 def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
-    """Which of all learners leave because something failed.
+    """Which learners exit because of a failure.
 
     Args:
-        barrier: all learners.
-        fails: whether this one does.
-        ends: longest wait for the others, of time.monotonic.
+        barrier: of all learners.
+        fails: whether this learner does.
+        ends: deadline, of time.monotonic.
 
     Returns:
-        Their ranks; None if not all learners come here in time.
+        Their ranks; None if some learner does not come in time.
     """
     from mpi4py import MPI
 
     mine, total = np.zeros((2, len(barrier.ranks)), dtype=np.int32)
     mine[barrier.comm.Get_rank()] = fails
+    # held before the request is posted, for good: after a timeout MPI may still write to them
     exit_state.farewells.append((mine, total))
     try:
         request = barrier.comm.Iallreduce(mine, total)
@@ -264,12 +263,12 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
-    """Whether a learner that is here knows of a failure; as this one does, if not all that live come."""
+    """Whether any learner at the barrier knows of a failure; `mine` if the agreement times out."""
     from mpi4py import MPI
 
     none = np.array([not mine], dtype=np.intc)
     exit_state.farewells.append(none)
-    with contextlib.suppress(MPI.Exception):  # some have ended: the answer is there all the same
+    with contextlib.suppress(MPI.Exception):  # some have exited: the result is valid all the same
         if not wait(barrier.comm.Iagree(none), max(ends, time.monotonic())):
             return mine
     return mine or not none[0]
@@ -280,7 +279,7 @@ def free(*communicators: Any) -> None:
 
     for comm in communicators:
         if comm is not None:
-            with contextlib.suppress(MPI.Exception):  # of a failed learner; nothing is left to do
+            with contextlib.suppress(MPI.Exception):  # a member has failed; nothing is left to do
                 comm.Free()
 
 
@@ -296,7 +295,7 @@ def returns(call: Callable[[], object], seconds: float) -> bool:
 
 
 def script_fails() -> bool:
-    """Whether the script is being left by an exception, or with another status than 0."""
+    """Whether the script ends by an exception or with a status other than 0."""
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
         return True
@@ -306,9 +305,9 @@ def script_fails() -> bool:
 
 
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """sys.exit, which also remembers its argument: exit handlers are not told of it.
+    """sys.exit that also records its argument, which exit handlers do not receive.
 
-    A weakness that we accept: `raise SystemExit(1)` is not noticed. The others then read a goodbye.
+    A weakness that we accept: `raise SystemExit(1)` is not noticed. Its peers see it leave in good order.
     """
 
     @functools.wraps(leave)
@@ -323,7 +322,7 @@ def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
-    """From now on the process ends as this module says; a second call changes nothing.
+    """From now on the process exits as this module describes; idempotent.
 
     Args:
         shut_down: called first. Bounded; logs what it raises.
@@ -338,7 +337,7 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
 
 def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
     """At exit: shut down, then end MPI, in bounded time."""
-    if os.getpid() != pid:  # a forked child that is no learner
+    if os.getpid() != pid:  # a forked child, not a learner
         return
     from mpi4py import MPI
 
@@ -357,9 +356,9 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
 
 
 def _ended_mpi(mpi: Any, seconds: float) -> bool:
-    """Finalize MPI; False if that would wait for learners that may be gone.
+    """Finalize MPI; False if that would wait for learners that may have failed.
 
-    With ULFM a process may go without MPI_Finalize. Without, that would end the job for all.
+    With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
     """
     if exit_state.goodbye is None:
         return returns(_finalize, seconds)
@@ -370,23 +369,23 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
 
 
 def _finalize() -> None:
-    """MPI_Finalize, which may wait without bound; mpi4py's holds the GIL meanwhile."""
+    """MPI_Finalize without the GIL, which mpi4py's holds; it may block without bound."""
     from mpi4py import MPI
 
     ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
 def _ends_last() -> bool:
-    """Whether all other processes of the job have ended; the first of the living waits for them.
+    """Whether all other processes of the job have exited; the first surviving learner waits for them.
 
-    The launcher tells of the last status only, so that is where a failure can be seen. A learner that
-    fails itself waits for the rest of its shutdown's time: all others may fail with it. It may not wait
-    longer, for they may train on, and a mean of all waits for its end.
+    The launcher reports only the last status, so a failure must be visible there. A learner that fails
+    itself waits until the deadline of its shutdown, because all peers may fail with it. It must not wait
+    longer: its peers may still train, and a mean of all waits for its exit.
     """
     goodbye = exit_state.goodbye
     if goodbye is None:
         return False
-    # where init() failed, it did so on all learners, and somebody's status must be the job's
+    # init() fails on all learners alike, and one status must become the job's
     fails = exit_state.has_begun and script_fails()
     passed_over = () if fails else exit_state.failed
     ends = exit_state.ends
@@ -410,15 +409,15 @@ def _ends_last() -> bool:
 def _is_last(
     rank: int, ranks: Sequence[int], ended: set[int], passed_over: Sequence[int]
 ) -> bool | None:
-    """Whether a learner ends after all others; None as long as that is open.
+    """Whether a learner exits last; None while that is undecided.
 
-    Who has a learner before it that lives, and is not passed over, leaves that to it.
+    The lowest rank that runs and is not passed over exits last.
 
     Args:
         rank: of the learner.
         ranks: all learners.
-        ended: those whose process has.
-        passed_over: those that fail, in the eyes of one that does not: they do not wait for long.
+        ended: learners whose process has exited.
+        passed_over: failing learners, which do not wait long; empty for a learner that fails itself.
     """
     others = set(ranks) - {rank}
     if others <= ended:
@@ -428,10 +427,10 @@ def _is_last(
 
 
 def _release_launcher() -> None:
-    """See that the command returns when all learners have ended, if the launcher runs on this host.
+    """Make the launcher return after the last learner, if it runs on this host.
 
-    Open MPI's waits without bound for a host that has gone without a word. If it is there 10 s after the
-    last learner, it is told to end until it does (it must hear so three times).
+    Open MPI's launcher waits without bound for a host that has failed. If it still runs 10 s after the last
+    learner, it is sent SIGTERM every 0.5 s until it exits (it needs three).
     """
     launcher = _launcher()
     if launcher is None:
@@ -448,7 +447,7 @@ def _release_launcher() -> None:
 
 
 def _launcher() -> tuple[int, str] | None:
-    """Process and name of the launcher above this process; None on hosts where only its daemon is."""
+    """Pid and name of the launcher above this process; None on hosts with only its daemon."""
     pid = os.getppid()
     for _ in range(_DEPTH):
         try:
@@ -463,14 +462,14 @@ def _launcher() -> tuple[int, str] | None:
 
 
 def mark(working: bool) -> None:
-    """Tell the shell above this process whether its end would be news to the others.
+    """Tell the shell above this process whether its exit counts as a failure.
 
-    Our Horovod build starts learners below a shell (horovod_build.KEEPER); without, this does nothing.
+    Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
     """
     name = os.environ.get("ADPSGD_LEARNER")
     if name is None:
         return
-    with contextlib.suppress(OSError):  # no room for an empty file; then it is as without the shell
+    with contextlib.suppress(OSError):  # no room for an empty file: as without the shell
         if working:
             Path(name).touch()
         else:

@@ -1,8 +1,8 @@
-"""One learner's place among all, and what belongs to it.
+"""One learner's ranks, communicators and state.
 
-All learners share one MPI communicator. Each super learner has a communicator of its own, which
-Horovod runs in (one Horovod world per super learner, so that no Horovod operation waits for another
-super learner), and the leaders of the super learners have one among themselves.
+All learners share one MPI communicator. Each super learner has a communicator of its own, in which its
+Horovod runs: with one Horovod world per super learner, no Horovod operation waits for another super
+learner. The leaders of the super learners have a third one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one learner sits.
+    """The host of one learner.
 
     Attributes:
         host: smallest rank among the learners of its host; names the host.
         hostname: for messages only; hosts may share it.
-        local_rank, local_size: its place among the learners of its host.
+        local_rank, local_size: among the learners of its host.
     """
 
     host: int
@@ -51,14 +51,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Communicators:
-    """What a learner belongs to: mpi4py's, errors returned.
+    """The communicators of a learner: mpi4py's, errors returned.
 
     Attributes:
-        all, goodbye: all learners, or, until it has joined, those of a joining super learner; the
-            second is used by shutdown only, for its meeting must not meet another operation.
+        all, goodbye: all learners; until it has joined, only those of a joining super learner. Shutdown
+            alone uses `goodbye`, so that its barrier never matches another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
-        outer: the leaders; None on learners that lead nothing.
+        outer: the leaders; None on learners that are not leaders.
     """
 
     all: Any
@@ -70,24 +70,24 @@ class Communicators:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One learner's place. What changes is in the objects that it holds, which change it themselves.
+    """One learner's ranks and communicators. Frozen; mutable state is in the objects that it holds.
 
     Attributes:
         config: the options, the same on all learners.
         placements: of all learners, by rank.
-        groups: ranks of the learners of each super learner, by super_rank; the first leads. Numbered by
-            their smallest ranks.
+        groups: ranks of the learners of each super learner, by super_rank; the first is the leader.
+            Numbered by their smallest ranks.
         host, inner, outer: see Communicators.
-        members: the super learners that `outer` leads, by their rank there; () means all.
+        members: the leaders' super learners, by rank in `outer`; () means all.
         rank, size: among all learners.
         local_rank, local_size: among the learners of the host.
         cross_rank, cross_size: among the learners with this local_rank, one per host at most.
         super_rank, super_size: which super learner, of how many.
         inner_rank, inner_size: among the learners of the super learner.
         hostname: of this host.
-        membership: who is alive, suspect, left or failed.
+        membership: which super learners are alive, suspect, left or failed.
         collectives: operations over all learners.
-        teardown: what is to be done in shutdown.
+        teardown: what shutdown() runs and frees.
     """
 
     config: Config
@@ -122,15 +122,15 @@ class World:
         comms: Communicators,
         joining: bool = False,
     ) -> World:
-        """The world of one learner; all of a super learner make theirs together.
+        """The world of one learner; all learners of a super learner make theirs together.
 
         Args:
             config: see the attributes, as for the next two.
             placements: by rank.
             groups: by super_rank.
             rank: of this learner.
-            comms: those that it belongs to.
-            joining: this super learner replaces a failed one, and has not met the others yet.
+            comms: of this learner.
+            joining: this super learner replaces a failed one, and has not joined yet.
         """
         mine = placements[rank]
         crossing = [r for r, p in enumerate(placements) if p.local_rank == mine.local_rank]
@@ -171,14 +171,14 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this learner speaks for its super learner."""
+        """Whether this learner is the leader of its super learner."""
         return self.inner_rank == 0
 
     def failed_in_node(self, seconds: float) -> set[int]:
-        """Ranks of the learners of this super learner that have failed, once there are any.
+        """Ranks of the failed learners of this super learner; waits until there are any.
 
         Args:
-            seconds: longest wait for news; an end without a goodbye takes a moment to be known.
+            seconds: longest wait; MPI takes a moment to detect a failed process.
         """
         ends = time.monotonic() + seconds
         while not (failed := failed_comm_ranks(self.inner)) and time.monotonic() < ends:
@@ -187,7 +187,7 @@ class World:
 
 
 def _flags(inner: Any, super_size: int) -> NDArray[np.uint8]:
-    """A byte for each learner of a super learner, in memory of theirs; a single one may be on many hosts."""
+    """A byte per learner of a super learner, shared; unshared if single, as it may span hosts."""
     size = inner.Get_size()
     return Mailbox(0, size, inner).flags[0] if super_size > 1 else np.ones(size, dtype=np.uint8)
 
