@@ -1,4 +1,4 @@
-"""What a wrapped optimizer owns: its tensors, its engine, and the order of things in a step."""
+"""What a wrapped optimizer owns: tensors, engine, and the order of operations in a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _live: list[Averaging] = []
 
 
 def live() -> list[Averaging]:
-    """The averagings that are running, oldest first."""
+    """The running averagings, oldest first."""
     return _live
 
 
@@ -47,19 +47,19 @@ class Averaging:
 
     Args:
         world: the worlds of this learner.
-        spec: what to average, and how; agreed on.
+        spec: what to average, and how; equal on all learners.
 
     Attributes:
         plan: of the strategy, for this super learner.
         rule: what is done to the model besides averaging.
         step: steps made; of strategies in step the same on all super learners.
-        restart: the rule starts from the model of the next step.
+        restart: the rule resets to the model at the next step.
         trained: ids of the tensors that the optimizer trains.
         specs: the averaged tensors, as they were added.
-        stopped: why it averages no longer; "" while it does.
-        at_stop: called then.
-        pauses: how often it was paused and not resumed.
-        lent: how often the tensors hold other values for a while, which nothing may change or average.
+        stopped: why averaging has stopped; "" while it runs.
+        at_stop: called by `stop`.
+        pauses: depth of nested pauses.
+        lent: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
 
     def __init__(self, world: World, spec: AveragingSpec):
@@ -91,9 +91,9 @@ class Averaging:
         """An engine for these tensors, started. All learners of all super learners make it together.
 
         Args:
-            outer: the leaders; None on learners that are not leaders. A joining learner's is made and has no
-                thread until it has joined.
-            members: the super learners that they lead; () means all.
+            outer: the leaders; None on learners that are not leaders, and on joining leaders until they
+                have joined: without it the engine has no thread.
+            members: the leaders' super learners, by rank in `outer`; () means all.
         """
         world = self.world
         if outer is not None:
@@ -114,7 +114,7 @@ class Averaging:
         for specs in self.specs:
             engine.memory.extend(specs)
         engine.start()
-        atexit.unregister(engine.stop)  # shutdown() comes first, and knows how the script ends
+        atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
         world.teardown.owned += engine.communicators
         return engine
 
@@ -140,10 +140,10 @@ class Averaging:
     # ---- the step, in order ----------------------------------------------------------------
 
     def before_gradient(self, count: int, total: int) -> None:
-        """`count` of the step's `total` gradients go to Horovod now.
+        """`count` of the step's `total` gradients are passed to Horovod next.
 
-        Before the last of them the leader publishes: after this all-reduce every learner of the node
-        reads the published slot.
+        The leader publishes before the last one: that all-reduce tells every learner of the node that the
+        slot may be read. Published after it, the slot could change while a learner reads it.
         """
         if self._submitted == 0:
             self.require_running()
@@ -154,7 +154,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-        """A step, with tensors and engine as they should be. Left by an exception it owes its round.
+        """Check tensors and engine, and enclose a step. If the step raises, its round is owed.
 
         Args:
             groups: the optimizer's param_groups.
@@ -176,7 +176,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def reducing(self, gradients: int) -> Iterator[None]:
-        """Inside, the node's all-reduces of so many gradients are waited for."""
+        """Inside, wait for the node's all-reduces of this many gradients."""
         self.require_running()
         with self.record.part("inner_allreduce", self.step), in_node(self):
             yield
@@ -199,13 +199,13 @@ class Averaging:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Take the published corrections in, offer the model, and do what comes in step with others.
+        """Apply the published corrections, offer the model, and run the round of this step, if any.
 
         Raises:
-            NonFiniteModelError: if a parameter is infinite or not a number, and the configuration
-                says "raise". The model was not offered.
+            NonFiniteModelError: if a parameter is infinite or not a number, with nonfinite="raise". The
+                model was not offered.
         """
-        self._make_up()
+        self._run_owed_rounds()
         with self.record.part("collect", self.step):
             finite = self._collect()
         with self.record.part("offer", self.step):
@@ -217,8 +217,8 @@ class Averaging:
             _report_nonfinite(self)
 
     def _collect(self) -> bool:
-        """Apply what exchanges owe the model; it is in the mirror then. True if all is finite."""
-        if self._averages_gradients:  # applied before the optimizer; these are the next ones
+        """Apply pending corrections, then refresh the mirror. True if all parameters are finite."""
+        if self._averages_gradients:  # applied before the optimizer; these are for the next step
             return self.absorb()
         self._publish_in_node()
         self.rule.pass_time()
@@ -228,7 +228,7 @@ class Averaging:
         return finite
 
     def _offer(self, finite: bool, in_step: bool = True) -> None:
-        """The end of a step: the model is the others' to average, and a round may begin."""
+        """Offer the model to peers; with `in_step`, begin the round and count the step."""
         self.engine.offer(self.step, finite)
         self.world.membership.update(self.engine.report(), self.step)
         if in_step:
@@ -236,7 +236,7 @@ class Averaging:
             self.step += 1
 
     def _round(self) -> None:
-        """Begin the round that follows this step, if one does; wait for it if the law says so."""
+        """Begin the round that follows this step, if one is due; with order AFTER, wait for it."""
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return
@@ -251,18 +251,18 @@ class Averaging:
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Before all wait for each other: nobody may still wait for a round of this super learner.
+        """Run owed rounds before an operation over all learners; else it and the rounds deadlock.
 
-        If a step is skipped after synchronize() (GradScaler does on overflow), its round is still owed;
-        so it is if a global operation comes between synchronize() and step().
+        A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if a
+        global operation comes between synchronize() and step().
         """
         if self.stopped or self._steps.inside or self.plan.in_step is None or self.engine.failed:
             return
         self._steps.all_wait()
-        self._make_up()
+        self._run_owed_rounds()
 
-    def _make_up(self) -> None:
-        """Take part in the rounds of skipped steps, with the model as it is.
+    def _run_owed_rounds(self) -> None:
+        """Run the rounds of skipped steps with the current parameters.
 
         Raises:
             UnsupportedOptimizerError: if the strategy refuses skipped steps.
@@ -278,20 +278,20 @@ class Averaging:
         return self.absorb()
 
     def _publish_in_node(self) -> None:
-        """Publish, unless the all-reduce of this step's gradients has shown that all may read."""
+        """Publish, unless this step's gradient all-reduce has made a published slot readable."""
         if not self.engine.memory.readable:
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
                 self.meet_in_node()
 
     def meet_in_node(self) -> None:
-        """All learners of the node are past the slot that is held."""
+        """Barrier in the node: afterwards the published slot is readable, the other one is not read."""
         with mpi_failures("average_model, in the node"):
             wait(self.world.inner.Ibarrier())
         self.engine.memory.all_met()
 
     def absorb(self) -> bool:
-        """Apply what may be read, if anything; the mirror holds what the tensors hold then.
+        """Apply the readable slot, if there is one, and copy the tensors to the mirror.
 
         Returns:
             Whether every parameter is finite.
@@ -316,7 +316,7 @@ class Averaging:
         self.engine.memory.extend(self.specs[-1])
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
-        """Leave the others; bounded. Called by hvd.shutdown()."""
+        """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
         self.stopped = self.stopped or why
         while self.at_stop:
             self.at_stop.pop()()

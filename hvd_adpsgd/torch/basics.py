@@ -37,7 +37,7 @@ _given: tuple[Any, ...] = ()  # to init()
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
     """Make the worlds; all learners call this together. Again, it does nothing.
 
-    A process that was started by replace_failed gets the numbers of the lost one.
+    A process started by replace_failed gets the ranks of the failed one.
 
     Args:
         comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.

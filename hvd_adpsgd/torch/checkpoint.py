@@ -17,7 +17,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def state(averaging: Averaging) -> dict[str, Any]:
-    """What a checkpoint needs besides the model; {} if that is nothing."""
+    """What a checkpoint needs besides the model; {} if nothing."""
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:
         return {}
@@ -32,13 +32,13 @@ def state(averaging: Averaging) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
-    """Go on where `state` was taken, if it is of any use here; else start anew.
+    """Resume from `state` if it fits this averaging; else reset the strategy to the loaded model.
 
-    Start anew: what the strategy remembers is that of its first step, with the model loaded.
+    After a reset the strategy's tensors and step are those of a first step.
 
     Args:
         averaging: of this learner.
-        state: of `state`; None if there was none, as in checkpoints of plain optimizers.
+        state: from `state`; None for checkpoints without one, as of plain optimizers.
     """
     if averaging.step and not averaging.pauses:
         log.warning(
@@ -61,10 +61,10 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
 
 
 def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Why the state is of no use here; "" if it is of use."""
+    """Why the state does not fit this averaging; "" if it does."""
     spec, world = averaging.spec.strategy.spec(), averaging.world
     try:
-        if not same(str(state["strategy"]), spec):  # older ones lack a key of today
+        if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
             return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
         here = [world.super_rank, world.super_size]
         number, of = there = state.get("of", here)
@@ -81,6 +81,6 @@ def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
 
 
 def _fits(averaging: Averaging, held: dict[str, list[torch.Tensor]]) -> bool:
-    """Whether what a strategy remembers has the shapes of what it remembers here."""
+    """Whether the saved tensors of a strategy have the shapes of its tensors here."""
     mine = averaging.rule.tensors()
     return all([t.shape for t in held[name]] == [t.shape for t in ts] for name, ts in mine.items())

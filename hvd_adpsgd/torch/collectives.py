@@ -64,7 +64,7 @@ class Call(NamedTuple):
         root: whose value counts, if the operation has a root.
         op: how values are combined, if they are.
         factors: prescale_factor, postscale_factor.
-        private: what only this learner knows.
+        private: values that are not compared with those of peers.
     """
 
     kind: str

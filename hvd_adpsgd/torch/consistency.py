@@ -1,4 +1,4 @@
-"""What learners must agree on before they train together, and how they tell each other."""
+"""Checks, across learners, of what must be equal before training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
-    """Act on every learner; what one of them cannot do fails on all, and nobody waits for it.
+    """Run `act` on every learner; if it fails on one, raise on all, so that no learner blocks.
 
     Raises:
         AdpsgdError: a learner's own, or one of the same class that names the learner.
@@ -37,30 +37,30 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     except AdpsgdError as mine:
         error = mine
     told = (type(error).__name__, str(error)) if error else None
-    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, told))
+    errors_by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, told))
     if error is not None:
         raise error
-    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
+    for rank, other in zip(world.collectives.ranks, errors_by_rank, strict=True):
         if other is not None:
             raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
     return result  # type: ignore[return-value]
 
 
 def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
-    """The spec of this learner, if it is equal on all learners in what must be.
+    """The spec of this learner, once strategies, settings and tensors are equal on all learners.
 
     Raises:
         ModelMismatchError, StrategyMismatchError: on every learner alike.
-        AdpsgdError: on every learner, if a learner's spec cannot be.
+        AdpsgdError: on every learner, if `spec` raises on one.
     """
     doing = "hvd.DistributedOptimizer"
     mine = unanimous(world, doing, spec)
     settings = _settings(mine)
-    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, settings))
-    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
-        if other != everybody[0]:
+    by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, settings))
+    for rank, other in zip(world.collectives.ranks, by_rank, strict=True):
+        if other != by_rank[0]:
             raise StrategyMismatchError(
-                f"averaging differs: learner {world.collectives.ranks[0]} has {everybody[0]}; learner {rank} "
+                f"averaging differs: learner {world.collectives.ranks[0]} has {by_rank[0]}; learner {rank} "
                 f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
             )
     require_same(world, doing, described(mine.named))
@@ -69,12 +69,12 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
 
 def require_same(world: World, doing: str, tensors: list[str]) -> None:
     """Raise ModelMismatchError on every learner if the descriptions differ on one."""
-    everybody = world.collectives.run(doing, lambda comm: allgather_object(comm, tensors))
-    for rank, other in zip(world.collectives.ranks, everybody, strict=True):
-        if other != everybody[0]:
+    described_by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, tensors))
+    for rank, other in zip(world.collectives.ranks, described_by_rank, strict=True):
+        if other != described_by_rank[0]:
             first = f"learner {world.collectives.ranks[0]}"
             raise ModelMismatchError(
-                f"{doing}: " + _difference(everybody[0], other, f"learner {rank}", first)
+                f"{doing}: " + _difference(described_by_rank[0], other, f"learner {rank}", first)
             )
 
 

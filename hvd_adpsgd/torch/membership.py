@@ -1,4 +1,4 @@
-"""Who still lives, who does what rank 0 did, and what operations over all do without the lost."""
+"""Failed ranks, the coordinator, and what collectives do after a failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CHOICES = ("continue", "raise")
 
 
 def is_coordinator() -> bool:
-    """Whether this learner is the first that lives: who saves and prints now.
+    """Whether this learner is the first surviving learner, which saves and prints.
 
-    `if hvd.is_coordinator():` does what `if hvd.rank() == 0:` does, and passes on when that learner is
-    lost, or another one of its super learner. Costs microseconds and waits for nobody; so for
-    a moment after a loss (some 0.1 s) nobody may be the first.
+    Use `if hvd.is_coordinator():` in place of `if hvd.rank() == 0:`. When a learner of the coordinator's
+    super learner fails, the first surviving learner takes over. Takes microseconds and does not block,
+    so for some 0.1 s after a failure no learner may be the coordinator.
     """
     world = worlds.current()
     ended = world.collectives.ended()
@@ -27,9 +27,9 @@ def is_coordinator() -> bool:
 
 
 def failed_ranks() -> tuple[int, ...]:
-    """Ranks of the learners that have failed, with the others of their super learners; ascending.
+    """Ranks of all learners of failed super learners, ascending.
 
-    As far as this learner knows now; waits for nobody.
+    As known to this learner now; does not block.
     """
     world = worlds.current()
     return world.membership.failed_ranks(world.collectives.ended())
@@ -37,11 +37,11 @@ def failed_ranks() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def on_failure(what: str) -> Iterator[None]:
-    """Inside, operations over all learners do this when some have failed; all learners enter it.
+    """Set what operations over all learners do after a failure; all learners enter the block together.
 
-    With "continue" they are completed over the living (a mean is then that of fewer). With "raise"
-    all that live get a PeerFailedError, as long as somebody is missing. Either way nobody hangs.
-    HVD_ADPSGD_ON_FAILURE says what is done elsewhere.
+    With "continue" they run over the surviving learners, and a mean is that of fewer models. With "raise"
+    they raise PeerFailedError on all surviving learners until the failed ones are replaced. Neither hangs.
+    By default HVD_ADPSGD_ON_FAILURE applies.
 
     Args:
         what: "continue" or "raise".

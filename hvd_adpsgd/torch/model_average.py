@@ -30,10 +30,9 @@ log = logging.getLogger("hvd_adpsgd")
 def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     """Make the model the exact mean over super learners, in place; all learners call it together.
 
-    Parameters and floating-point buffers become the mean of the leaders' values, or with weights
-    sum of weight_i w_i / sum of weight_i. If the model is
-    being averaged by an optimizer, its engine first finishes what runs, and pending corrections are
-    taken in, so that nothing has failed; of a2cid2's two models the middle counts.
+    Parameters and floating-point buffers become the mean of the leaders' values; with weights,
+    sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its running exchanges
+    finish and pending corrections are applied first. For a2cid2 the middle of its two models is averaged.
     Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
 
     Args:
@@ -45,7 +44,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
         ModelMismatchError: on every learner, if their models differ.
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
-            With HVD_ADPSGD_NONFINITE=skip the mean is that of the others, and all get it, unless
+            With HVD_ADPSGD_NONFINITE=skip all receive the mean of the finite models instead, unless
             their weights are all 0.
     """
     world = worlds.current()
@@ -69,7 +68,7 @@ def _require_weights(world: World, weight: Any) -> None:
         ValueError,
         OverflowError,
         RuntimeError,
-    ):  # the last: torch's, of many numbers
+    ):  # RuntimeError: torch's, for a tensor of many numbers
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
     told = world.collectives.run("average_model", lambda comm: allgather_object(comm, mine))
@@ -82,7 +81,7 @@ def _require_weights(world: World, weight: Any) -> None:
 
 
 def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
-    """What becomes of the mean, `finite` or not, when the models of these leaders are not finite.
+    """Raise or warn when the models of these leaders are not finite; `finite`: whether the mean is.
 
     Raises:
         NonFiniteModelError: on every learner, unless the configuration says "skip" and some that
@@ -105,8 +104,8 @@ def consensus_distance(model: torch.nn.Module) -> float:
     """Root mean square distance of the super learners' models from their mean, exactly.
 
     sqrt((1/n) sum over super learners of |w_l - mean|^2), over parameters and floating-point buffers
-    as they are; corrections on their way stay there. All learners call it together, and it waits for
-    the slowest. `metrics()` has an estimate that costs nothing.
+    with their current values; pending corrections are not applied. All learners call it together; it
+    waits for the slowest. `metrics()` has an estimate without communication.
 
     Args:
         model: the same module on every learner.
@@ -133,18 +132,18 @@ def consensus_distance(model: torch.nn.Module) -> float:
 def averaged(
     model: torch.nn.Module, *more: torch.nn.Module, buffers: bool = False
 ) -> Iterator[None]:
-    """Inside, the modules hold the exact mean over super learners; their own values are back afterwards.
+    """Inside, the modules hold the exact mean over super learners; afterwards their own values again.
 
-    For evaluation and for checkpoints of the mean. All learners enter together, which waits for the
-    slowest super learner; they leave one by one, also by an exception. Training is not disturbed: engines
-    run on, and what exchanges owe the model is added after the block. So no step, no gradient, and none of
-    average_model and averaging_paused inside. Blocks may be nested.
+    For evaluation and for checkpoints of the mean. All learners enter together and wait for the slowest
+    super learner; each leaves on its own, also by an exception. Engines keep running, and corrections are
+    added after the block. Inside, backward(), step(), average_model and averaging_paused are not allowed.
+    Blocks may be nested.
 
     Memory: a copy of the parameters and buffers on their device; on the way in, the mean in host memory.
 
     Args:
         model: the same module on every learner.
-        *more: others, such as a moving average of the model (EMA); each has its own mean.
+        *more: further modules, such as a moving average of the model (EMA); each has its own mean.
         buffers: also the mean of floating-point buffers. By default they are this learner's.
 
     Raises:
@@ -173,7 +172,7 @@ def _give_back(averaging: Averaging) -> None:
 def _means_of_modules(
     modules: list[torch.nn.Module], buffers: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor, mean over super learners) of what is averaged, each once."""
+    """(tensor, mean over super learners), each averaged tensor once."""
     world, doing = worlds.current(), "averaged"
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for i, module in enumerate(modules):
@@ -193,7 +192,7 @@ def _means_of_modules(
 def _finite_means(
     world: World, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
 ) -> list[torch.Tensor]:
-    """The means; what is done about models that are not finite is as configured."""
+    """The means; raises or warns about models that are not finite, as configured."""
     means, unfit = _means(world, doing, tensors, weight)
     if unfit:
         _without(world, doing, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
@@ -204,7 +203,7 @@ def _finite_means(
 def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, then buffers, on the host: the mean over the leaders of floating-point numbers.
 
-    Models that are not finite stay out of it. Other buffers are this learner's. All learners call it
+    Models that are not finite are left out. Other buffers are this learner's. All learners call it
     together.
     """
     world, doing = worlds.current(), "mean_model"
@@ -226,8 +225,8 @@ def _means(
     """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
 
     Returns:
-        The means of the finite models, or of all if none with a weight is, and the leaders whose are
-        not.
+        The means of the finite models, or of all models if none with a weight is finite; and the
+        leaders whose models are not finite.
     """
     hosts = [
         t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
@@ -256,7 +255,7 @@ def _within_range(weights: dict[int, float]) -> dict[int, float]:
 
 
 def _mean(comm: Any, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
-    """Mean over the ranks with a weight, as a difference to one of them: equal models stay as they are."""
+    """Mean over the ranks with a weight, as a difference to one of them: equal models do not change."""
     reference = mine.copy()
     wait(comm.Ibcast(reference, root=min(weights)))
     weight = weights.get(comm.Get_rank(), 0.0)

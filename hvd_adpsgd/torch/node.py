@@ -18,9 +18,9 @@ __all__ = ["horovods", "in_node"]
 
 @contextlib.contextmanager
 def in_node(averaging: Averaging) -> Iterator[None]:
-    """What is done inside needs all learners of the super learner.
+    """Inside, operations need all learners of the super learner.
 
-    Without one of them it leaves: its engine serves nobody any longer, and the others count it as
+    If one of them has failed, the super learner leaves: its engine stops, and its peers count it as
     failed.
 
     Raises:
@@ -49,6 +49,6 @@ def _broken(averaging: Averaging, failed: set[int]) -> AdpsgdError:
 
 
 def horovods(error: type[AdpsgdError]) -> type[AdpsgdError]:
-    """The error as one of Horovod's as well, so that what catches HorovodInternalError goes on working."""
+    """The error as one of Horovod's as well, so that code that catches HorovodInternalError still works."""
     plain = {"__module__": error.__module__, "__reduce__": lambda self: (error, self.args)}
     return type(error.__name__, (error, HorovodInternalError), plain)

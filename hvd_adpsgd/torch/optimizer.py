@@ -1,10 +1,10 @@
-"""`DistributedOptimizer`: Horovod's inside a super learner, the averaging engine between them.
+"""`DistributedOptimizer`: Horovod's inside a super learner, the averaging engine between super learners.
 
-The wrapped object is of a class made on the spot, as Horovod's is: its parent is the user's class,
-its methods are Horovod's, and over them the few of `_METHODS` below. One step is
+As in Horovod, the wrapped object gets a class made at run time: its base is the user's class, its
+methods are Horovod's, overridden by those of `_METHODS` below. One step is
 
     gradient all-reduce in the node, the user's optimizer, then Averaging.finish_step:
-    correction of the last exchanges in, model out to the engine.
+    apply the corrections of the last exchanges, offer the model to the engine.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "wire_dtype": wire_dtype,
     }
     spec = agree(
-        world, lambda: _wish(world, optimizer, averaging, given, process_set, named, buffers, op)
+        world, lambda: _spec(world, optimizer, averaging, given, process_set, named, buffers, op)
     )
     world = _join_if_synchronous(world, spec.strategy)
     if live():
-        gc.collect()  # a dropped optimizer gives back what it held before another one takes as much
+        gc.collect()  # before the new engine: a dropped optimizer in a cycle still holds its memory
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
@@ -142,11 +142,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mine = wrapped._averaging = Averaging(world, spec)
     mine.at_stop.append(functools.partial(_unhook, weakref.proxy(wrapped)))
     dropped = weakref.finalize(wrapped, mine.stop, "the optimizer was dropped")
-    dropped.atexit = False  # shutdown() comes first
+    dropped.atexit = False  # else stop() runs before shutdown(), and reports no failure
     return wrapped
 
 
-def _wish(
+def _spec(
     world: World,
     optimizer: torch.optim.Optimizer,
     averaging: Strategy | str | None,
@@ -156,7 +156,7 @@ def _wish(
     buffers: torch.nn.Module | NamedTensors | None,
     op: Any,
 ) -> AveragingSpec:
-    """What this learner's call asks for, checked as far as one learner can."""
+    """The spec of this learner's call, after the checks that need no peer."""
     require_supported(optimizer)
     strategy = _strategy(averaging, world.config.averaging)
     if world.super_size > 1 and strategy.averages != "nothing":
@@ -174,7 +174,7 @@ def _wish(
 
 
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
-    """Sums of all models are made in full precision."""
+    """Raise ConfigError if wire_dtype is set for a mean of all, which is summed in full precision."""
     plan = strategy.plan(world.super_rank, world.super_size)
     if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(
@@ -221,7 +221,7 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
 
 
 def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
-    """A tensor has one owner: an optimizer wrapped around it before averages no longer."""
+    """Stop averagings of these tensors by earlier optimizers: a tensor has one owner."""
     tensors = list(tensors)
     for averaging in list(live()):
         if any(id(tensor) in averaging.trained for tensor in tensors):
@@ -230,8 +230,8 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _unhook(wrapped: Any) -> None:
-    """Its gradients are averaged no longer: the hooks live in nodes that nothing else holds."""
-    with contextlib.suppress(ReferenceError):  # it was dropped, and its hooks with it
+    """Drop the gradient hooks: their autograd nodes have no other reference."""
+    with contextlib.suppress(ReferenceError):  # the optimizer and its hooks are freed already
         wrapped._grad_accs.clear()
 
 
@@ -279,14 +279,14 @@ def _trained(
     return [(names[p], p) for group in groups for p in group["params"] if p.requires_grad]
 
 
-# ---- the class made on the spot ------------------------------------------------------------
+# ---- the class made at run time ------------------------------------------------------------
 
 
 def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
-    """Give Horovod's instance a class with Horovod's methods and, over them, ours.
+    """Give Horovod's instance a class with Horovod's methods, overridden by ours.
 
     Horovod's methods call super(self.__class__, self), so the class must derive from the user's
-    directly: a subclass of Horovod's class would call itself for ever.
+    directly: a subclass of Horovod's class would recurse without end.
     """
     horovods = type(wrapped)
     namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
@@ -299,7 +299,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Average gradients in the node, step the optimizer, take corrections in, offer the model.
+    """Average gradients in the node, step the optimizer, apply corrections, offer the model.
 
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
@@ -323,7 +323,7 @@ def _synchronize_for_step(self: Any) -> None:
             warnings.warn(
                 "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
                 "it in `with optimizer.skip_synchronize():`.",
-                stacklevel=3,  # of whoever calls step()
+                stacklevel=3,  # the line that calls step()
             )
         self.synchronize()
     self._synchronized = False
@@ -367,7 +367,7 @@ def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...
 
 
 def _lay_out_gradient(parameter: torch.Tensor) -> None:
-    """Horovod takes contiguous gradients only; torch lays one out as its parameter is."""
+    """Make the gradient contiguous, as Horovod requires; torch gives it the parameter's strides."""
     grad = parameter.grad
     if grad is None:
         parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -376,7 +376,7 @@ def _lay_out_gradient(parameter: torch.Tensor) -> None:
 
 
 class _Reducible:
-    """The user's compression, behind which bfloat16, that Horovod cannot reduce, is float32."""
+    """The user's compression, then bfloat16, which Horovod cannot reduce, as float32."""
 
     def __init__(self, compression: Any):
         self._compression = compression
@@ -440,7 +440,7 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _state_dict(self: Any) -> dict[str, Any]:
-    """The optimizer's own; beside it, under "averaging", what the strategy must remember."""
+    """The optimizer's own state, and under "averaging" the strategy's."""
     state = super(self.__class__, self).state_dict()
     mine = checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
@@ -454,7 +454,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _close(self: Any) -> None:
-    """Give back the engine, its thread and its memory now. step() raises from now on; idempotent."""
+    """Free the engine, its thread and its memory now. step() raises afterwards; idempotent."""
     self._averaging.stop("optimizer.close() was called")
 
 
@@ -488,7 +488,7 @@ _METHODS = {
 
 
 def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Horovod's Adasum optimizer steps parameter by parameter while backward runs; then as ever."""
+    """As `_step`; Horovod's Adasum optimizer steps parameter by parameter during backward."""
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         with averaging.reducing(len(self._requires_update)):

@@ -23,10 +23,10 @@ class AveragingSpec:
     """What one learner asks for when it wraps an optimizer.
 
     Attributes:
-        strategy: whom to ask, with which weight.
+        strategy: which peers to ask, with which weight.
         config: options, those of this optimizer already in.
         trained: (name, tensor) of what the optimizer trains.
-        buffers: (name, tensor) of what is averaged beside it, and nothing else is done to.
+        buffers: (name, tensor) of what is only averaged.
     """
 
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""Averaging at rest, with nothing pending: for means of all, checkpoints and replacements."""
+"""Pauses of averaging, with no correction pending: for exact means, checkpoints and replacements."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ log = logging.getLogger("hvd_adpsgd")
 
 @contextlib.contextmanager
 def averaging_paused() -> Iterator[None]:
-    """Inside, nothing is pending: the parameters hold all that exchanges owe them.
+    """Inside, no exchange runs and the parameters include all corrections.
 
     For checkpoints of every super learner's own model, `with hvd.averaging_paused(): torch.save(...)`:
-    their mean is that of the run. All learners enter together; waits for the slowest super learner.
+    their mean is the mean of the run. All learners enter together; waits for the slowest super learner.
 
-    Strategies in step continue from there as if nothing had been, but for those whose mean or round runs
-    during the next gradient (delay_by_one, synchronous_gossip:order=awc): it is taken in here, one
-    step early, and the next gradient is that of the averaged models. a2cid2 continues from the middle
-    of its two models.
+    A pause does not change strategies in step, except those whose mean or round runs during the next
+    gradient (delay_by_one, synchronous_gossip:order=awc). Their result is applied here, one step early,
+    and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of both models.
     """
     with paused(live()):
         yield
@@ -34,7 +33,7 @@ def averaging_paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused(averagings: Iterable[Averaging]) -> Iterator[None]:
-    """Inside, these are at rest. All learners enter together."""
+    """Pause these inside. All learners enter together."""
     with contextlib.ExitStack() as stack:
         for averaging in list(averagings):
             _pause(averaging)
@@ -44,41 +43,40 @@ def paused(averagings: Iterable[Averaging]) -> Iterator[None]:
 
 @torch.no_grad()
 def _pause(averaging: Averaging) -> None:
-    """Pause the engine and take in every correction.
+    """Pause the engine and apply every correction.
 
-    It may come at any place of a step, also when that step's corrections are published but not yet
-    applied. A round under way is finished first; what comes of it is taken in here, not in the next step.
+    Allowed at any point of a step, also between publishing corrections and applying them. A round in
+    progress is finished first; its result is applied here, not in the next step.
     """
     engine, rule = averaging.engine, averaging.rule
     patience_s = 2 * averaging.spec.config.deadline_s
     averaging.require_running()
     averaging.parameters.check()
     averaging.catch_up()
-    averaging.meet_in_node()  # exchanges may be waiting for the slot that is held
-    engine.rounds.finish()  # a paused engine would never answer a peer of the round
+    averaging.meet_in_node()  # before finish: exchanges parked by a held slot would never end
+    engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
     engine.pause(patience_s)
     averaging.world.collectives.run("average_model", lambda comm: wait(comm.Ibarrier()))
-    if not engine.pause(patience_s):  # what was parked may have gone on meanwhile
+    if not engine.pause(patience_s):  # a parked exchange may have resumed before the barrier
         log.warning(
             "average_model: an exchange is still under way after %g s; what it brings later is not in "
             "the mean.",
             patience_s,
         )
     rule.before_corrections()
-    averaging.take_in()  # what is published for the step under way
-    averaging.take_in()  # and what was merged after that
+    averaging.take_in()  # corrections published for the current step
+    averaging.take_in()  # and those merged since
     rule.after_corrections()
     rule.settle()
     averaging.pauses += 1
 
 
 def resume(averaging: Averaging) -> None:
-    """Refresh the mirror after the parameters were changed, and go on.
+    """Copy the changed parameters to the mirror, then resume the engine.
 
-    Inside another pause only the end of that one goes on. A joining learner, whose engine is new, was not
-    paused.
+    In nested pauses only the outermost one resumes it. A joining learner's engine is new and was not paused.
     """
     averaging.pauses = max(0, averaging.pauses - 1)
-    averaging.absorb()
+    averaging.absorb()  # before resume: else peers average with the parameters from before the pause
     if not averaging.pauses:
         averaging.engine.resume()

@@ -1,4 +1,4 @@
-"""`replace_failed`: a new super learner for a lost one, with the mean model, while the others train."""
+"""`replace_failed`: a new super learner, with the mean model, replaces a failed one during training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ __all__ = ["replace_failed"]
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "replace_failed"
-ATTEMPTS = (
-    3  # joining learners that fail, after which nobody is started for a super learner any more
-)
+ATTEMPTS = 3  # failed starts, after which a super learner is not replaced
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_recruits: dict[int, SpawnedReplacement] = {}  # started by this learner, by super_rank
+_spawned: dict[int, SpawnedReplacement] = {}  # started by this learner, by super_rank
 _failures: dict[int, int] = {}  # by super_rank
 
 
@@ -49,36 +47,36 @@ def replace_failed(
     *,
     patience_s: float = 120.0,
 ) -> Any:
-    """Let new super learners take the places of lost ones; all learners call it, once in an epoch.
+    """Replace failed super learners by new ones; all learners call this, once per epoch.
 
         epoch = hvd.replace_failed(model, optimizer, state=0)
         while epoch < epochs:
             train(...)
             epoch = hvd.replace_failed(model, optimizer, state=epoch + 1)
 
-    The first call after a loss starts a super learner with the command line of this one, and returns at
-    once; a later call, when it is ready, takes it in. It runs the script from the top, with the rank() of
-    the lost one, and comes to its own first call of this function: there it gets the exact mean of the
-    living models, the state of the optimizer of one of them, and `state`. What it did before in the way
-    of operations over all learners (broadcast_parameters, ...) concerned itself alone.
+    The first call after a failure starts a super learner with the command line of this one, and returns
+    at once. It joins in the first later call that finds it ready. The new super learner runs the script
+    from the top, with the ranks of the failed one, up to its own first call of this function. That call
+    returns `state` and sets the exact mean of the surviving models and the optimizer state of one of them.
+    Before it, operations over all learners (broadcast_parameters, ...) run in the new super learner alone.
 
-    Waits for the slowest super learner, as average_model does, also if nobody has failed. Call it between
-    steps. One super learner joins per call. If it cannot be started, or has failed meanwhile, the others go
-    on (a line in the log tells why), and another one is tried, three times in all.
+    Waits for the slowest super learner, as average_model does, also without a failure. Call it between
+    steps. One super learner joins per call. If it cannot be started or fails before it joins, training
+    continues, the log states the reason, and another one is started: three attempts in all.
 
     Args:
-        model: the same module on every learner. The models of the living stay as they are.
-        optimizer: or several; those of the training.
-        state: anything that can be pickled; what a joining learner must know, such as the epoch.
-        patience_s: seconds from the start of a super learner until it must have come here.
+        model: the same module on every learner. The surviving models are not changed.
+        optimizer: the wrapped optimizer, or several.
+        state: a picklable value for a joining learner, such as the epoch.
+        patience_s: seconds from the start of a super learner until it must call this function.
 
     Returns:
-        `state`; on a joining learner that of the others.
+        `state`; on a joining learner that of the surviving learners.
 
     Raises:
         PeerFailedError: if a learner of this super learner has failed, or, on a joining learner, all
-            others.
-        SystemExit: on a joining learner, with status 0, if the others have ended before it joined.
+            surviving learners.
+        SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -89,28 +87,28 @@ def replace_failed(
     with on_failure("continue"):
         ready = _survey(world, patience_s)
         if ready is not None:
-            _take_in(world, ready, model, optimizers, state)
+            _admit(world, ready, model, optimizers, state)
     return state
 
 
-# ---- on the living ------------------------------------------------------------------------------
+# ---- on surviving learners ----------------------------------------------------------------------
 
 
 def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
-    """Start whoever is missing. Returns (super_rank, its recruiter) of one that is ready."""
-    mine = {number: recruit.state() for number, recruit in _recruits.items()}
+    """Start missing super learners. Returns (super_rank, rank of its starter) of one that is ready."""
+    mine = {number: spawned.state() for number, spawned in _spawned.items()}
     told = world.collectives.run(DOING, lambda comm: allgather_object(comm, mine))
     _require_whole(world)
-    lost = replacement.failed_groups(world)
+    failed = replacement.failed_groups(world)
     known = {
         number: (state, rank)
         for rank, states in zip(world.collectives.ranks, told, strict=True)
         for number, state in states.items()
-        if number in lost and state != "failed"
+        if number in failed and state != "failed"
     }
     for number in [n for n, state in mine.items() if state == "failed"]:
         _give_up(number)
-    for number in lost:
+    for number in failed:
         if number not in known and world.rank == _starter(world):
             _start(world, number, patience_s)
     ready = [(number, rank) for number, (state, rank) in known.items() if state == "ready"]
@@ -127,7 +125,7 @@ def _require_whole(world: World) -> None:
 
 
 def _starter(world: World) -> int:
-    """The first learner whose super learner is whole."""
+    """The lowest rank whose super learner is complete."""
     living = set(world.collectives.ranks)
     return min(group[0] for group in world.groups if living >= set(group))
 
@@ -135,72 +133,70 @@ def _starter(world: World) -> int:
 def _start(world: World, number: int, patience_s: float) -> None:
     if _failures.get(number, 0) >= ATTEMPTS:
         return
-    if not _recruits:
+    if not _spawned:
         world.teardown.at_shutdown(_dismiss)
     log.warning("super learner %d has failed; starting another one in its place.", number)
-    _recruits[number] = SpawnedReplacement(world, number, _terms(), patience_s)
+    _spawned[number] = SpawnedReplacement(world, number, _terms(), patience_s)
 
 
 def _give_up(number: int) -> None:
-    recruit = _recruits.pop(number)
+    spawned = _spawned.pop(number)
     _failures[number] = _failures.get(number, 0) + 1
     log.error(
         "super learner %d was not replaced: %s. The others go on%s.",
         number,
-        recruit.problem,
+        spawned.problem,
         "" if _failures[number] < ATTEMPTS else f"; no more after {ATTEMPTS} attempts",
     )
 
 
 def _dismiss() -> None:
-    """The job ends: who has not joined yet comes too late."""
-    while _recruits:
-        _recruits.popitem()[1].dismiss()
+    """Tell joining learners to exit; called in shutdown()."""
+    while _spawned:
+        _spawned.popitem()[1].dismiss()
 
 
-def _take_in(
+def _admit(
     world: World,
     ready: tuple[int, int],
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
     state: Any,
 ) -> None:
-    """Meet the joining learner, and go on with it; or without it, if it does not come."""
-    number, recruiter = ready
-    recruit = _recruits.get(number) if world.rank == recruiter else None
+    """Merge with the joining learner and send it the state; continue without it if it fails."""
+    number, starter = ready
+    spawned = _spawned.get(number) if world.rank == starter else None
     with averaging_paused():
-        values = mean_model(model)  # over the living
-        if not _meet(world, recruit, recruiter):
-            if recruit is not None:
-                recruit.problem = "it failed, or did not come, when all met"
+        values = mean_model(model)  # over surviving learners
+        if not _meet(world, spawned, starter):
+            if spawned is not None:
+                spawned.problem = "it failed, or did not come, when all met"
                 _give_up(number)
             return
         _failures.pop(number, None)
-        if recruit is not None:
-            del _recruits[number]
-        made = _Inheritance(values, optimizers, state) if recruit is not None else None
-        with contextlib.suppress(
-            PeerFailedError
-        ):  # the recruiter; the joining learner then ends, too
-            broadcast_object(made and made.pack(), recruiter, DOING)
+        if spawned is not None:
+            del _spawned[number]
+        made = _JoinState(values, optimizers, state) if spawned is not None else None
+        with contextlib.suppress(PeerFailedError):  # of the starter; the joining learner exits too
+            broadcast_object(made and made.pack(), starter, DOING)
     del values, made
     _trim()
-    if recruit is not None:
+    if spawned is not None:
         log.warning("super learner %d has joined, with the mean of the others' models.", number)
 
 
 def _trim() -> None:
-    """Give free memory back: glibc keeps what the threads of each meeting have used."""
+    """Return free memory to the system: glibc keeps what the threads of each merge have used."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> bool:
-    """Whether all living are connected with the joining learner now; the same answer on all of them."""
-    port = recruit.open(recruiter) if recruit is not None else None
+def _meet(world: World, spawned: SpawnedReplacement | None, starter: int) -> bool:
+    """Whether all surviving learners have merged with the joining one; the same answer on all."""
+    port = spawned.open(starter) if spawned is not None else None
     side = world.collectives.run(DOING, lambda comm: comm.Dup())
-    if recruiter in world.collectives.ranks:
-        root = world.collectives.ranks.index(recruiter)
+    if starter in world.collectives.ranks:
+        root = world.collectives.ranks.index(starter)
         met = replacement.within(
             replacement.MEETING_S,
             lambda: _connected(side, world, port, root, accepts=True),
@@ -208,6 +204,7 @@ def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> b
         )
     else:
         met = None
+    # all agree before one adopts: alone, a learner would wait on communicators that its peers have dropped
     if not all(world.collectives.run(DOING, lambda comm: allgather_object(comm, met is not None))):
         with contextlib.suppress(Exception):
             side.Revoke()
@@ -215,10 +212,10 @@ def _meet(world: World, recruit: SpawnedReplacement | None, recruiter: int) -> b
             _drop(met)
         return False
     assert met is not None
-    if recruit is not None:
-        recruit.come()
+    if spawned is not None:
+        spawned.come()
     world.teardown.owned.append(side)
-    _go_on_with(world, *met)
+    _switch_to(world, *met)
     return True
 
 
@@ -238,22 +235,22 @@ def _connected(
 
 
 def _drop(met: tuple[MergedComms, list[Engine]]) -> None:
-    """Nothing came of it."""
+    """Stop engines that are not needed: the merge has failed."""
     for engine in met[1]:
         engine.stop()
         engine.release()
 
 
-def _go_on_with(world: World, joint: MergedComms, engines: list[Engine]) -> None:
-    """Let go of the old engines and communicators. The engines are paused."""
+def _switch_to(world: World, joint: MergedComms, engines: list[Engine]) -> None:
+    """Replace the old engines and communicators. The engines are paused."""
     for averaging, engine in zip(live(), engines, strict=True):
         replace_engine(averaging, engine)
     joint.adopt(world)
 
 
 def replace_engine(averaging: Averaging, engine: Engine) -> None:
-    """Go on with another engine; between steps, paused. Numbers of exchanges begin anew."""
-    averaging.engine.stop()
+    """Replace the engine, between steps, paused. Exchange counters restart at 0."""
+    averaging.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
     averaging.record.events(averaging.engine)
     averaging.engine.release()
     averaging.engine = engine
@@ -263,10 +260,10 @@ def replace_engine(averaging: Averaging, engine: Engine) -> None:
 
 
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Meet the others. Returns their state."""
+    """Join the surviving learners. Returns their state."""
     joining = replacement.this_newcomer()
     wait(world.inner.Ibarrier())
-    port, recruiter = joining.ready(_terms())
+    port, starter = joining.ready(_terms())
     side = world.collectives.comm.Dup()
     met = replacement.within(
         2 * replacement.MEETING_S, lambda: _connected(side, world, port, 0, accepts=False), _drop
@@ -278,8 +275,8 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
         )
     joining.await_come()
     world.teardown.owned.append(side)
-    _go_on_with(world, *met)
-    told = _Inheritance.unpack(broadcast_object(None, recruiter, DOING))
+    _switch_to(world, *met)
+    told = _JoinState.unpack(broadcast_object(None, starter, DOING))
     told.give(model, optimizers)
     for averaging in live():
         resume(averaging)
@@ -287,7 +284,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
 
 
 def _terms() -> list[Any]:
-    """What joining learners and living must agree on."""
+    """What joining and surviving learners must agree on."""
     return [_terms_of(averaging) for averaging in live()]
 
 
@@ -295,12 +292,12 @@ def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
     return averaging.spec.strategy.spec(), described(averaging.spec.named)
 
 
-class _Inheritance:
-    """What a joining learner gets.
+class _JoinState:
+    """What a joining learner receives.
 
     Args:
         values: of the model: parameters, then buffers; means where they are floating-point numbers.
-        optimizers: of the recruiter.
+        optimizers: of the starter.
         state: the user's.
     """
 
@@ -313,14 +310,14 @@ class _Inheritance:
         self.state = state
 
     def pack(self) -> bytes:
-        """Tensors of any device, to be unpacked into host memory."""
+        """Serialize tensors of any device; `unpack` puts them into host memory."""
         file = io.BytesIO()
         torch.save(self, file)
         return file.getvalue()
 
     @staticmethod
-    def unpack(data: bytes) -> _Inheritance:
-        made: _Inheritance = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    def unpack(data: bytes) -> _JoinState:
+        made: _JoinState = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         return made
 
     @torch.no_grad()

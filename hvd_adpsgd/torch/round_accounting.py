@@ -1,4 +1,4 @@
-"""Where a step is, and which rounds the others still wait for. Pure."""
+"""The phase of a step, and the rounds that peers still wait for. Pure."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ __all__ = ["Steps"]
 
 class _Place(enum.Enum):
     BETWEEN = enum.auto()  # the last step has ended
-    AVERAGED = enum.auto()  # the node's gradients are averaged, and step() has not come
+    AVERAGED = enum.auto()  # the node's gradients are averaged, step() has not begun
     INSIDE = enum.auto()  # step() runs
 
 
 class Steps:
-    """The steps of one super learner, of which its peers in step count every one.
+    """The steps of one super learner. With strategies in step its peers expect a round for each.
 
-    A round belongs to gradients that were averaged in the node, not to the optimizer's step: whoever skips
-    step() after them (GradScaler does on overflow), or leaves it by an exception and goes on, owes the others
-    the round. The next gradients, or whatever comes first for which all wait, show that it was skipped.
+    A round belongs to the gradients averaged in the node, not to step(). If step() is skipped after them
+    (GradScaler does on overflow) or raises, peers still wait for the round, and it is owed. The next
+    gradients, or the next operation over all learners, show that the step was skipped.
 
     Attributes:
-        owed: rounds of steps that never came.
+        owed: rounds of skipped steps.
     """
 
     def __init__(self) -> None:
         self.owed = 0
         self._place = _Place.BETWEEN
-        self._ahead = False  # the round of the step that comes is over
+        self._ahead = False  # the round of the next step is over
 
     def averaged(self) -> None:
-        """The node's gradients are averaged. Inside step() that is a part of it."""
+        """The node's gradients are averaged. Inside step() (a closure) this changes nothing."""
         if self._place is _Place.INSIDE:
             return
         self.owed += self._place is _Place.AVERAGED
         self._place, self._ahead = _Place.AVERAGED, False
 
     def all_wait(self) -> None:
-        """What comes now waits for all: the round of averaged gradients cannot wait for step()."""
+        """An operation over all learners comes next: run the round of averaged gradients before it."""
         if self._place is _Place.AVERAGED:
             self.owed += 1
             self._place, self._ahead = _Place.BETWEEN, True
@@ -53,11 +53,11 @@ class Steps:
 
     @property
     def due(self) -> bool:
-        """Whether the round of this step is still to come."""
+        """Whether the round of this step has not run."""
         return not self._ahead
 
     def leave(self) -> None:
-        """step() is left; by an exception, if it has not ended. What comes next is another step."""
+        """step() returns or raises; if it raises, its round is owed."""
         if self._place is _Place.INSIDE:
             self.owed += self.due
             self.end()

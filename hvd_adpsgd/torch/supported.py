@@ -127,7 +127,7 @@ def _masters(
 
 
 def _holds(masters: Any) -> bool:
-    """Whether an attribute says so: True, or lists with something in them; a method says nothing."""
+    """Whether an attribute holds masters: True, a tensor, or a list with tensors; not a method."""
     if isinstance(masters, (list, tuple)):
         return any(isinstance(m, torch.Tensor) or _holds(m) for m in masters)
     return masters is True or isinstance(masters, torch.Tensor)

@@ -1,6 +1,6 @@
-"""What a super learner does to its own model when it has averaged, on torch tensors.
+"""How a super learner updates its own model after averaging, on torch tensors.
 
-Every learner of a node does it alike, from equal bits, so their models stay equal.
+All learners of a node apply the same update to bitwise equal tensors, so their models stay equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class UpdateRule:
-    """The hooks of a rule, in the order of a step. This one leaves the model alone: averaging is all.
+    """The hooks of a rule, in the order of a step. The base class changes nothing: plain averaging.
 
     Args:
         model: (name, tensor) of what the optimizer trains.
 
     Attributes:
-        own: whether the state of one super learner is of no use to another.
+        own: whether the state differs between super learners and fits only one of them.
     """
 
     own = False
@@ -35,32 +35,32 @@ class UpdateRule:
         self.names = [name for name, _ in model]
 
     def averaged(self) -> list[tuple[str, torch.Tensor]]:
-        """What is averaged between super learners: the model, and what else a rule wants."""
+        """What is averaged between super learners: the model, and further tensors of a rule."""
         return list(zip(self.names, self.model, strict=True))
 
     def start(self) -> None:
-        """Before the first step, when the model has its first values, and when it gets other ones."""
+        """Reset to the model: before the first step, and after other parameters are loaded."""
 
     def before_optimizer(self) -> None:
         """The step's gradients are averaged in the node; the optimizer steps next."""
 
     def pass_time(self) -> None:
-        """The optimizer has stepped: a step's time is over."""
+        """The optimizer has stepped: advance by one unit of time."""
 
     def before_corrections(self) -> None:
-        """What exchanges owe the model is added next, in a step or beside it (settle)."""
+        """Corrections are added to the model next, in a step or in a pause."""
 
     def after_corrections(self) -> None:
-        """It has been added."""
+        """Corrections have been added."""
 
     def before_round(self) -> None:
-        """A round is over; what it owes the model is taken in next."""
+        """A round is over; its correction is applied next."""
 
     def after_round(self) -> None:
-        """It has been taken in."""
+        """The correction of a round has been applied."""
 
     def settle(self) -> None:
-        """Nothing is on its way; average_model or a checkpoint comes next."""
+        """All corrections are applied; average_model or a checkpoint comes next."""
 
     def tensors(self) -> dict[str, Tensors]:
         """The state, by name, for checkpoints."""
@@ -143,9 +143,9 @@ class _Accelerate(UpdateRule):
     In a unit of time x += h (1 - exp(-2 eta)) / 2 and h *= exp(-2 eta). An exchange that moves x by
     c moves xt by 2 alpha_tilde c, and so h by (2 alpha_tilde - 1) c.
 
-    The two sides of an exchange apply c and -c at steps of their own. Meanwhile the coupling moves x of
-    one and not of the other, so the mean of x strays a little from that of plain optimizers. Kept
-    exactly is the mean of x + h / 2, the middle of both models.
+    The two sides of an exchange apply c and -c in different steps. Between them the coupling moves x of
+    one side only, so the mean of x differs slightly from that of plain optimizers. The mean of x + h / 2,
+    the middle of both models, is exact.
     """
 
     own = True
@@ -173,7 +173,7 @@ class _Accelerate(UpdateRule):
         self._before = []
 
     def settle(self) -> None:
-        """Both models go to their middle x + h/2, whose mean no exchange has changed."""
+        """Set both models to their middle x + h/2, whose mean exchanges do not change."""
         torch._foreach_add_(self.model, self._distance, alpha=1 / 2)
         torch._foreach_zero_(self._distance)
 
@@ -184,8 +184,7 @@ class _Accelerate(UpdateRule):
 class _LateGradients(UpdateRule):
     """Steps with the mean gradient of the step before; see DelayedGradients.
 
-    What is averaged are copies of the gradients: while the mean of these is made, the next
-    gradients are computed.
+    Copies of the gradients are averaged while the next gradients are computed.
     """
 
     def __init__(self, model: Named, law: laws.LateGradients):
@@ -199,7 +198,7 @@ class _LateGradients(UpdateRule):
         return [(f"gradient.{n}", g) for n, g in zip(self.names, self._late, strict=True)]
 
     def before_optimizer(self) -> None:
-        """Gradients and their means of the step before change places."""
+        """Swap the gradients and the mean gradients of the step before."""
         for p, late in zip(self.model, self._late, strict=True):
             if not p.requires_grad:  # frozen after it was wrapped
                 late.zero_()
@@ -231,7 +230,7 @@ def _like(model: Tensors) -> Tensors:
 
 
 def _hold_frozen(model: Tensors, momentum: Tensors) -> None:
-    """What was frozen after it was wrapped is averaged on, and nothing carries it further."""
+    """Clear the momentum of parameters frozen after wrapping; they are averaged only."""
     for p, m in zip(model, momentum, strict=True):
         if not p.requires_grad:
             m.zero_()
