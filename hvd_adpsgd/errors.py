@@ -114,7 +114,7 @@ class UnsupportedOptimizerError(AdpsgdError, TypeError):
 class NonFiniteModelError(AdpsgdError, ArithmeticError):
     """The local model holds NaN or infinity, and `nonfinite` is "raise".
 
-    A model like that must not reach the others. Lower the learning rate or clip gradients; set
+    Such a model must not reach peers. Lower the learning rate or clip gradients; set
     `nonfinite="skip"` to train on without exchanging until the model is finite again.
     """
 

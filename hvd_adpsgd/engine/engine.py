@@ -1,15 +1,15 @@
-"""The averaging engine of one super learner, as its learners see it.
+"""The averaging engine of one super learner, as seen from its learners.
 
-Life of a step on a leader (L) and on the other learners of its node (O):
+One step on a leader (L) and on the other learners of its node (O):
 
     L, O: publish()              the corrections gathered so far become the published slot
-    L, O: gradient all-reduce    now all of them may read that slot
+    L, O: gradient all-reduce    after it all of them may read that slot
     L, O: the user's optimizer
     L, O: memory.absorb()        parameter += correction; on the leader also mirror = parameter
     L, O: offer()                the engine may average the new model; returns at once
 
 The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
-the mirror, and what it returns is a correction, so local updates made meanwhile are kept.
+the mirror, and what it returns is a correction, so concurrent local updates are kept.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 
 
 
 class Engine:
-    """Averages the model of one super learner with those of the others.
+    """Averages the model of one super learner with those of its peers.
 
-    Made by every learner of the super learner together, and by all super learners together. A
-    constructor stores; `memory.extend` then `start` act.
+    All learners of all super learners make it together. The constructor only stores; call
+    `memory.extend`, then `start`.
 
     Args:
         inner: communicator of the super learner (mpi4py), None for a learner alone.
         outer: communicator of the leaders; None on learners that are not leaders. The engine uses
             it exclusively, with errors returned.
-        plan: whom to ask and with which weight.
+        plan: which peers to ask, and with which weight.
         config: the options.
-        names: what to call each super learner in messages, by super_rank.
-        members: the super learners of `outer`, by their rank there; () means 0, 1, ..., all of them. Who
-            is none of them counts as failed.
+        names: of each super learner in messages, by super_rank.
+        members: the super learners of `outer`, by their rank there; () means 0, 1, ..., all of them. All
+            other super learners count as failed.
 
     Attributes:
         memory: the tensors.
         loop: the thread; None on learners that are not leaders.
-        rounds: what is done in step with the other super learners.
+        rounds: rounds and means in step with peers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def communicators(self) -> list[Any]:
-        """Its own, for whoever frees them when all engines have stopped."""
+        """Its own; the caller frees them when all engines have stopped."""
         return [comm for comm in (self._outer, self._of_all) if comm is not None]
 
     def _make_loop(self) -> Loop:
@@ -124,10 +124,10 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Start the thread (leader only); it answers, and asks after the first offer.
+        """Start the thread (leader only). It answers peers, and asks them after the first offer.
 
         Raises:
-            PeerFailedError: if a leader failed meanwhile.
+            PeerFailedError: if a leader fails during the call.
             TransportError: if MPI failed otherwise.
         """
         if self.loop is None:
@@ -136,7 +136,7 @@ class Engine:
             self._meet_leaders(self.loop)
         self._announce()
         self.loop.start()
-        atexit.register(self.stop)  # before MPI is finalised, however the program ends
+        atexit.register(self.stop)  # else MPI_Finalize at exit runs under the thread
 
     def _comm_rank(self, peer: int) -> int:
         """The rank in `outer` of a super learner; NOBODY if it has none."""
@@ -147,11 +147,11 @@ class Engine:
         return self._members[rank] if rank != NOBODY else NOBODY
 
     def _meet_leaders(self, loop: Loop) -> None:
-        """What all leaders make together."""
+        """Make communicator and shared memory, on all leaders together."""
         from mpi4py import MPI
 
         if self._plan.averages_all:
-            self._of_all = self._outer.Dup()  # after a failure the thread puts another in
+            self._of_all = self._outer.Dup()  # after a failure the thread replaces it
             butterfly = self.config.all_reduce == "butterfly"
             loop.average_all(MPI._addressof(self._of_all), ulfm_enabled(), butterfly)
         if self.config.same_host == "memory":
@@ -160,7 +160,7 @@ class Engine:
             loop.share(self._outboxes.own, self._outboxes.mapped)
 
     def _announce(self) -> None:
-        """Tell the thread about parts whose mirror is filled (or that nobody offered yet)."""
+        """Add new parts of the layout to the thread, once their mirror is filled or nothing was offered."""
         if self.loop is None:
             return
         for part in self.memory.layout.parts[self._announced :]:
@@ -168,18 +168,18 @@ class Engine:
         self._announced = len(self.memory.layout.parts)
 
     def stop(self, broken: bool = False) -> None:
-        """Leave: finish what runs, tell the others, end the thread. Bounded; idempotent.
+        """Finish running exchanges, tell the peers, end the thread. Bounded; idempotent.
 
         Args:
-            broken: this super learner cannot go on; the others count it as lost.
+            broken: this super learner has failed, and its peers count it as failed.
         """
         if self.loop is not None:
-            self.memory.store.reopen()  # what is on its way can still be merged
+            self.memory.store.reopen()  # before stop: exchanges under way cannot merge into a held slot
             self.loop.stop(broken)
             atexit.unregister(self.stop)
 
     def release(self) -> None:
-        """After `stop`: give the memory back. What MPI may still write to stays, for good."""
+        """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept."""
         self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
             _held_by_mpi.append(self.loop)
@@ -192,10 +192,10 @@ class Engine:
     def publish(self, step: int) -> None:
         """Make the corrections gathered so far readable, before the inner all-reduce; once per step.
 
-        What a round owes the model is waited for first.
+        Waits for a round in progress first.
 
         Raises:
-            AdpsgdError: the first failure after which averaging cannot go on.
+            AdpsgdError: the first fatal failure of the engine.
         """
         if self.memory.published:
             return
@@ -203,16 +203,16 @@ class Engine:
             self.rounds.finish()
             self.check()
             if self.config.max_staleness is not None:
-                # what is merged after this publication is applied one step later
+                # corrections merged after this publication are applied one step later
                 oldest = step + 1 - self.config.max_staleness
                 self.loop.wait_fresh(oldest, self.config.deadline_s)
         self.memory.publish()
 
     def offer(self, step: int, fit: bool = True) -> None:
-        """The mirror may be averaged now; returns at once (leader only).
+        """Let the engine average the mirror; returns at once (leader only).
 
-        A model that is not `fit` is kept from the others, but in rounds they wait for an answer: there
-        its chunks that are not finite are empty messages.
+        A model that is not `fit` is not sent to peers. In rounds, where peers wait for an answer, its
+        non-finite chunks are sent as empty messages.
         """
         if self.loop is None:
             return
@@ -234,7 +234,7 @@ class Engine:
         )
 
     def pause(self, seconds: float) -> bool:
-        """Begin no exchange, and wait until none runs. Returns False after `seconds`."""
+        """Begin no new exchange, and wait until none runs. Returns False after `seconds`."""
         if self.loop is None:
             return True
         self.loop.pause(True)
@@ -262,7 +262,7 @@ class Engine:
         return self.loop is not None and bool(self.loop.fault()[0])
 
     def report(self) -> list[tuple[int, PeerState]]:
-        """What has become of peers since the last report: (super_rank, state)."""
+        """Changed states of peers since the last report: (super_rank, state)."""
         if self.loop is None or self.loop.peer_events() == self._seen_events:
             return []
         self._seen_events = self.loop.peer_events()
@@ -271,14 +271,14 @@ class Engine:
         return [(peer, state) for peer, old, state in changes if state is not old]
 
     def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
-        """Values by rank in `outer`, of all super learners."""
+        """Values by rank in `outer`, reordered by super_rank; `absent` for the rest."""
         spread = dict(zip(self._members, values, strict=True))
         return [spread.get(peer, absent) for peer in range(len(self._names))]
 
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """See ExchangeMetrics; of zeros on learners that are not leaders. The last ones after `release`."""
+        """See ExchangeMetrics; zeros on learners that are not leaders. After `release` the last values."""
         if self.loop is None:
             return self._final or self._metrics.read(None)
         counters = self.loop.counters()
@@ -286,7 +286,7 @@ class Engine:
         return self._metrics.read(counters, self.loop.cpu_s())
 
     def view(self) -> dict[str, Any]:
-        """What the engine is doing, read without locks: for people."""
+        """The state of the engine for a state dump, read without locks."""
         if self.loop is None:
             return {"leads": False}
         names = [self._names[peer] for peer in self._members]
@@ -303,7 +303,7 @@ class Engine:
 
 
 def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) -> AdpsgdError:
-    """What the latched failure of the thread is to the user; `who` is the peer."""
+    """The exception for a latched failure of the thread; `who` names the peer."""
     if kind == _FAULT_LAYOUT:
         return ModelMismatchError(
             f"super learner {who} averages other tensors than this one (a parameter group was "

@@ -1,4 +1,4 @@
-"""MPI's errors as ours, and whether learners outlive one another."""
+"""MPI's errors as ours, and whether learners survive the failure of a peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["mpi_failures", "ulfm_advice", "ulfm_enabled"]
 
 
 def ulfm_enabled() -> bool:
-    """Whether Open MPI runs with ULFM, so that processes outlive others' end."""
+    """Whether Open MPI runs with ULFM, so that processes survive the failure of a peer."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
 
 

@@ -52,13 +52,13 @@ _COUNTED = (
 class Timeline:
     """Writer of a Chrome trace that several processes share; opens in Perfetto.
 
-    The file is a JSON array with one event per line. Rank 0 creates it, then the others open it, and
-    all append whole lines, each time under a lock of the file (flock) and up to and with the closing
-    "]". So it is valid JSON at any time, whoever ends first or dies. Learners of several hosts need a
-    file system that they share, with locks, and a clock that the hosts share (time.time, say).
+    The file is a JSON array with one event per line. Rank 0 creates it, then all other ranks open it. Each
+    append holds a file lock (flock) and ends with the closing "]", so the file is valid JSON at any time,
+    also after a rank fails. Learners on several hosts need a shared file system with locks and a clock that
+    the hosts share (time.time, for instance).
 
     Args:
-        path: the file; all learners name the same.
+        path: the file, the same on all learners.
         rank: the learner's rank among all, the trace's process id.
         origin_s: the clock's reading that becomes time 0, the same on every learner.
         create: whether to create the file, or empty it (rank 0 does).
@@ -161,7 +161,7 @@ def _open_trace(path: str, create: bool) -> int:
 
 
 def _append(file: int, lines: list[str]) -> None:
-    """Put events into the array of the file, whose closing bracket moves."""
+    """Append events to the array in the file, before its closing bracket."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         size = os.fstat(file).st_size
@@ -200,8 +200,8 @@ def _plain(value: Any) -> Any:
 class Counters:
     """Where the trainer's time goes: seconds by part of a step, sums and moving averages.
 
-    The parts are those of `PARTS`; what is left of a step is the user's forward and backward.
-    Time runs from the first `end_step`, so that set-up and the first, slow step do not count.
+    The parts are those of `PARTS`; the rest of a step is the user's forward and backward. Time counts
+    from the first `end_step`, without set-up and the first, slow step.
 
     Args:
         clock: seconds.
@@ -270,11 +270,11 @@ class ExchangeMetrics:
 
     def __init__(self, super_size: int):
         self._n = super_size
-        self._square, self._compared = 0.0, 0  # as of the last look
+        self._square, self._compared = 0.0, 0  # as of the last `read`
         self._distance = math.nan
 
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
-        """All of them; 0, and NaN for means, without counters."""
+        """All numbers; without counters 0, and NaN for means."""
         found = counters or {**dict.fromkeys(_COUNTED, 0), "staleness": [0] * 64, "met": []}
         staleness = np.array(found["staleness"])
         total = int(staleness.sum())
@@ -291,9 +291,9 @@ class ExchangeMetrics:
         }
 
     def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
-        """From the exchanges since the last look; the last value if none compared anything.
+        """From the exchanges since the last `read`; the last value if none compared models.
 
-        Without any exchange the distance of this model from the last mean of all.
+        Without any exchange, the distance of this model from the last mean of all.
         """
         if counters["compared"] == 0 and counters["means"]:
             return math.sqrt(counters["mean_square"])

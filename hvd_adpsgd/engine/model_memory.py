@@ -19,12 +19,12 @@ _NO_SLOT = -1
 
 
 class ModelMemory:
-    """What trainer and engine share. All learners of a super learner make it together.
+    """The memory shared by trainer and engine. All learners of a super learner make it together.
 
     Corrections reach the tensors in three steps, each on every learner:
 
         publish    the corrections gathered so far become the published slot
-        all_met    the learners of the node have met since: all may read it, none reads the other one
+        all_met    after an operation of the whole node: all may read it, none reads the other one
         absorb     parameter += correction; on the leader also mirror = parameter
 
     Args:
@@ -45,14 +45,14 @@ class ModelMemory:
         self._inner = inner
         self._alone = inner is None or inner.Get_size() == 1
         self._leads = leads
-        self._areas: list[Any] = []  # whatever the store points to
+        self._areas: list[Any] = []  # keeps alive what the store points to
         self._spans = self.layout.spans
-        self._slot = _NO_SLOT  # that all may read, until it is applied
+        self._slot = _NO_SLOT  # readable by all and not applied
         self._publications = 0
 
     @property
     def readable(self) -> bool:
-        """What was published may be read by all learners of the node, and is not applied."""
+        """Whether a published slot may be read by all learners of the node, and is not applied."""
         return self._slot != _NO_SLOT
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
@@ -75,7 +75,7 @@ class ModelMemory:
         self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
 
     def publish(self) -> None:
-        """Let the slots change places. A learner alone may read the published one at once."""
+        """Swap the slots. A learner alone may read the published one at once."""
         if self._leads:
             self.store.publish(hold=not self._alone)
         self.published = True
@@ -83,14 +83,17 @@ class ModelMemory:
             self.all_met()
 
     def all_met(self) -> None:
-        """The learners of the node have met, in an all-reduce of gradients or a barrier."""
+        """Call after a gradient all-reduce or a barrier of the node.
+
+        Earlier, a merge into the reopened slot would change corrections that a learner still reads.
+        """
         self.store.reopen()
         if self.published and not self.readable:
             self._slot = self._publications % 2
             self._publications += 1
 
     def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
-        """Apply what all may read, if anything; on the leader the mirror becomes the parameters.
+        """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
 
         Args:
             addresses: first element of each tensor in the order of `extend`; contiguous memory.

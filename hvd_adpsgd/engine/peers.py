@@ -1,4 +1,4 @@
-"""Where a peer of an engine stands."""
+"""The states of a peer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class PeerState(enum.IntEnum):
 
     ALIVE    --silent-->    SUSPECT    passed over, but served when it answers
     SUSPECT  --answers-->   ALIVE
-    either   --goodbye-->   LEFT       final: done, and its process may end
-    either   --fails-->     FAILED     final: its process has ended, or cannot be reached
+    either   --leaves-->    LEFT       final: done, and its process may exit
+    either   --fails-->     FAILED     final: its process has exited, or cannot be reached
     """
 
     ALIVE = 0

@@ -1,14 +1,13 @@
-"""Memory that processes of one host share: the node's mailbox, and the engines' outboxes.
+"""Memory shared by processes of one host: the node's mailbox, and the engines' outboxes.
 
 A mailbox holds two slots of corrections in memory that all learners of a super learner share.
 
-The leader's engine fills one slot while the learners of the node read the other. No lock and no
-barrier of its own: the leader publishes before it hands in its last gradient of a step, and the
-learners read after the all-reduce of that step.
+The leader's engine fills one slot while the learners of the node read the other, without a lock or an
+extra barrier. The leader publishes before it submits its last gradient of a step, and learners read
+after that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
 
-The memory is a file of /dev/shm that never has a name: the others reach it through the descriptor of
-the one that made it, which is closed as soon as every learner has mapped it. So a process that is killed
-at any moment leaves nothing behind.
+The memory is an unnamed file in /dev/shm. Other learners map it through the descriptor of its creator,
+which closes it once every learner has mapped it. A killed process therefore leaves no file behind.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Mailbox:
             together. None for a learner alone.
 
     Raises:
-        WorldError: on every learner, if the shared memory cannot be had.
+        WorldError: on every learner, if the shared memory cannot be allocated or mapped.
     """
 
     def __init__(self, nbytes: int, nflags: int, inner: Any = None):
@@ -59,13 +58,13 @@ class Mailbox:
 
 
 class Outboxes:
-    """Memory in which each engine shows its snapshots to its peers on the same host.
+    """Memory in which each engine exposes its snapshots to peers on the same host.
 
-    All leaders make it together. Two that cannot map each other's memory (other hosts, other
-    containers, no room) simply do without: their chunks travel through MPI.
+    All leaders make it together. Two leaders that cannot map each other's memory (different hosts or
+    containers, no room) send their chunks through MPI.
 
     Attributes:
-        own: address of this leader's memory, 0 if it shares with nobody.
+        own: address of this leader's memory, 0 if no peer maps it.
         mapped: address of each leader's memory here, 0 if the two do not share.
     """
 
@@ -78,6 +77,7 @@ class Outboxes:
             for host, other in files
         ]
         reach = outer.allgather([area is not None for area in areas])
+        # closed after that allgather: before it, a peer may still have to open the file by its descriptor
         if file is not None:
             os.close(file.handle)
         both = [reach[me][i] and reach[i][me] and i != me for i in range(len(areas))]
@@ -91,13 +91,13 @@ class Outboxes:
 
 
 def _host() -> str:
-    """A name that only processes of one running system share."""
+    """An identifier of the running system, the same in all its processes."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
 class _File(NamedTuple):
-    """A file without a name, as its maker tells of it: descriptor, process, device and inode."""
+    """An unnamed file, as its creator sees it: descriptor, process, device and inode."""
 
     handle: int
     pid: int
@@ -106,7 +106,7 @@ class _File(NamedTuple):
 
 
 def _try_file(nbytes: int) -> _File | None:
-    """A new file in shared memory, or None if that would take more than half of what is free."""
+    """A new file in shared memory, or None if it would take more than half of the free space."""
     try:
         free = os.statvfs(SHARED_FOLDER)
         if free.f_bavail * free.f_frsize < 2 * nbytes:
@@ -119,7 +119,7 @@ def _try_file(nbytes: int) -> _File | None:
 def _try_map(file: _File, nbytes: int) -> mmap.mmap | None:
     try:
         return _map(file, nbytes)
-    except (OSError, ValueError):  # not to be reached from here, or too short
+    except (OSError, ValueError):  # not reachable from here, or too short
         return None
 
 
@@ -150,7 +150,7 @@ def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
 
 
 def _reserve(nbytes: int) -> _File:
-    """A new file whose pages really exist, so that no later write can fail."""
+    """A new file with allocated pages, so that no later write fails."""
     handle = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(handle, 0, nbytes)
@@ -164,8 +164,8 @@ def _reserve(nbytes: int) -> _File:
 def _map(file: _File, nbytes: int) -> mmap.mmap:
     """Map the file of any process of this host that shares our SHARED_FOLDER.
 
-    Process ids of another container may mean others here; and who has a SHARED_FOLDER of its own shall not
-    be taken for a neighbour.
+    A process id of another container may belong to a different process here, and a process with its own
+    SHARED_FOLDER does not share memory with this one.
     """
     path = f"/proc/{file.pid}/fd/{file.handle}"
     found = os.stat(path)

@@ -1,4 +1,4 @@
-"""What super learners do in step with each other: rounds of pairs, or means of all."""
+"""Averaging in step with peers: rounds of pairs, or means of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StepRounds"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PATIENCE_S = 60.0  # of a step for others, before it says so; as Horovod's stall check
+_PATIENCE_S = 60.0  # wait of a step before it logs a warning, as in Horovod's stall check
 
 
 class StepRounds:
@@ -24,7 +24,7 @@ class StepRounds:
 
     Args:
         plan: of this super learner, with rounds.
-        loop: its engine's thread; None on learners that are not leaders, where nothing is done.
+        loop: its engine's thread; None on learners that are not leaders, which do nothing.
         comm_rank: of a super learner in the engine's communicator; NOBODY if it has none.
         check: raises the engine's failure, if there is one.
     """
@@ -46,13 +46,13 @@ class StepRounds:
     def begin(self, number: int) -> None:
         """Begin a round of the plan with the models offered last.
 
-        Gossip beside it rests first, until the engine's `resume`: the mean is then of all that was owed.
+        Gossip beside it is paused first, until the engine's `resume`, so the mean includes all corrections.
 
         Args:
             number: of the round, the same on all super learners.
 
         Raises:
-            AdpsgdError: the first failure after which averaging cannot go on.
+            AdpsgdError: the first fatal failure of the engine.
         """
         rounds, loop = self._plan.in_step, self._loop
         if loop is None or rounds is None:
@@ -69,21 +69,21 @@ class StepRounds:
         self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
 
     def finish(self) -> None:
-        """Wait until what the round owes the model is in the open slot; nothing to do without one.
+        """Wait until the correction of the round, if one runs, is in the open slot.
 
-        A peer that has left or has failed is not waited for. A mean of all goes on without the failed
-        (under ULFM), and without those who have left once their processes have ended.
+        Does not wait for peers that have left or failed. A mean of all continues without failed peers
+        (under ULFM), and without peers that have left once their processes have exited.
 
         Raises:
             PeerFailedError: if a mean of all needs a super learner that has left or has failed.
-            AdpsgdError: the first failure after which averaging cannot go on.
+            AdpsgdError: the first fatal failure of the engine.
         """
         over, self._over = self._over, None
         if over is not None:
             self._wait(over)
 
     def _pairs_over(self, loop: Loop, seconds: float) -> bool:
-        """Whether every peer of the round has finished its exchange, or never will."""
+        """Whether every peer of the round has finished its exchange, left or failed."""
         finished, states = loop.finished(), loop.peers()
         if all(loop.met(p) > met or states[p] >= PeerState.LEFT for p, met in self._met.items()):
             return True

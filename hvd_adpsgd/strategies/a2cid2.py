@@ -24,12 +24,12 @@ class A2CiD2(Strategy):
     Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
     both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
     alpha_tilde follow from the ring's Laplacian (gossip.acceleration). The mean of (x + xt)/2 moves by
-    gradients only, and hvd.average_model and hvd.averaging_paused take both models there; while peers have
-    taken in an exchange at different times, the mean of x may be off it a little.
+    gradients only, and hvd.average_model and hvd.averaging_paused take both models there; while only one
+    side has applied an exchange, the mean of x may differ slightly from it.
 
-    It pays where averaging is slow: rings of 8 and more, with momentum or shards that differ.
-    Expect nothing of it for plain SGD on shuffled data. Exchanges take the mean of the pair
-    (weight 1/2). Costs memory for two more models on every learner.
+    It helps where averaging is slow: rings of 8 and more, with momentum or different shards.
+    It does not help plain SGD on shuffled data. Exchanges take the mean of the pair
+    (weight 1/2). Needs memory for two more models on every learner.
 
     Args:
         base: FixedRing().

@@ -22,8 +22,8 @@ class DelayByOne(Strategy):
 
         w_l' = mean(w) - lr g_l(w_l)
 
-    Each starts from its own model of the step before, so models differ by the update of one step.
-    Every step waits for the slowest super learner. One super learner is the plain optimizer.
+    Each super learner computes gradients at its own model, so models differ by the update of one step.
+    Every step waits for the slowest super learner. With one super learner this is the plain optimizer.
 
     Source: Zhang et al., arXiv:2002.01119 and arXiv:2110.11199 (delay by one). Their text allows
         another reading too, DelayedGradients.

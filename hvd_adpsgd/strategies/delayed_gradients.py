@@ -23,8 +23,8 @@ _INSTEAD = "or use delay_by_one"
 class DelayedGradients(Strategy):
     """Steps with the mean gradient of the step before: w' = w - lr mean(g of step k - 1).
 
-    The mean is computed while the next gradient is. All models are equal; the first step moves
-    nothing. Every step waits for the slowest super learner.
+    The mean is computed during the next gradient. All models are equal; the first step changes
+    no parameter. Every step waits for the slowest super learner.
 
     Source: Zhang et al., arXiv:2002.01119 and arXiv:2110.11199 (delay by one), whose text allows
         this reading beside DelayByOne.

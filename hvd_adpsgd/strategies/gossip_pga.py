@@ -18,7 +18,7 @@ __all__ = ["GossipPGA"]
 
 @dataclass(frozen=True)
 class GossipPGA(Strategy):
-    """Gossip, and the exact mean of all after every `period` steps, for which all wait.
+    """Gossip, and after every `period` steps the exact mean of all, for which all super learners wait.
 
     Args:
         period: steps, >= 1.

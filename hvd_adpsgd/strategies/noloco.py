@@ -20,7 +20,7 @@ NOLOCO_ROUNDS = 1024
 
 @dataclass(frozen=True)
 class NoLoCo(Strategy):
-    """After every `period` steps random disjoint pairs average; nobody waits for all.
+    """After every `period` steps random disjoint pairs average; no super learner waits for all.
 
     w is the model that is trained, p the slow one, bar the mean of a pair:
 

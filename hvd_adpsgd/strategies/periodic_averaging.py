@@ -20,8 +20,8 @@ __all__ = ["PeriodicAveraging"]
 class PeriodicAveraging(Strategy):
     """Model averaging: the exact mean of all after every `period` steps; all wait for it.
 
-    With block momentum (BMUF) the mean is not taken as it is. For block t of `period` steps, s(t)
-    the model that all started it from:
+    With block momentum (BMUF) the update is different. For block t of `period` steps, which all super
+    learners start from the model s(t):
 
         G(t) = mean(w) - s(t);   D(t) = eta D(t-1) + zeta G(t);   w(t) = w(t-1) + D(t)
         s(t+1) = w(t), with nesterov w(t) + eta D(t)
@@ -34,16 +34,16 @@ class PeriodicAveraging(Strategy):
         block_momentum: eta in [0, 1).
         block_rate: zeta > 0.
         nesterov: whether a block starts ahead.
-        warm_up: steps at the beginning after which nobody averages, >= 0: models that still move fast
-            average badly. The first block ends at the first multiple of `period` beyond it; block
-            momentum carries all of its way on.
+        warm_up: steps at the beginning without averaging, >= 0, because models that change fast average
+            badly. The first block ends at the first multiple of `period` after it, and block momentum
+            includes its whole update.
 
     Raises:
         ConfigError: for a value out of range.
 
     Source: Su and Chen, arXiv:1507.01239 (model averaging); Chen and Huo, ICASSP 2016 (BMUF), with
-        G taken against the start of the block, as its implementations do. No averaging at the beginning
-        as in Kaldi's parameter averaging.
+        G relative to the start of the block, as in its implementations. The warm-up is that of Kaldi's
+        parameter averaging.
     """
 
     period: int = 10

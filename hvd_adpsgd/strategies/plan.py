@@ -1,4 +1,4 @@
-"""What a strategy is, and what it hands the engine: data, never a callback."""
+"""The interface of strategies, and the plans that they give to the engine: data, no callbacks."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ Averaged = Literal["models", "gradients", "nothing"]
 class Rounds:
     """What super learners do in step with each other; each waits for its peers of the round.
 
-    A round comes after every `period`-th step. Its models are those that the step has left.
+    A round follows every `period`-th step and averages the models after that step.
 
     Attributes:
         period: steps between rounds, >= 1.
-        order: DURING: the round runs while the next gradient is computed, and what comes of it is
+        order: DURING: the round runs while the next gradient is computed, and its correction is
             added at the end of that step, W' = W T - lr g(W). AFTER: the step waits for it,
             W' = (W - lr g(W)) T.
-        peers: shape (rounds, 2), int32: whom this super learner asks in round r modulo rounds,
-            and who asks it; NOBODY for none. None: the exact mean of all super learners.
-        warm_up: steps at the beginning after which no round comes, >= 0.
-        still: what is averaged does not change during a round, also with order DURING.
+        peers: shape (rounds, 2), int32: the peer that this super learner asks in round r modulo
+            rounds, and the peer that asks it; NOBODY for none. None: the exact mean of all super learners.
+        warm_up: steps at the beginning without rounds, >= 0.
+        still: the averaged tensors do not change during a round, also with order DURING.
 
     Raises:
         ConfigError: for a bad period, order, table or warm-up.
@@ -92,15 +92,15 @@ class Rounds:
 
     @property
     def replaces(self) -> bool:
-        """Whether a mean of all replaces the model, to the last bit; else its difference is added."""
+        """Whether a mean of all replaces the model bitwise; else its difference is added."""
         return self.order == AFTER or self.still
 
     def is_due(self, step: int) -> bool:
-        """Whether a round comes after step number `step`; the first is 0."""
+        """Whether a round follows step number `step`; the first is 0."""
         return (step + 1) % self.period == 0 and step >= self.warm_up
 
     def row(self, number: int) -> tuple[int, int]:
-        """Whom to ask in round `number`, and who asks; NOBODY for none."""
+        """The peer to ask in round `number`, and the peer that asks; NOBODY for none."""
         assert self.peers is not None
         asked, asker = self.peers[number % len(self.peers)]
         return int(asked), int(asker)
@@ -108,20 +108,20 @@ class Rounds:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Whom one super learner asks, in which order, and how much of the difference each takes.
+    """Which peers one super learner asks, in which order, and the weight of an exchange.
 
     At its r-th ask (r = 0, 1, ...) the super learner asks the peers of row r modulo rounds.
 
     Attributes:
-        schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. Width 0
-            asks nobody.
+        schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. With
+            width 0 it asks no peer.
         weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 for no exchanges. With
-            width 0 it is that of exchanges that others ask for.
+            width 0 it applies to exchanges that peers ask for.
             With w <= 1/2 an exchange never moves a model past the middle, so that one active and
             one passive exchange at the same time cannot enlarge the disagreement.
-        in_step: what is done in step with the others, beside the exchanges of the schedule or, with
-            width 0, instead of them; None for nothing.
-        rule: what each super learner does to its own model when it has averaged; None for nothing.
+        in_step: rounds in step with peers, beside the exchanges of the schedule or, with width 0, in
+            place of them; None for no rounds.
+        rule: update of each super learner's own model after averaging; None for no update.
 
     Raises:
         ConfigError: if the schedule has another shape or a negative rank, or the weight is out
@@ -144,7 +144,7 @@ class Plan:
     def nobody(
         cls, in_step: Rounds | None = None, weight: float = 0.0, rule: Rule | None = None
     ) -> Plan:
-        """The plan that asks nobody, or only in rounds: one row of width 0."""
+        """The plan that asks no peer, or only in rounds: one row of width 0."""
         return cls(np.empty((1, 0), dtype=np.int32), weight, in_step, rule)
 
     @property
@@ -175,7 +175,7 @@ class Strategy(ABC):
         name: the name in a spec string.
         averages: what super learners average: "models", "gradients", or "nothing": then all learners
             form one super learner, as in plain Horovod.
-        is_gossip: pairs of models are averaged at times of their own, and nothing else is done.
+        is_gossip: pairs of models are averaged asynchronously, and nothing else is done.
         refuses: uses that have no meaning with this strategy, each with the reason and the cure.
     """
 
@@ -245,7 +245,7 @@ class Strategy(ABC):
         """
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """Whom super learner i asks in one lock-step round, and who asks it; NOBODY for none.
+        """The peer that super learner i asks in one lock-step round, and that asks it; NOBODY for none.
 
         Raises:
             ConfigError: if the strategy has no rounds of pairs.

@@ -16,9 +16,9 @@ __all__ = ["Synchronous"]
 
 @dataclass(frozen=True)
 class Synchronous(Strategy):
-    """Gradients of all learners are averaged each step; nobody exchanges models.
+    """Gradients of all learners are averaged each step; no models are exchanged.
 
-    All models are equal at all times, which in lock step is mixing with T = 11^T/n.
+    All models are equal at all times. In lock step this is mixing with T = 11^T/n.
     """
 
     name: ClassVar[str] = "synchronous"

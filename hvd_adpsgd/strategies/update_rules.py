@@ -1,4 +1,4 @@
-"""What a super learner does to its own model when it has averaged: data for the trainer's side."""
+"""How a super learner updates its own model after averaging: data, applied by torch.update_rules."""
 
 from __future__ import annotations
 

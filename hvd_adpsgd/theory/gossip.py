@@ -64,8 +64,8 @@ def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
     """Expected pull of random exchanges: dE[x]/dt = -(1/2) Lap x for weights 1/2.
 
     Lap = sum over edges of r_ij (e_i - e_j)(e_i - e_j)^T with r_ij = (rate/2)(1/deg_i + 1/deg_j):
-    everybody asks a uniformly random neighbour, so often that an exchange per unit of time and
-    rate falls to each on average. Where all have as many neighbours, Lap = rate (I - W) with W
+    each node asks a uniformly random neighbour, at such a rate that it takes part in `rate` exchanges per
+    unit of time on average. If all nodes have equally many neighbours, Lap = rate (I - W) with W
     uniform over the neighbours.
 
     Args:

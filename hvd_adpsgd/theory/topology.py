@@ -1,4 +1,4 @@
-"""Who may talk to whom: rings, permuted rings, matchings, random peers.
+"""Communication graphs: rings, permuted rings, matchings, random peers.
 
 Pure functions of (n, outer rank, seed, round). Super learners that agree on n and seed compute the
 same answer without a message, on any machine with the same NumPy release (NumPy keeps a stream of

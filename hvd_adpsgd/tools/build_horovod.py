@@ -69,12 +69,11 @@ class Change(NamedTuple):
     after: str
 
 
-# Under Open MPI 5 each learner runs below a shell, which ends by a signal if the learner was gone before
-# it had left (os._exit, exit() in a library): the launcher tells the others of a signal, but not of an
-# exit status. A learner that has left, and any other program, ends as if there were no shell (which
-# gives 128 + n where signal n ended it). The file named
-# by ADPSGD_LEARNER exists from hvd.init() until the learner has left; see world.py. The launcher
-# signals both: SIGUSR1 is for the learner.
+# Under Open MPI 5 each learner runs below a shell. If the learner exits before hvd.shutdown() (os._exit,
+# exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
+# processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
+# status on (128 + n for signal n). The file named by ADPSGD_LEARNER exists from hvd.init() until the
+# learner has left; see runtime/shutdown.py. The launcher signals both: SIGUSR1 is for the learner.
 KEEPER = (
     'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; ADPSGD_LEARNER="$f" "$@"; s=$?; '
     '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'

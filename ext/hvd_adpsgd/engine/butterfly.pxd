@@ -1,4 +1,4 @@
-# The sum of everybody's numbers, by MPI's own all-reduce or by a butterfly of messages.
+# The sum over all leaders, by MPI's own all-reduce or by a butterfly of messages.
 from libc.stdint cimport int64_t
 from mpi4py cimport libmpi as mpi
 
@@ -10,12 +10,12 @@ cdef struct Network:
     int stages              # of the butterfly, folding included
     int folded              # learners that only give to a neighbour and take from it
 
-cdef struct Sum:            # one on its way
+cdef struct Sum:            # one in flight
     int count
     bint double_precision
     int tag
     int stage
-    bint torn               # somebody's sum has another length
+    bint torn               # a peer's sum has another length
     char* total
     char* incoming
     mpi.MPI_Request outgoing

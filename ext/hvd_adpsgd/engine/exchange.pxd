@@ -1,4 +1,4 @@
-# Exchanges of pairs, and who has failed, on the engine's thread.
+# Exchanges of pairs, and detection of failed peers, on the engine's thread.
 from hvd_adpsgd.engine.state cimport Kind, State
 
 cdef double RETRY_FIRST_S

@@ -1,4 +1,4 @@
-# The C loops, as declared to the other compiled rooms.
+# Declarations of the C loops for the other compiled modules.
 from libc.stdint cimport int64_t
 
 cdef extern from "kernels.h" nogil:

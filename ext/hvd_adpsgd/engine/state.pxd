@@ -47,7 +47,7 @@ cdef extern from *:
     void store "adpsgd_store"(int64_t*, int64_t) nogil
 
 cdef enum:
-    LANES = 8               # chunks of one exchange on their way at once
+    LANES = 8               # chunks of one exchange in flight at once
     HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
     EVENTS = 16384          # timeline records kept until the trainer takes them
     SPARES = 2              # sets of buffers kept for the next exchange
@@ -151,7 +151,7 @@ cdef struct Exchange:
     mpi.MPI_Request last_receive
     Lane lanes[LANES]
 
-cdef struct Share:          # one chunk on its way to the mean of all
+cdef struct Share:          # one chunk of a mean of all, in flight
     bint busy
     bint void               # ours was not finite
     int64_t count

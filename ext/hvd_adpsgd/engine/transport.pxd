@@ -9,8 +9,8 @@ cdef enum:
 
 cdef enum Failure:
     FAILURE_NONE = 0
-    FAILURE_PEER = 1   # the peer's process is gone: others go on
-    FAILURE_PENDING = 2   # a wildcard receive saw somebody fail; it stays posted
+    FAILURE_PEER = 1   # the peer's process has failed: surviving ranks continue
+    FAILURE_PENDING = 2   # a wildcard receive reported a failed rank; it stays posted
     FAILURE_FATAL = 3     # MPI itself is unusable
     FAILURE_LAYOUT = 4    # a message was longer than this side expects
 

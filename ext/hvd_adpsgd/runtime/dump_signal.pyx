@@ -1,8 +1,8 @@
 # cython: language_level=3
 """SIGUSR1 becomes a byte in a pipe, at once, whatever Python is doing.
 
-Compiled, because a Python handler runs only when the main thread is back in Python, and whoever sends
-the signal wants to know why it is not. What else was weighed:
+Compiled, because a Python handler runs only when the main thread returns to Python, and the signal is
+sent to find out why it does not. Rejected alternatives:
 
 - signal.set_wakeup_fd writes from C too, but there is one such descriptor in a process, and asyncio
   takes it;
@@ -36,7 +36,7 @@ cdef extern from *:
         (void)number;
     }
 
-    /* 0: handled by us from now on; 1: somebody else's already; -1: refused, see errno */
+    /* 0: handled by us from now on; 1: the signal has another handler; -1: refused, see errno */
     static int adpsgd_listen(int number, int fd)
     {
         struct sigaction action, before;

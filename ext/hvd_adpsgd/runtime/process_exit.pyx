@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""How a process ends that cannot wait for MPI_Finalize.
+"""The exit of a process that cannot wait for MPI_Finalize.
 
 Compiled, because only a C function can act between the end of Python and the end of the process,
 where the exit status is known.
@@ -24,9 +24,9 @@ cdef int instead_of_0 = 0
 cdef void _end(int status, void *argument) noexcept nogil:
     """End now: no handler of exit() that was registered earlier runs.
 
-    Open MPI's launcher tells the other processes of an end without MPI_Finalize only if the status
-    is 0 or a signal ended the process; after another status it ends the job. The price is that the
-    launcher does not see the status, but for that of the last process.
+    After an exit without MPI_Finalize, Open MPI's launcher notifies the other processes only if the
+    status is 0 or a signal ended the process; with another status it ends the job. The cost: the
+    launcher sees only the status of the last process.
     """
     if status == 0:
         _exit(instead_of_0)
@@ -41,7 +41,7 @@ def end_without_finalize(bint last, int verdict=0):
     With its status if that is 0 or if `last`, else by SIGKILL.
 
     Args:
-        last: no other process of the job lives.
+        last: no other process of the job runs.
         verdict: status to end with instead of 0; must be 0 unless `last`.
 
     Raises:

@@ -6,7 +6,7 @@ blocks of steps in turn: one with averaging off (the plain optimizer, the engine
 averaging on, so that each ratio compares two things that saw the same machine.
 
 With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
-counts is the speed of the others, averaging on, against their speed when none sleeps.
+counts is the speed of its peers, averaging on, against their speed when no learner sleeps.
 """
 
 from __future__ import annotations

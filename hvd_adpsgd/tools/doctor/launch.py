@@ -1,4 +1,4 @@
-"""The survival probe: learners start under horovodrun, one kills itself, the others continue."""
+"""The survival probe: learners start under horovodrun, one kills itself, its peers continue."""
 
 from __future__ import annotations
 
