@@ -53,8 +53,12 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
     if reason:
         log.warning("%s: it starts anew with the model loaded.", reason)
         return
-    averaging.step = state["step"]
+    averaging.step = state["step"]  # on all super learners alike, or their rounds would not meet
     averaging.restart = averaging.step == 0
+    if foreign := _belongs_elsewhere(averaging, state):
+        averaging.restart = True
+        log.warning("%s: it starts anew with the model loaded.", foreign)
+        return
     for name, tensors in averaging.rule.tensors().items():
         for mine, theirs in zip(tensors, state["rule"][name], strict=True):
             mine.copy_(theirs)
@@ -62,16 +66,23 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
 
 def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
     """Why the state does not fit this averaging; "" if it does."""
-    spec, world = averaging.spec.strategy.spec(), averaging.world
+    spec = averaging.spec.strategy.spec()
     try:
         if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
             return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
-        here = [world.super_rank, world.super_size]
-        number, of = there = state.get("of", here)
+        _, _ = state.get("of", (0, 1))
         if operator.index(state["step"]) < 0 or not _fits(averaging, state["rule"]):
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError):
         return 'the checkpoint\'s "averaging" is damaged'
+    return ""
+
+
+def _belongs_elsewhere(averaging: Averaging, state: dict[str, Any]) -> str:
+    """Whose the saved tensors are, if they are another super learner's; "" if they can be used."""
+    spec, world = averaging.spec.strategy.spec(), averaging.world
+    here = [world.super_rank, world.super_size]
+    number, of = there = state.get("of", here)
     if averaging.rule.own and list(there) != here and state["step"]:
         return (
             f"what {spec} remembers is each super learner's own; the checkpoint is of number "

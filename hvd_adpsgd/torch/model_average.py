@@ -151,18 +151,23 @@ def averaged(
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf; see average_model.
     """
     tensors = [t for m in (model, *more) for t in (*m.parameters(), *m.buffers())]
-    concerned = [a for a in live() if any(tensor in a.parameters for tensor in tensors)]
+    concerned = [a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)]
     with contextlib.ExitStack() as left:
         with counted("averaged"), torch.no_grad():
             means = _means_of_modules([model, *more], buffers)
             for tensor in {id(t): t for t in tensors}.values():
-                left.callback(tensor.data.copy_, tensor.detach().clone())
+                left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
             for tensor, mean in means:
                 tensor.data.copy_(mean)
         for averaging in concerned:
             averaging.lent += 1
             left.callback(_give_back, averaging)
         yield
+
+
+def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.data = memory  # the block may have replaced it: half(), cpu()
+    memory.copy_(values)
 
 
 def _give_back(averaging: Averaging) -> None:
