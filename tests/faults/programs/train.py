@@ -26,6 +26,7 @@ from mpi4py import MPI  # noqa: E402
 from hvd_adpsgd.config import Config  # noqa: E402
 from hvd_adpsgd.engine.engine import Engine  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
+from hvd_adpsgd.runtime.membership import Membership  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
 DEADLINE_S = 20.0
@@ -63,12 +64,14 @@ class Learner:
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         self.rng = np.random.default_rng([args.seed, comm.rank])
+        names = [f"learner {i}" for i in range(comm.size)]
+        self.membership = Membership([[i] for i in range(comm.size)], names, comm.rank)
         self.engine = Engine(
             inner=None,
             outer=outer,
             plan=parse(args.strategy).plan(comm.rank, comm.size),
             config=Config(exchanges_per_step=args.exchanges_per_step),
-            names=[f"learner {i}" for i in range(comm.size)],
+            names=names,
         )
         self.model = {d: self.draw(d) for d in ("float32", "float64")}
         self.expected = {d: x.astype(np.float64) for d, x in self.model.items()}
@@ -114,6 +117,7 @@ class Learner:
         self.engine.publish(step)
         self.engine.memory.absorb(self.addresses, step)
         self.engine.offer(step)
+        self.membership.update(self.engine.report(), step)
         self.facts["step"] += 1
 
     def compare(self) -> None:
