@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
-from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.errors import CollectiveMismatchError, PeerFailedError
 from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.membership import Membership
 
@@ -135,6 +135,27 @@ class Collectives:
             for call in list(self.before):
                 call()
             return self._run(doing, operation)
+
+    def gather(self, doing: str, value: Any) -> list[Any]:
+        """The values of all learners, by rank; a collective, see `run` and `gather_in`."""
+        return self.run(doing, lambda comm: self.gather_in(comm, doing, value))
+
+    def gather_in(self, comm: Any, doing: str, value: Any) -> list[Any]:
+        """Inside an operation: the values of all learners, by rank.
+
+        Every operation begins with it, so that learners in different operations raise instead of blocking.
+
+        Raises:
+            CollectiveMismatchError: on all learners, if they are not in the same operation.
+        """
+        told = allgather_object(comm, (doing, value))
+        for rank, (other, _) in zip(self.ranks, told, strict=True):
+            if other != told[0][0]:
+                raise CollectiveMismatchError(
+                    f"operations over all learners differ: learner {self.ranks[0]} is in {told[0][0]}, "
+                    f"learner {rank} in {other}. Call the same operations in the same order on all learners."
+                )
+        return [value for _, value in told]
 
     def _run(self, doing: str, operation: Callable[[Any], T]) -> T:
         if not ulfm_enabled():

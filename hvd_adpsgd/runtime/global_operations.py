@@ -93,8 +93,8 @@ def end_step(warns: bool) -> None:
     most = max(callers, key=lambda caller: callers[caller])
     log.warning(
         "%s at %s:%d is over all learners and was called %d times in %d steps: %.1f s lost waiting for the "
-        "slowest learner. Pass process_set=hvd.super_learner to stay inside the super learner, or call "
-        "it less often than every 10 steps.",
+        "slowest learner. Call it less often than every 10 steps, or inside the super learner only "
+        "(process_set=hvd.super_learner, where the operation takes one).",
         *most,
         callers[most][0],
         WINDOW,

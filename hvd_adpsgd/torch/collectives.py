@@ -26,7 +26,6 @@ from hvd_adpsgd.errors import (
     PeerFailedError,
 )
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import allgather_object as _allgather_object
 from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
@@ -605,10 +604,13 @@ def _tell(world: World, comm: Any, call: Call) -> list[Call]:
     Raises:
         CollectiveMismatchError: on all learners alike, if they are not.
     """
-    calls: list[Call] = _allgather_object(comm, call)
+    try:
+        calls: list[Call] = world.collectives.gather_in(comm, call.kind, call)
+    except CollectiveMismatchError as error:
+        raise horovods(CollectiveMismatchError)(*error.args) from None
     first = calls[0]
     for rank, other in zip(world.collectives.ranks, calls, strict=True):
-        for what in ("kind", "name", "root", "op", "factors", "tensors"):
+        for what in ("name", "root", "op", "factors", "tensors"):
             if getattr(first, what) != getattr(other, what):
                 raise _mismatch(what, world.collectives.ranks[0], first, rank, other)
     return calls
@@ -622,9 +624,8 @@ def _mismatch(what: str, rank: int, first: Call, other_rank: int, other: Call) -
         else:
             i = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
             what, mine, theirs = f"tensor {i}", _text(mine[i]), _text(theirs[i])
-    where = first.kind if first.kind == other.kind else "operations over all learners"
     return horovods(CollectiveMismatchError)(
-        f"{where}: {what} differs: {mine} on learner {rank}, {theirs} on learner {other_rank}. "
+        f"{first.kind}: {what} differs: {mine} on learner {rank}, {theirs} on learner {other_rank}. "
         "Call the same operations in the same order, with equal arguments, on all learners."
     )
 

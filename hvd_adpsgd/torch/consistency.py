@@ -37,7 +37,7 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     except AdpsgdError as mine:
         error = mine
     told = (type(error).__name__, str(error)) if error else None
-    errors_by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, told))
+    errors_by_rank = world.collectives.gather(doing, told)
     if error is not None:
         raise error
     for rank, other in zip(world.collectives.ranks, errors_by_rank, strict=True):
@@ -56,7 +56,7 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
     doing = "hvd.DistributedOptimizer"
     mine = unanimous(world, doing, spec)
     settings = _settings(mine)
-    by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, settings))
+    by_rank = world.collectives.gather(doing, settings)
     for rank, other in zip(world.collectives.ranks, by_rank, strict=True):
         if other != by_rank[0]:
             raise StrategyMismatchError(
@@ -69,7 +69,7 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
 
 def require_same(world: World, doing: str, tensors: list[str]) -> None:
     """Raise ModelMismatchError on every learner if the descriptions differ on one."""
-    described_by_rank = world.collectives.run(doing, lambda comm: allgather_object(comm, tensors))
+    described_by_rank = world.collectives.gather(doing, tensors)
     for rank, other in zip(world.collectives.ranks, described_by_rank, strict=True):
         if other != described_by_rank[0]:
             first = f"learner {world.collectives.ranks[0]}"

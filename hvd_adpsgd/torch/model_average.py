@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
+from hvd_adpsgd.torch.parameters import shares_elements
 from hvd_adpsgd.torch.pausing import paused
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
@@ -43,7 +44,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     Raises:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
         ModelMismatchError: on every learner, if their models differ.
-        NonFiniteModelError: on every learner, if one's model holds NaN or Inf. No model was changed.
+        NonFiniteModelError: on every learner, if one's model holds NaN or Inf; no mean is taken.
             With HVD_ADPSGD_NONFINITE=skip all receive the mean of the finite models instead, unless
             their weights are all 0.
     """
@@ -51,9 +52,9 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     _require_weights(world, weight)
     if world.super_size == 1:
         return
-    tensors = _floating(world, "average_model", model)
+    tensors = _floating(world, "average_model", [model])
     concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
-    with paused(concerned):
+    with paused("average_model", concerned):
         means = _finite_means(world, "average_model", tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
@@ -71,7 +72,7 @@ def _require_weights(world: World, weight: Any) -> None:
     ):  # RuntimeError: torch's, for a tensor of many numbers
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
-    told = world.collectives.run("average_model", lambda comm: allgather_object(comm, mine))
+    told = world.collectives.gather("average_model", mine)
     bad = [text for _, value, text in told if value is None]
     if bad or not any(value for leads, value, _ in told if leads):
         raise ConfigError(
@@ -90,7 +91,7 @@ def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
     if world.config.nonfinite == "raise" or not finite:
         raise NonFiniteModelError(
-            f"{doing}: {who} holds NaN or Inf; no model was changed. Load a checkpoint, lower the "
+            f"{doing}: {who} holds NaN or Inf; no mean was taken. Load a checkpoint, lower the "
             "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
             "for all."
         )
@@ -116,14 +117,12 @@ def consensus_distance(model: torch.nn.Module) -> float:
     world, doing = worlds.current(), "consensus_distance"
     if world.super_size == 1:
         return 0.0
-    tensors = _floating(world, doing, model)
+    tensors = _floating(world, doing, [model])
     square = sum(
         float((t.detach().cpu().double() - mean.double()).square().sum())
         for t, mean in zip(tensors, _means(world, doing, tensors)[0], strict=True)
     )
-    told = world.collectives.run(
-        doing, lambda comm: allgather_object(comm, (world.is_leader, square))
-    )
+    told = world.collectives.gather(doing, (world.is_leader, square))
     squares = [square for leads, square in told if leads]
     return math.sqrt(sum(squares) / len(squares))
 
@@ -150,15 +149,19 @@ def averaged(
         ModelMismatchError: on every learner, if their models differ.
         NonFiniteModelError: on every learner, if one's model holds NaN or Inf; see average_model.
     """
-    tensors = [t for m in (model, *more) for t in (*m.parameters(), *m.buffers())]
-    concerned = [a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)]
+    world, modules = worlds.current(), [model, *more]
     with contextlib.ExitStack() as left:
         with counted("averaged"), torch.no_grad():
-            means = _means_of_modules([model, *more], buffers)
-            for tensor in {id(t): t for t in tensors}.values():
+            named = _floating(world, "averaged", modules, buffers) if world.super_size > 1 else []
+            means = _finite_means(world, "averaged", named) if named else []
+            tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
+            for tensor in tensors:
                 left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
-            for tensor, mean in means:
+            for tensor, mean in zip(named, means, strict=True):
                 tensor.data.copy_(mean)
+        concerned = [
+            a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
+        ]
         for averaging in concerned:
             averaging.lent += 1
             left.callback(_give_back, averaging)
@@ -167,31 +170,12 @@ def averaged(
 
 def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
     tensor.data = memory  # the block may have replaced it: half(), cpu()
-    memory.copy_(values)
+    if not shares_elements(memory):  # expanded: torch writes to none
+        memory.copy_(values)
 
 
 def _give_back(averaging: Averaging) -> None:
     averaging.lent -= 1
-
-
-def _means_of_modules(
-    modules: list[torch.nn.Module], buffers: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor, mean over super learners), each averaged tensor once."""
-    world, doing = worlds.current(), "averaged"
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    for i, module in enumerate(modules):
-        for name, tensor in (
-            *module.named_parameters(),
-            *(module.named_buffers() if buffers else ()),
-        ):
-            if tensor.is_floating_point():
-                named.setdefault(id(tensor), (f"{i}.{name}", tensor))
-    if world.super_size == 1:
-        return []
-    require_same(world, doing, described(list(named.values())))
-    tensors = [tensor for _, tensor in named.values()]
-    return list(zip(tensors, _finite_means(world, doing, tensors), strict=True))
 
 
 def _finite_means(
@@ -212,16 +196,27 @@ def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
     together.
     """
     world, doing = worlds.current(), "mean_model"
-    means = iter(_means(world, doing, _floating(world, doing, model))[0])
+    means = iter(_means(world, doing, _floating(world, doing, [model]))[0])
     tensors = [*model.parameters(), *model.buffers()]
     return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
 
 
-def _floating(world: World, doing: str, model: torch.nn.Module) -> list[torch.Tensor]:
-    """The model's floating-point tensors, the same on every learner."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    require_same(world, doing, described(named))
-    return [tensor for _, tensor in named if tensor.is_floating_point()]
+def _floating(
+    world: World, doing: str, modules: Sequence[torch.nn.Module], buffers: bool = True
+) -> list[torch.Tensor]:
+    """The floating-point tensors of the modules, each once; the same on every learner."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for i, module in enumerate(modules):
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(
+                f"{doing} got a {type(module).__name__}, allowed is a torch.nn.Module. Pass the model itself."
+            )
+        more = module.named_buffers() if buffers else ()
+        for name, tensor in (*module.named_parameters(), *more):
+            if tensor.is_floating_point():
+                named.setdefault(id(tensor), (f"{i}.{name}" if i else name, tensor))
+    require_same(world, doing, described(named.values()))
+    return [tensor for _, tensor in named.values()]
 
 
 def _means(
@@ -240,7 +235,7 @@ def _means(
     fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
     def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
-        told = allgather_object(comm, (world.is_leader, fit, weight))
+        told = world.collectives.gather_in(comm, doing, (world.is_leader, fit, weight))
         leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
         weights = {i: told[i][2] for i in leaders if told[i][1]}
         if not any(weights.values()):

@@ -24,6 +24,7 @@ import torch
 from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
+    AdpsgdError,
     ConfigError,
     CopyError,
     InnerOnlyError,
@@ -351,15 +352,27 @@ def _synchronize(self: Any) -> None:
         self._horovod.synchronize(self)
 
 
+def _before_gradient(self: Any, count: int) -> None:
+    """See Averaging.before_gradient. If it refuses the first gradient of a step, Horovod forgets the hook."""
+    try:
+        self._averaging.before_gradient(count, len(self._requires_update))
+    except AdpsgdError:
+        if not self._handles:  # else the all-reduces of other gradients are running
+            for parameter in self._allreduce_delay:
+                self._allreduce_delay[parameter] = self.backward_passes_per_step
+            self._group_counts = dict.fromkeys(self._group_counts, 0)
+        raise
+
+
 def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
-    self._averaging.before_gradient(1, len(self._requires_update))
+    _before_gradient(self, 1)
     _lay_out_gradient(parameter)
     with in_node(self._averaging):
         return self._horovod._allreduce_grad_async(self, parameter)
 
 
 def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
-    self._averaging.before_gradient(len(parameters), len(self._requires_update))
+    _before_gradient(self, len(parameters))
     for parameter in parameters:
         _lay_out_gradient(parameter)
     with in_node(self._averaging):

@@ -15,7 +15,7 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
 
-__all__ = ["AveragingSpec", "Parameters", "averaged_dtype"]
+__all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,12 @@ class Parameters:
 def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """A correction is added to each tensor once, so none may lie in another's memory."""
     everything = {id(tensor): (name, tensor) for name, tensor in itertools.chain(*named)}
+    for name, tensor in everything.values():
+        if shares_elements(tensor):
+            raise ModelMismatchError(
+                f"tensor {name!r} is expanded: several of its elements are one number in memory, and a "
+                "correction would be added to it several times. Train the tensor that it expands, or a clone."
+            )
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), key)
         for key, (_, tensor) in everything.items()
@@ -160,6 +166,11 @@ def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
         ends = max(ends, end)
         if len(group) > 1:
             _require_apart([everything[k] for k in group])
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of the tensor share memory with each other, as those of an expanded one do."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.torch.averaging import Averaging, live
 
 __all__ = ["averaging_paused", "paused", "resume"]
@@ -27,22 +26,22 @@ def averaging_paused() -> Iterator[None]:
     gradient (delay_by_one, synchronous_gossip:order=awc). Their result is applied here, one step early,
     and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of both models.
     """
-    with paused(live()):
+    with paused("averaging_paused", live()):
         yield
 
 
 @contextlib.contextmanager
-def paused(averagings: Iterable[Averaging]) -> Iterator[None]:
-    """Pause these inside. All learners enter together."""
+def paused(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
+    """Pause these inside. All learners enter together; `doing` is what they do, for messages."""
     with contextlib.ExitStack() as stack:
         for averaging in list(averagings):
-            _pause(averaging)
+            _pause(doing, averaging)
             stack.callback(resume, averaging)
         yield
 
 
 @torch.no_grad()
-def _pause(averaging: Averaging) -> None:
+def _pause(doing: str, averaging: Averaging) -> None:
     """Pause the engine and apply every correction.
 
     Allowed at any point of a step, also between publishing corrections and applying them. A round in
@@ -56,11 +55,11 @@ def _pause(averaging: Averaging) -> None:
     averaging.meet_in_node()  # before finish: exchanges parked by a held slot would never end
     engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
     engine.pause(patience_s)
-    averaging.world.collectives.run("average_model", lambda comm: wait(comm.Ibarrier()))
+    averaging.world.collectives.gather(doing, None)  # all engines are paused
     if not engine.pause(patience_s):  # a parked exchange may have resumed before the barrier
         log.warning(
-            "average_model: an exchange is still under way after %g s; what it brings later is not in "
-            "the mean.",
+            "%s: an exchange is still running after %g s; its corrections come after the pause.",
+            doing,
             patience_s,
         )
     rule.before_corrections()

@@ -16,7 +16,7 @@ from hvd_adpsgd.engine.failures import ulfm_enabled
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime import replacement
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import checkpoint
@@ -97,7 +97,7 @@ def replace_failed(
 def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
     """Start missing super learners. Returns (super_rank, rank of its starter) of one that is ready."""
     mine = {number: spawned.state() for number, spawned in _spawned.items()}
-    told = world.collectives.run(DOING, lambda comm: allgather_object(comm, mine))
+    told = world.collectives.gather(DOING, mine)
     _require_whole(world)
     failed = replacement.failed_groups(world)
     known = {
@@ -205,7 +205,7 @@ def _meet(world: World, spawned: SpawnedReplacement | None, starter: int) -> boo
     else:
         met = None
     # all agree before one adopts: alone, a learner would wait on communicators that its peers have dropped
-    if not all(world.collectives.run(DOING, lambda comm: allgather_object(comm, met is not None))):
+    if not all(world.collectives.gather(DOING, met is not None)):
         with contextlib.suppress(Exception):
             side.Revoke()
         if met is not None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters, Timeline
-from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.consistency import unanimous
 
@@ -63,7 +62,7 @@ def _open_timeline(world: World) -> Timeline | None:
     if path is None or _shared_timeline is not None:
         return _shared_timeline
     offset = time.time() - time.monotonic()  # hosts share the wall clock only
-    starts = world.collectives.run("timeline", lambda comm: allgather_object(comm, time.time()))
+    starts = world.collectives.gather("timeline", time.time())
     label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
 
     def open_it(create: bool) -> Timeline:

@@ -164,6 +164,15 @@ cdef void* engine_main(void* argument) noexcept nogil:
 
 # ---- the Python face ------------------------------------------------------------------------
 
+cdef bint wait_for(State* e, int64_t* counter, int64_t least, double seconds) noexcept:
+    """Wait until the engine has counted so far. False after `seconds`, and after a fault or the end."""
+    cdef double until = now() + seconds
+    with nogil:
+        while load(counter) < least and not e.fault and not load(&e.ended) and now() < until:
+            sleep_s(50e-6)
+    return load(counter) >= least
+
+
 cdef class Loop:
     """The engine's thread, and the trainer's commands to it. See hvd_adpsgd.engine.engine.Engine."""
 
@@ -332,13 +341,7 @@ cdef class Loop:
 
     def wait_mean(self, int64_t number, double seconds):
         """Wait until that mean is over. Returns False after `seconds`, and after a failure."""
-        cdef State* e = &self.state
-        cdef double until = now() + seconds
-        with nogil:
-            while (load(&e.mean.finished) < number and not e.fault and not load(&e.ended)
-                   and now() < until):
-                sleep_s(50e-6)
-        return load(&e.mean.finished) >= number
+        return wait_for(&self.state, &self.state.mean.finished, number, seconds)
 
     def pause(self, bint paused):
         """Begin no exchange and answer NO, until told otherwise."""
@@ -370,26 +373,16 @@ cdef class Loop:
 
     def wait_fresh(self, int64_t step, double seconds):
         """Wait until every snapshot in flight is of `step` or later. False after `seconds`."""
-        cdef State* e = &self.state
-        cdef double until = now() + seconds
-        with nogil:
-            while load(&e.in_flight_step) < step and now() < until:
-                sleep_s(100e-6)
-        return load(&e.in_flight_step) >= step
+        return wait_for(&self.state, &self.state.in_flight_step, step, seconds)
 
     def wait_finished(self, int64_t count, double seconds):
         """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
-        cdef State* e = &self.state
-        cdef double until = now() + seconds
-        with nogil:
-            while load(&e.finished) < count and now() < until:
-                sleep_s(50e-6)
-        return load(&e.finished) >= count
+        return wait_for(&self.state, &self.state.finished, count, seconds)
 
     def stop(self, bint broken=False):
-        """Say goodbye (bounded by leave_deadline_s) and end the thread.
+        """Send BYE to all peers (bounded by leave_deadline_s) and end the thread.
 
-        `broken` tells the others that this super learner cannot go on: they count it as failed.
+        With `broken`, peers count this super learner as failed.
         """
         cdef State* e = &self.state
         if not e.running:

@@ -82,16 +82,22 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
     return bad
 
 
-cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
-                         const void* sent) noexcept nogil:
-    """open slot += weight (received - sent). Returns sum((received - sent)^2), -1 if held."""
-    cdef Chunk* c
-    cdef double square
+cdef Chunk* lock_open(Memory* m, int chunk) noexcept nogil:
+    """Lock the memory to merge into the open slot of a chunk. NULL, and no lock, if the slot is held."""
     pthread_mutex_lock(&m.lock)
     if m.held:
         pthread_mutex_unlock(&m.lock)
+        return NULL
+    return &m.chunks[chunk]
+
+
+cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
+                         const void* sent) noexcept nogil:
+    """open slot += weight (received - sent). Returns sum((received - sent)^2), -1 if held."""
+    cdef Chunk* c = lock_open(m, chunk)
+    cdef double square
+    if c == NULL:
         return -1.0
-    c = &m.chunks[chunk]
     square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
                           c.count, not c.full[m.open][0], m.stream)
     if not c.full[m.open][0]:
@@ -125,16 +131,13 @@ cdef int memory_share(Memory* m, int chunk, bint offered_only, void* own, void* 
 
 cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learners, const void* sum,
                               const void* share) noexcept nogil:
-    """The open slot takes in the mean sum / learners. Returns the squared distance to it.
+    """Merge the mean, sum / learners, into the open slot. Returns the squared distance to it.
 
-    -1 if the slot is held, -2 if the mean is not finite and nothing was done."""
-    cdef Chunk* c
+    -1 if the slot is held, -2 if the mean is not finite and nothing was merged."""
+    cdef Chunk* c = lock_open(m, chunk)
     cdef double square
-    pthread_mutex_lock(&m.lock)
-    if m.held:
-        pthread_mutex_unlock(&m.lock)
+    if c == NULL:
         return -1.0
-    c = &m.chunks[chunk]
     square = adpsgd_merge_mean(c.dtype, c.slot[m.open], sum, share, learners, c.count,
                                not c.full[m.open][0], replace)
     if square < 0:

@@ -396,15 +396,19 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap | None) -> T
     return _Linear.apply(x, weight, bias, tap, None, [y.detach()])
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b, computed already."""
+class _Computed(torch.autograd.Function):
+    """A map whose output is computed already; `rest`: its tap, its module, [output]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
-        ctx.tap, _, output = rest
+        ctx.tap, ctx.module, output = rest
         ctx.save_for_backward(x, weight)
         ctx.bias = bias
         return output[0]
+
+
+class _Linear(_Computed):
+    """y = x W^T + b."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -434,15 +438,8 @@ def data_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Convolution(torch.autograd.Function):
-    """A convolution, computed already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
-        ctx.tap, ctx.module, output = rest
-        ctx.save_for_backward(x, weight)
-        ctx.bias = bias
-        return output[0]
+class _Convolution(_Computed):
+    """A convolution."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
