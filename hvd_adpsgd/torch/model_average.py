@@ -155,6 +155,11 @@ def averaged(
             named = _floating(world, "averaged", modules, buffers) if world.super_size > 1 else []
             means = _finite_means(world, "averaged", named) if named else []
             tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
+            for module in modules:
+                left.callback(
+                    _put_back,
+                    [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()],
+                )
             for tensor in tensors:
                 left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
             for tensor, mean in zip(named, means, strict=True):
@@ -168,8 +173,15 @@ def averaged(
         yield
 
 
+def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """The modules hold these tensors again: half() and cpu() replace buffers, and maybe parameters."""
+    for module, parameters, buffers in held:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
 def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.data = memory  # the block may have replaced it: half(), cpu()
+    tensor.data = memory  # half() and cpu() replace it
     if not shares_elements(memory):  # expanded: torch writes to none
         memory.copy_(values)
 
@@ -196,15 +208,16 @@ def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
     together.
     """
     world, doing = worlds.current(), "mean_model"
-    means = iter(_means(world, doing, _floating(world, doing, [model]))[0])
+    named = _floating(world, doing, [model])
+    means = dict(zip(map(id, named), _means(world, doing, named)[0], strict=True))
     tensors = [*model.parameters(), *model.buffers()]
-    return [next(means) if t.is_floating_point() else t.detach().cpu() for t in tensors]
+    return [means.get(id(t), t.detach().cpu()) for t in tensors]
 
 
 def _floating(
     world: World, doing: str, modules: Sequence[torch.nn.Module], buffers: bool = True
 ) -> list[torch.Tensor]:
-    """The floating-point tensors of the modules, each once; the same on every learner."""
+    """The floating-point tensors of the modules, each once; the same on every learner. Not expanded ones."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
@@ -213,7 +226,7 @@ def _floating(
             )
         more = module.named_buffers() if buffers else ()
         for name, tensor in (*module.named_parameters(), *more):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and not shares_elements(tensor):
                 named.setdefault(id(tensor), (f"{i}.{name}" if i else name, tensor))
     require_same(world, doing, described(named.values()))
     return [tensor for _, tensor in named.values()]

@@ -156,3 +156,10 @@ def test_interleaved_views_are_apart() -> None:
     add(memory[:, :3], memory[:, 3:].t(), torch.zeros(0), torch.zeros(()))
     add(memory[::2], memory[1::2, ::2], memory[1::2, 1::2])
     add(memory.view(-1)[:7], memory.view(-1)[7:])
+
+
+def test_an_expanded_parameter_is_refused() -> None:
+    """Its elements are one number, to which a correction would be added five times."""
+    one = torch.nn.Parameter(torch.ones(1).expand(5))
+    with pytest.raises(ModelMismatchError, match="tensor 'one' is expanded"):
+        Parameters().add([("one", one)])

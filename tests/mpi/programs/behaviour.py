@@ -24,6 +24,12 @@ class Ear(logging.Handler):
             TOLD.append(record.getMessage())
 
 
+def expanded(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with a buffer that torch cannot write to."""
+    module.register_buffer("scale", torch.ones(1).expand(5))
+    return module
+
+
 def network() -> torch.nn.Module:
     torch.manual_seed(1 + hvd.super_rank())
     return torch.nn.Sequential(
@@ -69,7 +75,7 @@ def error(tensors: list[torch.Tensor], means: list[torch.Tensor]) -> float:
 
 def averaged(where: str, averaging: str) -> None:
     """The mean inside, one's own afterwards; with a second model, nested, and left by an exception."""
-    model, copy = network(), network()
+    model, copy = network(), expanded(network())
     with training(model, averaging) as optimizer:
         for step in range(4):
             advance(model, optimizer, step)
@@ -89,6 +95,8 @@ def averaged(where: str, averaging: str) -> None:
                     model(torch.ones(6, 8))  # changes the buffers
                 inner = error(parameters, means)
                 facts["nested"] = max(facts["nested"], inner)
+                if hvd.super_size() < hvd.size():  # else Horovod reduces nothing, and asks nobody
+                    facts["backward"] = outcome(lambda: model(torch.ones(6, 8)).sum().backward())
                 facts["refused"] = [
                     outcome(call).get("error")
                     for call in (optimizer.step, lambda: hvd.average_model(model))
