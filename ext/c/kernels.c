@@ -92,7 +92,7 @@ INLINE uint64_t infinite_f64(f64 x) {
 /* Copy a block that is in the first-level cache to memory that nobody reads soon. Writing past the
  * caches saves reading the destination first: one pass in three. */
 static void stream_copy(void *to, const void *from, size_t nbytes) {
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__) /* which does not see streamed stores */
   char *out = (char *)to;
   const char *in = (const char *)from;
   size_t head = (16 - ((uintptr_t)out & 15)) & 15;
@@ -127,8 +127,8 @@ static void stream_fence(void) {
 /* One block of a snapshot; `first` and `second` may be NULL. */
 #define SNAPSHOT(T, W)                                                                        \
   VECTOR static uint32_t add_##T##_##W(W *restrict out, const T *restrict mirror,             \
-                                       const T *restrict first, const T *restrict second,     \
-                                       int64_t n) {                                           \
+                                       const ACC_##T *restrict first,                         \
+                                       const ACC_##T *restrict second, int64_t n) {           \
     FLAG_##W bad = 0;                                                                         \
     if (!first && !second) {                                                                  \
       for (int64_t i = 0; i < n; i++) {                                                       \
@@ -137,20 +137,19 @@ static void stream_fence(void) {
       }                                                                                       \
     } else if (!second) {                                                                     \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + load_##T(first[i])));       \
+        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + first[i]));                 \
         bad |= infinite_##W(out[i]);                                                          \
       }                                                                                       \
     } else {                                                                                  \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + load_##T(first[i]) +        \
-                                            load_##T(second[i])));                            \
+        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + first[i] + second[i]));     \
         bad |= infinite_##W(out[i]);                                                          \
       }                                                                                       \
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
-  static int snapshot_##T##_##W(W *out, const T *mirror, const T *first, const T *second,     \
-                                W *keep, int64_t n, int stream) {                             \
+  static int snapshot_##T##_##W(W *out, const T *mirror, const ACC_##T *first,                \
+                                const ACC_##T *second, W *keep, int64_t n, int stream) {      \
     uint32_t bad = 0;                                                                         \
     W block[BLOCK];                                                                           \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
@@ -172,37 +171,51 @@ static void stream_fence(void) {
 #define NARROW_f32_f16
 #define NARROW_f64_f64
 #define NARROW_bf16_bf16
+#define NARROW_bf16_f32
 #define NARROW_f16_f16
+#define NARROW_f16_f32
 
-/* Partial sums in blocks keep float32 accumulation accurate and vectorised. */
-#define MERGE(T, W)                                                                           \
-  VECTOR static double merge_##T##_##W(T *restrict correction, const W *restrict received,    \
+/* The squared distance of a block whose square is not a finite float32. */
+#define SQUARE(W)                                                                             \
+  static double square_##W(const W *received, const W *sent, int64_t n) {                     \
+    double square = 0;                                                                        \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      const double d = (double)load_##W(received[i]) - (double)load_##W(sent[i]);             \
+      square += d * d;                                                                        \
+    }                                                                                         \
+    return square;                                                                            \
+  }
+
+/* Half of the difference, for the difference of two finite numbers may be infinite: doubling the weight
+ * rounds nothing. Partial sums in blocks keep float32 accumulation accurate and vectorised. */
+#define MERGE(A, W)                                                                           \
+  VECTOR static double merge_##A##_##W(A *restrict correction, const W *restrict received,    \
                                        const W *restrict sent, double weight, int64_t n,      \
                                        int fresh, int stream) {                               \
-    const ACC_##T w = (ACC_##T)weight;                                                        \
+    const A w = 2 * (A)weight, half = (A)0.5;                                                 \
     double total = 0;                                                                         \
-    T block[BLOCK];                                                                           \
+    A block[BLOCK];                                                                           \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
       const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
       const W *restrict r = received + start;                                                 \
       const W *restrict s = sent + start;                                                     \
-      T *restrict c = fresh && stream ? block : correction + start;                           \
-      ACC_##T square = 0;                                                                     \
+      A *restrict c = fresh && stream ? block : correction + start;                           \
+      A square = 0;                                                                           \
       if (fresh) {                                                                            \
         _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const ACC_##T d = (ACC_##T)load_##W(r[i]) - (ACC_##T)load_##W(s[i]);                \
+          const A d = half * (A)load_##W(r[i]) - half * (A)load_##W(s[i]);                    \
           square += d * d;                                                                    \
-          c[i] = store_##T(w * d);                                                            \
+          c[i] = w * d;                                                                       \
         }                                                                                     \
-        if (stream) stream_copy(correction + start, block, (size_t)count * sizeof(T));        \
+        if (stream) stream_copy(correction + start, block, (size_t)count * sizeof(A));        \
       } else {                                                                                \
         _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const ACC_##T d = (ACC_##T)load_##W(r[i]) - (ACC_##T)load_##W(s[i]);                \
+          const A d = half * (A)load_##W(r[i]) - half * (A)load_##W(s[i]);                    \
           square += d * d;                                                                    \
-          c[i] = store_##T(load_##T(c[i]) + w * d);                                           \
+          c[i] = c[i] + w * d;                                                                \
         }                                                                                     \
       }                                                                                       \
-      total += (double)square;                                                                \
+      total += square <= (A)1e38 ? 4 * (double)square : square_##W(r, s, count);              \
     }                                                                                         \
     return total;                                                                             \
   }
@@ -227,9 +240,10 @@ static void stream_fence(void) {
 /* Block by block, so that the mirror is copied from the first-level cache. */
 #define APPLY(T)                                                                              \
   CORRECT(T)                                                                                  \
-  static int apply_##T(T *parameter, const T *correction, T *mirror, int64_t n, int replace,  \
-                       int stream) {                                                          \
+  static int apply_##T(T *parameter, const T *correction, T *mirror, T *back, int64_t n,      \
+                       int replace, int fresh, int stream) {                                  \
     FLAG_##T bad = 0;                                                                         \
+    (void)back, (void)fresh;                                                                  \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
       const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
       T *p = parameter + start;                                                               \
@@ -239,50 +253,117 @@ static void stream_fence(void) {
       if (mirror && stream) stream_copy(mirror + start, p, (size_t)count * sizeof(T));        \
       if (mirror && !stream) memcpy(mirror + start, p, (size_t)count * sizeof(T));            \
     }                                                                                         \
-    return bad != 0;                                                                          \
+    return bad ? ADPSGD_NOT_FINITE : 0;                                                       \
   }
 
-/* Two passes over a chunk that is in the caches: a sum that is not finite must change nothing. */
-#define MEAN(T)                                                                               \
-  VECTOR static void widen_##T(ACC_##T *restrict out, const T *restrict own, int64_t n) {     \
-    for (int64_t i = 0; i < n; i++) out[i] = load_##T(own[i]);                                \
+/* back = x, or back += x unless `fresh`. */
+static void put_back(float *back, const float *x, int64_t n, int fresh, int stream) {
+  if (!fresh) {
+    for (int64_t i = 0; i < n; i++) back[i] += x[i];
+  } else if (stream) {
+    stream_copy(back, x, (size_t)n * sizeof(float));
+  } else {
+    memcpy(back, x, (size_t)n * sizeof(float));
+  }
+}
+
+/* A 16-bit parameter takes the sum rounded, and what rounding holds back goes into `back` (NULL: nowhere),
+ * the slot that is applied next: nothing is lost that is smaller than half a unit in the last place. */
+#define APPLY_16(T)                                                                           \
+  VECTOR static void sum_##T(float *restrict x, const T *restrict parameter,                  \
+                             const float *restrict correction, int64_t n) {                   \
+    for (int64_t i = 0; i < n; i++) x[i] = load_##T(parameter[i]) + correction[i];            \
   }                                                                                           \
-  VECTOR static double merge_mean_##T(T *restrict slot, const ACC_##T *restrict sum,          \
-                                      const ACC_##T *restrict own, double learners, int64_t n, \
+  VECTOR static int round_##T(T *restrict parameter, float *restrict x, int64_t n) {          \
+    uint32_t bad = 0, held = 0;                                                               \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      const T q = store_##T(x[i]);                                                            \
+      const uint32_t finite = infinite_##T(q) - 1; /* as a mask: a branch is not vectorised */ \
+      const uint32_t rest = bits_of(x[i] - load_##T(q)) & finite;                             \
+      parameter[i] = q;                                                                       \
+      x[i] = float_of(rest);                                                                  \
+      bad |= ~finite;                                                                         \
+      held |= rest << 1;                                                                      \
+    }                                                                                         \
+    return (bad ? ADPSGD_NOT_FINITE : 0) | (held ? ADPSGD_HELD_BACK : 0);                     \
+  }                                                                                           \
+  VECTOR static int inspect_##T(const T *restrict parameter, int64_t n) {                     \
+    uint32_t bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) bad |= infinite_##T(parameter[i]);                        \
+    return bad ? ADPSGD_NOT_FINITE : 0;                                                       \
+  }                                                                                           \
+  static int apply_##T(T *parameter, const float *correction, T *mirror, float *back,         \
+                       int64_t n, int replace, int fresh, int stream) {                       \
+    int found = 0;                                                                            \
+    float x[BLOCK];                                                                           \
+    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
+      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
+      T *p = parameter + start;                                                               \
+      if (!correction) {                                                                      \
+        found |= inspect_##T(p, count);                                                       \
+      } else {                                                                                \
+        if (replace) memcpy(x, correction + start, (size_t)count * sizeof(float));            \
+        else sum_##T(x, p, correction + start, count);                                        \
+        found |= round_##T(p, x, count);                                                      \
+        if (back) put_back(back + start, x, count, fresh, stream);                            \
+      }                                                                                       \
+      if (mirror && stream) stream_copy(mirror + start, p, (size_t)count * sizeof(T));        \
+      if (mirror && !stream) memcpy(mirror + start, p, (size_t)count * sizeof(T));            \
+    }                                                                                         \
+    return found;                                                                             \
+  }
+
+/* Two passes over a chunk that is in the caches: a sum that is not finite must change nothing. Numbers whose
+ * squares or multiples are too large for the type of sums take double precision. */
+#define MEAN(A)                                                                               \
+  static double merge_large_##A(A *slot, const A *sum, const A *own, double k,                \
+                                int64_t n, int fresh, int replace) {                          \
+    double total = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++)                                                           \
+      if (!(sum[i] - sum[i] == 0)) return -1.0;                                               \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      const double mean = (double)sum[i] / k, d = mean - (double)own[i];                      \
+      total += d * d;                                                                         \
+      slot[i] = (A)(replace ? mean : fresh ? d : (double)slot[i] + d);                        \
+    }                                                                                         \
+    return total;                                                                             \
+  }                                                                                           \
+  VECTOR static double merge_mean_##A(A *restrict slot, const A *restrict sum,                \
+                                      const A *restrict own, double learners, int64_t n,      \
                                       int fresh, int replace) {                               \
-    const ACC_##T k = (ACC_##T)learners;                                                      \
+    const A k = (A)learners;                                                                  \
     double total = 0;                                                                         \
     for (int64_t start = 0; start < n; start += BLOCK) {                                      \
       const int64_t end = n - start < BLOCK ? n : start + BLOCK;                              \
-      ACC_##T square = 0;                                                                     \
+      A square = 0;                                                                           \
       _Pragma("omp simd reduction(+ : square)") for (int64_t i = start; i < end; i++) {       \
-        const ACC_##T d = (sum[i] - k * own[i]) / k;                                          \
+        const A d = (sum[i] - k * own[i]) / k;                                                \
         square += d * d;                                                                      \
       }                                                                                       \
       total += (double)square;                                                                \
     }                                                                                         \
-    if (!(total <= 1.7e308)) return -1.0;                                                     \
+    if (!(total <= 1.7e308)) return merge_large_##A(slot, sum, own, learners, n, fresh, replace); \
     if (replace) {                                                                            \
-      for (int64_t i = 0; i < n; i++) slot[i] = store_##T(sum[i] / k);                        \
+      for (int64_t i = 0; i < n; i++) slot[i] = sum[i] / k;                                   \
     } else if (fresh) {                                                                       \
-      for (int64_t i = 0; i < n; i++) slot[i] = store_##T((sum[i] - k * own[i]) / k);         \
+      for (int64_t i = 0; i < n; i++) slot[i] = (sum[i] - k * own[i]) / k;                    \
     } else {                                                                                  \
       for (int64_t i = 0; i < n; i++)                                                         \
-        slot[i] = store_##T(load_##T(slot[i]) + (sum[i] - k * own[i]) / k);                   \
+        slot[i] = slot[i] + (sum[i] - k * own[i]) / k;                                        \
     }                                                                                         \
     return total;                                                                             \
   }
 
 SNAPSHOT(f32, f32) SNAPSHOT(f32, bf16) SNAPSHOT(f32, f16)
 SNAPSHOT(f64, f64) SNAPSHOT(f64, bf16) SNAPSHOT(f64, f16)
-SNAPSHOT(bf16, bf16)
-SNAPSHOT(f16, f16)
+SNAPSHOT(bf16, bf16) SNAPSHOT(bf16, f32)
+SNAPSHOT(f16, f16) SNAPSHOT(f16, f32)
+SQUARE(f32) SQUARE(f64) SQUARE(bf16) SQUARE(f16)
 MERGE(f32, f32) MERGE(f32, bf16) MERGE(f32, f16)
 MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
-MERGE(bf16, bf16)
-MERGE(f16, f16)
-APPLY(f32) APPLY(f64) APPLY(bf16) APPLY(f16)
-MEAN(f32) MEAN(f64) MEAN(bf16) MEAN(f16)
+APPLY(f32) APPLY(f64)
+APPLY_16(bf16) APPLY_16(f16)
+MEAN(f32) MEAN(f64)
 
 /* ---- dispatch ------------------------------------------------------------------------- */
 
@@ -298,15 +379,26 @@ int adpsgd_itemsize(int dtype) {
   return 0;
 }
 
-#define EACH_PAIR(CASE)                                                                       \
+int adpsgd_slot_dtype(int dtype) {
+  return dtype == ADPSGD_FLOAT64 ? ADPSGD_FLOAT64 : ADPSGD_FLOAT32;
+}
+
+int adpsgd_slot_itemsize(int dtype) { return adpsgd_itemsize(adpsgd_slot_dtype(dtype)); }
+
+#define EACH_SLOT_PAIR(CASE)                                                                  \
   CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT32, f32, f32)                                              \
   CASE(ADPSGD_FLOAT32, ADPSGD_BFLOAT16, f32, bf16)                                            \
   CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT16, f32, f16)                                              \
   CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT64, f64, f64)                                              \
   CASE(ADPSGD_FLOAT64, ADPSGD_BFLOAT16, f64, bf16)                                            \
-  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT16, f64, f16)                                              \
+  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT16, f64, f16)
+
+#define EACH_PAIR(CASE)                                                                       \
+  EACH_SLOT_PAIR(CASE)                                                                        \
   CASE(ADPSGD_BFLOAT16, ADPSGD_BFLOAT16, bf16, bf16)                                          \
-  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)
+  CASE(ADPSGD_BFLOAT16, ADPSGD_FLOAT32, bf16, f32)                                            \
+  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)                                              \
+  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT32, f16, f32)
 
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
                     const void *second, void *keep, int64_t n, int stream) {
@@ -318,8 +410,8 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
   switch (PAIR(dtype, wire)) {
 #define CASE(D, V, T, W)                                                                      \
   case PAIR(D, V):                                                                            \
-    bad = snapshot_##T##_##W((W *)out, (const T *)mirror, (const T *)first,                   \
-                             (const T *)second, (W *)keep, n, stream);                        \
+    bad = snapshot_##T##_##W((W *)out, (const T *)mirror, (const ACC_##T *)first,             \
+                             (const ACC_##T *)second, (W *)keep, n, stream);                  \
     break;
     EACH_PAIR(CASE)
 #undef CASE
@@ -331,13 +423,13 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream) {
   double square = -1.0;
-  switch (PAIR(dtype, wire)) {
-#define CASE(D, V, T, W)                                                                      \
+  switch (PAIR(adpsgd_slot_dtype(dtype), wire)) {
+#define CASE(D, V, A, W)                                                                      \
   case PAIR(D, V):                                                                            \
-    square = merge_##T##_##W((T *)correction, (const W *)received, (const W *)sent, weight,   \
+    square = merge_##A##_##W((A *)correction, (const W *)received, (const W *)sent, weight,   \
                              n, fresh, stream);                                               \
     break;
-    EACH_PAIR(CASE)
+    EACH_SLOT_PAIR(CASE)
 #undef CASE
   }
   if (stream) stream_fence();
@@ -350,48 +442,23 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
   CASE(ADPSGD_BFLOAT16, bf16)                                                                 \
   CASE(ADPSGD_FLOAT16, f16)
 
-int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n,
-                 int replace, int stream) {
-  int bad = 1;
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
+                 int64_t n, int replace, int fresh, int stream) {
+  int found = ADPSGD_NOT_FINITE;
   switch (dtype) {
 #define CASE(D, T)                                                                            \
   case D:                                                                                     \
-    bad = apply_##T(parameter, correction, mirror, n, replace, stream);                       \
+    found = apply_##T(parameter, correction, mirror, back, n, replace, fresh, stream);        \
     break;
     EACH_TYPE(CASE)
 #undef CASE
   }
   if (stream) stream_fence();
-  return bad;
-}
-
-int adpsgd_sum_itemsize(int dtype) { return dtype == ADPSGD_FLOAT64 ? 8 : 4; }
-
-void adpsgd_widen(int dtype, void *out, const void *own, int64_t n, int none) {
-  if (none) {
-    memset(out, 0, (size_t)n * (size_t)adpsgd_sum_itemsize(dtype));
-    return;
-  }
-  switch (dtype) {
-#define CASE(D, T)                                                                            \
-  case D:                                                                                     \
-    widen_##T(out, own, n);                                                                   \
-    break;
-    EACH_TYPE(CASE)
-#undef CASE
-  }
+  return found;
 }
 
 double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
                          int64_t n, int fresh, int replace) {
-  double square = -1.0;
-  switch (dtype) {
-#define CASE(D, T)                                                                            \
-  case D:                                                                                     \
-    square = merge_mean_##T(slot, sum, own, learners, n, fresh, replace);                     \
-    break;
-    EACH_TYPE(CASE)
-#undef CASE
-  }
-  return square;
+  if (dtype == ADPSGD_FLOAT64) return merge_mean_f64(slot, sum, own, learners, n, fresh, replace);
+  return merge_mean_f32(slot, sum, own, learners, n, fresh, replace);
 }

@@ -1,8 +1,8 @@
 /* The compute-side loops of the engine: plain C, one pass each.
  *
  * A model travels as chunks of one element type. Four element types are known:
- * float32, float64, bfloat16 and float16. Arithmetic is float64 for float64 and
- * float32 for the others. The wire carries the element type itself, or a 16-bit
+ * float32, float64, bfloat16 and float16. Arithmetic, corrections and sums are float64 for
+ * float64 and float32 for the others. The wire carries the element type itself, or a 16-bit
  * type for float32 and float64 models.
  */
 #ifndef HVD_ADPSGD_KERNELS_H
@@ -18,11 +18,17 @@ enum {
   ADPSGD_DTYPES = 4
 };
 
+enum { ADPSGD_NOT_FINITE = 1, ADPSGD_HELD_BACK = 2 };
+
 /* Bytes of one element, 0 for an unknown type. */
 int adpsgd_itemsize(int dtype);
 
-/* out = round_wire(mirror + first + second); first and second may be NULL. `keep`, if not NULL,
- * gets a second copy, in the caches.
+/* The type of corrections and of sums: float64 for float64, float32 for the others; bytes of one. */
+int adpsgd_slot_dtype(int dtype);
+int adpsgd_slot_itemsize(int dtype);
+
+/* out = round_wire(mirror + first + second); first and second may be NULL. The wire is the type itself, the
+ * type of sums, or a 16-bit one. `keep`, if not NULL, gets a second copy, in the caches.
  * Returns 1 if any element of out is infinite or not a number, else 0. */
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
                     const void *second, void *keep, int64_t n, int stream);
@@ -35,19 +41,15 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
                     double weight, int64_t n, int fresh, int stream);
 
 /* parameter += correction, or parameter = correction if `replace`; then mirror = parameter.
- * correction and mirror may be NULL.
- * Returns 1 if any parameter is infinite or not a number, else 0. */
-int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, int64_t n,
-                 int replace, int stream);
+ * What rounding to 16 bits holds back is added to `back`, in the type of corrections (`fresh` overwrites).
+ * correction, mirror and back may be NULL.
+ * Returns ADPSGD_NOT_FINITE if any parameter is infinite or not a number, and ADPSGD_HELD_BACK if
+ * anything was held back, or both. */
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
+                 int64_t n, int replace, int fresh, int stream);
 
-/* Sums over all learners are made in float64 for float64, in float32 for the other types. */
-int adpsgd_sum_itemsize(int dtype);
-
-/* out = own in the type of sums, or zeros if `none`. */
-void adpsgd_widen(int dtype, void *out, const void *own, int64_t n, int none);
-
-/* With `replace` slot = sum / learners, else slot (+)= (sum - learners own) / learners, where own and
- * sum are in the type of sums; `fresh` overwrites instead of adding.
+/* With `replace` slot = sum / learners, else slot (+)= (sum - learners own) / learners, all in the type of
+ * sums; `fresh` overwrites instead of adding.
  * Returns sum((sum / learners - own)^2), or -1 and leaves slot alone if that is not finite. */
 double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
                          int64_t n, int fresh, int replace);

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.shared_memory import Outboxes
 from hvd_adpsgd.engine.step_rounds import StepRounds
+from hvd_adpsgd.engine.wire import AnyWire, SystemClock
+from hvd_adpsgd.engine.wire_mpi import MpiWire
 from hvd_adpsgd.errors import (
     AdpsgdError,
     ModelMismatchError,
@@ -44,7 +46,9 @@ __all__ = ["Engine"]
 log = logging.getLogger("hvd_adpsgd")
 
 _held_by_mpi: list[Loop] = []
+_LEFT_OUT, _NAMES = 8, 5  # exchanges in a row before a warning; tensors that it names
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
+_FAULT_STATE, _FAULT_FENCED = 6, 7
 
 
 class Engine:
@@ -55,8 +59,8 @@ class Engine:
 
     Args:
         inner: communicator of the super learner (mpi4py), None for a learner alone.
-        outer: communicator of the leaders; None on learners that are not leaders. The engine uses
-            it exclusively, with errors returned.
+        outer: communicator of the leaders, with errors returned; None on learners that are not leaders.
+            Engines share it, and its tags but 0: all leaders make theirs in the same order.
         plan: which peers to ask, and with which weight.
         config: the options.
         names: of each super learner in messages, by super_rank.
@@ -82,7 +86,6 @@ class Engine:
         self.config = config
         self.memory = ModelMemory(config.chunk_kib * 1024, inner, outer is not None)
         self._outer = outer
-        self._of_all: Any = None  # the leaders' communicator for means of all
         self._plan = plan
         self._outboxes: Outboxes | None = None  # kept for the thread
         self._announced = 0  # parts of the layout that the thread knows
@@ -92,25 +95,24 @@ class Engine:
         self.rounds = StepRounds(plan, self.loop, self._comm_rank, self.check)
         self._seen_events = 0
         self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
-        self._told_void = False
+        self._seen_void = 0  # chunks
+        self._told_void: set[str] = set()  # names of tensors
         self._metrics = ExchangeMetrics(len(self._names))
         self._final: dict[str, Any] = {}
 
     # ---- set-up and tear-down ------------------------------------------------------------
 
-    @property
-    def communicators(self) -> list[Any]:
-        """Its own; the caller frees them when all engines have stopped."""
-        return [comm for comm in (self._outer, self._of_all) if comm is not None]
-
-    def _make_loop(self) -> Loop:
+    def _make_wire(self) -> AnyWire:
         from mpi4py import MPI
 
+        return MpiWire(self._outer, MPI._addressof(self._outer), _next_wire(self._outer))
+
+    def _make_loop(self) -> Loop:
         config, wire = self.config, self.config.wire_dtype
         wanted = map(self._comm_rank, self._plan.schedule.ravel().tolist())
-        return Loop(
-            self._outer,
-            MPI._addressof(self._outer),
+        loop = Loop(
+            self._make_wire(),
+            SystemClock(),
             self.memory.store,
             np.array([rank for rank in wanted if rank != NOBODY], dtype=np.intc),
             self._plan.weight,
@@ -122,18 +124,28 @@ class Engine:
             config.chunk_kib * 1024,
             config.timeline is not None,
         )
+        if config.report_s > 0:
+            loop.share_reports(config.report_s)
+        return loop
 
-    def start(self) -> None:
+    def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         """Start the thread (leader only). It answers peers, and asks them after the first offer.
+
+        Args:
+            gather: the values of all leaders, by rank in `outer`, None for one that has failed; all
+                learners call it as often as leaders do. By default an all-gather over `outer`.
 
         Raises:
             PeerFailedError: if a leader fails during the call.
             TransportError: if MPI failed otherwise.
         """
         if self.loop is None:
+            if gather is not None and self.config.same_host == "memory":
+                for _ in range(Outboxes.GATHERS):
+                    gather(None)
             return
         with mpi_failures("averaging"):
-            self._meet_leaders(self.loop)
+            self._meet_leaders(self.loop, gather or self._outer.allgather)
         self._announce()
         self.loop.start()
         atexit.register(self.stop)  # else MPI_Finalize at exit runs under the thread
@@ -146,17 +158,13 @@ class Engine:
         """The super learner of a rank in `outer`; NOBODY for NOBODY."""
         return self._members[rank] if rank != NOBODY else NOBODY
 
-    def _meet_leaders(self, loop: Loop) -> None:
-        """Make communicator and shared memory, on all leaders together."""
-        from mpi4py import MPI
-
+    def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
+        """Make shared memory, on all leaders together."""
         if self._plan.averages_all:
-            self._of_all = self._outer.Dup()  # after a failure the thread replaces it
-            butterfly = self.config.all_reduce == "butterfly"
-            loop.average_all(MPI._addressof(self._of_all), ulfm_enabled(), butterfly)
+            loop.average_all(ulfm_enabled(), self.config.all_reduce == "butterfly")
         if self.config.same_host == "memory":
             nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
-            self._outboxes = Outboxes(nbytes, self._outer)
+            self._outboxes = Outboxes(nbytes, self._outer.Get_rank(), gather)
             loop.share(self._outboxes.own, self._outboxes.mapped)
 
     def _announce(self) -> None:
@@ -174,7 +182,6 @@ class Engine:
             broken: this super learner has failed, and its peers count it as failed.
         """
         if self.loop is not None:
-            self.memory.store.reopen()  # before stop: exchanges under way cannot merge into a held slot
             self.loop.stop(broken)
             atexit.unregister(self.stop)
 
@@ -218,17 +225,29 @@ class Engine:
             return
         self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)
-        if not self._told_void and self.loop.void_exchanges():
-            self._told_void = True
-            self._warn_void()
+        if self.loop.void_chunks() != self._seen_void:
+            self._seen_void = self.loop.void_chunks()
+            self._warn_left_out()
 
-    def _warn_void(self) -> None:
+    def _warn_left_out(self) -> None:
+        """Name the tensors that averaging leaves out again and again; each once."""
+        chunks = self.memory.store.left_out(_LEFT_OUT)
+        names = [
+            name for name in self.memory.layout.names_in(chunks) if name not in self._told_void
+        ]
+        if not names:
+            return
+        self._told_void.update(names)
         wire = self.config.wire_dtype
-        cure = "Look at the parameters for huge values."
+        cure = "Look at their values."
         if wire == "float16":
             cure = 'Values above 65504 do not fit: use wire_dtype="bfloat16", or None.'
         log.warning(
-            "an exchange averaged nothing: no chunk of the two models was finite%s. %s",
+            "the last %d exchanges left out the chunks with %s%s: here or at the peer a value was not "
+            "finite%s. %s",
+            _LEFT_OUT,
+            ", ".join(names[:_NAMES]),
+            f" and {len(names) - _NAMES} more tensors" if len(names) > _NAMES else "",
             f" in {wire}" if wire else "",
             cure,
         )
@@ -253,7 +272,7 @@ class Engine:
         kind, code, rank = self.loop.fault()
         if kind:
             peer = self._super_rank(rank) if rank != NOBODY else None
-            who = "another super learner" if peer is None else self._names[peer]
+            who = "another super learner" if peer is None else f"super learner {self._names[peer]}"
             raise _failure(kind, code, peer, who, self._plan.weight)
 
     @property
@@ -275,15 +294,39 @@ class Engine:
         spread = dict(zip(self._members, values, strict=True))
         return [spread.get(peer, absent) for peer in range(len(self._names))]
 
+    # ---- reports -----------------------------------------------------------------------------
+
+    def tell(self, text: bytes) -> None:
+        """Say this of the super learner, to all others, a little late (leader only).
+
+        Args:
+            text: at most 200 bytes (REPORT_NBYTES of reports.pxd); it takes the place of the one before.
+        """
+        if self.loop is not None:
+            self.loop.report(text)
+
+    def told(self) -> dict[int, tuple[int, bytes, float]]:
+        """What super learners have said last, by super_rank: (version, text, seconds since it came)."""
+        if (loop := self.loop) is None:
+            return {}
+        return {self._members[rank]: told for rank, told in loop.reports().items()}
+
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
         """See ExchangeMetrics; zeros on learners that are not leaders. After `release` the last values."""
-        if self.loop is None:
+        counters = self.counters()
+        if self.loop is None or counters is None:
             return self._final or self._metrics.read(None)
-        counters = self.loop.counters()
-        counters["met"] = self._by_super_rank(counters["met"], 0)
         return self._metrics.read(counters, self.loop.cpu_s())
+
+    def counters(self) -> dict[str, Any] | None:
+        """Those of the thread, exchanges by super_rank; None on learners that are not leaders."""
+        if (loop := self.loop) is None:
+            return None
+        counters = loop.counters()
+        counters["met"] = self._by_super_rank(counters["met"], 0)
+        return counters
 
     def view(self) -> dict[str, Any]:
         """The state of the engine for a state dump, read without locks."""
@@ -293,7 +336,7 @@ class Engine:
         return {"leads": True, **self.loop.view(), "peer_names": names}
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
-        """Timeline records since the last call; see _engine.Loop.take_events."""
+        """Timeline records since the last call; see loop.Loop.take_events."""
         if self.loop is None:
             return []
         return [
@@ -302,18 +345,33 @@ class Engine:
         ]
 
 
+_wires_made: Any = None  # key of a communicator's attribute
+
+
+def _next_wire(comm: Any) -> int:
+    """How many wires were made over the communicator before: the same number on all ranks."""
+    from mpi4py import MPI
+
+    global _wires_made
+    if _wires_made is None:
+        _wires_made = MPI.Comm.Create_keyval()
+    made = comm.Get_attr(_wires_made) or 0
+    comm.Set_attr(_wires_made, made + 1)
+    tags: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+    return int(made) % (tags // MpiWire.CHANNELS)
+
+
 def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) -> AdpsgdError:
     """The exception for a latched failure of the thread; `who` names the peer."""
     if kind == _FAULT_LAYOUT:
         return ModelMismatchError(
-            f"super learner {who} averages other tensors than this one (a parameter group was "
+            f"{who} averages other tensors than this one (a parameter group was "
             "added here or there with other names, shapes or dtypes). Add the same groups in "
             "the same order everywhere."
         )
     if kind == _FAULT_WEIGHT:
         return StrategyMismatchError(
-            f"super learner {who} averages with another weight than {weight:g}. Use "
-            "the same strategy everywhere."
+            f"{who} averages with another weight than {weight:g}. Use the same strategy everywhere."
         )
     if kind == _FAULT_MEMORY:
         return TransportError(
@@ -322,11 +380,23 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
         )
     if kind == _FAULT_GONE:
         return PeerFailedError(
-            f"super learner {who} has left or has failed, and this strategy averages over all super "
+            f"{who} has left or has failed, and this strategy averages over all super "
             "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which waits "
             f"for nobody. {ulfm_advice()}",
             code=code,
             peer=peer,
+        )
+    if kind == _FAULT_FENCED:
+        return PeerFailedError(
+            f"{who} has taken this one for failed, which had stopped for too long. Its model "
+            "may hold half of an exchange: load a checkpoint, or replace this super learner.",
+            peer=peer,
+        )
+    if kind == _FAULT_STATE:
+        return TransportError(
+            f"the averaging engine took a transition that does not exist ({code // 8} to {code % 8}) in its "
+            f"exchange with {who}. This is an error in hvd_adpsgd; please report it.",
+            code=code,
         )
     cls = TransportError if peer is None else PeerFailedError
     return cls(

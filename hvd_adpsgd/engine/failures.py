@@ -20,7 +20,7 @@ def ulfm_advice() -> str:
     """What to do about a failed learner, at the end of a message."""
     if ulfm_enabled():
         return "Start the job again."
-    return "Start the job again, under Open MPI's `--with-ft ulfm`, which goes on without it."
+    return "Start the job again, under Open MPI's `--with-ft ulfm`, which lets the job continue without it."
 
 
 @contextlib.contextmanager

@@ -31,10 +31,11 @@ def apply(
     parameter: Any,
     correction: Any = None,
     mirror: Any = None,
+    back: Any = None,
     replace: bool = False,
+    fresh: bool = True,
     stream: bool = False,
-) -> bool: ...
-def widen(dtype: int, out: Any, own: Any, none: bool = False) -> None: ...
+) -> tuple[bool, bool]: ...
 def merge_mean(
     dtype: int,
     slot: Any,

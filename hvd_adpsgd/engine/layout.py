@@ -8,7 +8,7 @@ which one has more parts still share the chunks of the older ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,11 @@ class ChunkSpec:
     count: int
     dtype: str
 
+    @property
+    def slot_nbytes(self) -> int:
+        """Size of its corrections, which are float64 for float64 and float32 for other types; 64-aligned."""
+        return -(-self.count * max(4, _ITEMSIZE[self.dtype]) // 64) * 64
+
 
 @dataclass(frozen=True)
 class LayoutPart:
@@ -103,6 +108,12 @@ class Layout:
     def spans(self) -> NDArray[np.int64]:
         """The spans of all parts, shape (n, 5)."""
         return np.ascontiguousarray(np.concatenate([_no_spans(), *(p.spans for p in self.parts)]))
+
+    def names_in(self, chunks: Collection[int]) -> list[str]:
+        """The tensors that lie in these chunks, wholly or in part."""
+        spans = self.spans
+        found = np.unique(spans[np.isin(spans[:, 2], list(chunks)), 0])
+        return [self.tensors[i].name for i in found]
 
     def extend(self, tensors: Sequence[TensorSpec]) -> LayoutPart:
         """Lay out one more group of tensors, dtype by dtype.

@@ -1,4 +1,4 @@
-"""Numbers about a run: where the time of a step goes, staleness, and a timeline of all learners.
+"""Numbers about a run: where the time of a step goes, and staleness.
 
 No MPI, no torch, and no clock of its own: a clock (seconds as a float, like time.monotonic) is an
 argument.
@@ -6,30 +6,20 @@ argument.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import logging
 import math
-import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
-__all__ = ["PARTS", "TRACKS", "Counters", "ExchangeMetrics", "Timeline"]
-
-log = logging.getLogger("hvd_adpsgd")
+__all__ = ["EVENT_NAMES", "PARTS", "Counters", "ExchangeMetrics"]
 
 Clock = Callable[[], float]
 
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
-TRACKS = {"trainer": 0, "engine": 1}
-FLUSH_EVENTS = 256
-_END = "\n]\n"
+EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
 _COUNTED = (
     "exchanges_active",
     "exchanges_passive",
@@ -44,154 +34,6 @@ _COUNTED = (
     "means",
     "mean_s",
 )
-
-
-# ---- timeline -----------------------------------------------------------------------------------
-
-
-class Timeline:
-    """Writer of a Chrome trace that several processes share; opens in Perfetto.
-
-    The file is a JSON array with one event per line. Rank 0 creates it, then all other ranks open it. Each
-    append holds a file lock (flock) and ends with the closing "]", so the file is valid JSON at any time,
-    also after a rank fails. Learners on several hosts need a shared file system with locks and a clock that
-    the hosts share (time.time, for instance).
-
-    Args:
-        path: the file, the same on all learners.
-        rank: the learner's rank among all, the trace's process id.
-        origin_s: the clock's reading that becomes time 0, the same on every learner.
-        create: whether to create the file, or empty it (rank 0 does).
-        label: name of the process in the viewer; default "learner <rank>".
-
-    Raises:
-        ConfigError: if the file cannot be created or opened.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rank: int,
-        origin_s: float = 0.0,
-        create: bool = False,
-        label: str = "",
-    ) -> None:
-        self.path = os.fspath(path)
-        self.rank = rank
-        self.origin_s = origin_s
-        self._lock = threading.Lock()
-        self._lines: list[str] = []
-        self._file: int | None = _open_trace(self.path, create)
-        self._metadata(label or f"learner {rank}")
-        self.flush()
-
-    def complete(self, name: str, track: str, began_s: float, ended_s: float, **args: Any) -> None:
-        """Add an event that began and ended, both readings of the clock.
-
-        Args:
-            name: what happened.
-            track: "trainer" or "engine".
-            began_s: beginning.
-            ended_s: end, not before the beginning.
-            **args: shown with the event; numbers and text.
-        """
-        event = {"name": name, "ph": "X", "pid": self.rank, "tid": TRACKS[track]}
-        event["ts"] = round((began_s - self.origin_s) * 1e6, 3)
-        event["dur"] = round((ended_s - began_s) * 1e6, 3)
-        if args:
-            event["args"] = {key: _plain(value) for key, value in args.items()}
-        self._append(event)
-
-    def flush(self) -> None:
-        """Write what is buffered, in one append.
-
-        If the file system refuses (a full disk, say), the timeline ends there, with a warning.
-        """
-        with self._lock:
-            self._flush()
-
-    def close(self) -> None:
-        """Write the rest and close the file; idempotent."""
-        with self._lock:
-            self._flush()
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
-
-    def _append(self, event: dict[str, Any]) -> None:
-        with self._lock:
-            if self._file is None:  # closed, or given up
-                return
-            self._lines.append(_line(event))
-            if len(self._lines) >= FLUSH_EVENTS:
-                self._flush()
-
-    def _flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if not lines or self._file is None:
-            return
-        try:
-            _append(self._file, lines)
-        except OSError as error:
-            log.warning("timeline %s ends here, training goes on: %s.", self.path, error.strerror)
-            os.close(self._file)
-            self._file = None
-
-    def _metadata(self, label: str) -> None:
-        """Name the process and its tracks in the viewer."""
-        self._append(_named("process_name", self.rank, 0, {"name": label}))
-        for track, tid in TRACKS.items():
-            self._append(_named("thread_name", self.rank, tid, {"name": track}))
-        self._append(_named("process_sort_index", self.rank, 0, {"sort_index": self.rank}))
-
-
-def _open_trace(path: str, create: bool) -> int:
-    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_TRUNC if create else 0)
-    try:
-        return os.open(path, flags, 0o644)
-    except OSError as error:
-        cure = "Name a file in a folder that exists and may be written to."
-        if not create:
-            cure = "Put it where all hosts see the file that rank 0 created."
-        raise ConfigError(
-            f"no timeline: HVD_ADPSGD_TIMELINE is {path!r}, which cannot be "
-            f"{'created' if create else 'opened'} ({error.strerror}). {cure}"
-        ) from error
-
-
-def _append(file: int, lines: list[str]) -> None:
-    """Append events to the array in the file, before its closing bracket."""
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        size = os.fstat(file).st_size
-        if size:
-            os.ftruncate(file, size - len(_END))
-        _write_all(file, ((",\n" if size else "[\n") + ",\n".join(lines) + _END).encode())
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    while data:  # a short write happens only when the disk is nearly full or a signal comes
-        data = data[os.write(file, data) :]
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":"), allow_nan=False)
-
-
-def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    """A metadata event."""
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: NumPy scalars as numbers, NaN, infinity and others as text."""
-    number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, float) and not math.isfinite(number):
-        return str(number)
-    return number if isinstance(number, (bool, int, float, str)) else str(number)
 
 
 # ---- counters -----------------------------------------------------------------------------------

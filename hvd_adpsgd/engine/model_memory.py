@@ -1,15 +1,16 @@
-"""The tensors of one super learner as its engine averages them: a mirror, and two slots of corrections."""
+"""The tensors of one super learner as its engine averages them: a mirror, and slots of corrections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
-from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
+from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
 
 __all__ = ["ModelMemory"]
@@ -24,7 +25,7 @@ class ModelMemory:
     Corrections reach the tensors in three steps, each on every learner:
 
         publish    the corrections gathered so far become the published slot
-        all_met    after an operation of the whole node: all may read it, none reads the other one
+        all_met    after an operation of the whole node: all may read it
         absorb     parameter += correction; on the leader also mirror = parameter
 
     Args:
@@ -40,7 +41,8 @@ class ModelMemory:
 
     def __init__(self, chunk_nbytes: int, inner: Any, leads: bool):
         self.layout = Layout(chunk_nbytes)
-        self.store = Store()
+        self._nslots = slots_of(inner)
+        self.store = Store(self._nslots)
         self.published = False
         self._inner = inner
         self._alone = inner is None or inner.Get_size() == 1
@@ -58,26 +60,33 @@ class ModelMemory:
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average these tensors too, from the next offer on. All learners of the node call it."""
         part = self.layout.extend(tensors)
-        mailbox = Mailbox(part.nbytes, len(part.chunks), self._inner)
+        places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
+        mailbox = Mailbox(places[-1], len(part.chunks), self._inner)
         mirror = private_memory(part.nbytes) if self._leads else None
         self._areas.append((mailbox, mirror))
         for i, chunk in enumerate(part.chunks):
             self.store.add_chunk(
                 mirror.ctypes.data + chunk.offset if mirror is not None else 0,
-                mailbox.slots[0].ctypes.data + chunk.offset,
-                mailbox.slots[1].ctypes.data + chunk.offset,
-                mailbox.flags[0].ctypes.data + i,
-                mailbox.flags[1].ctypes.data + i,
+                [slot.ctypes.data + places[i] for slot in mailbox.slots],
+                [flags.ctypes.data + i for flags in mailbox.flags],
                 chunk.count,
                 DTYPE_CODES[chunk.dtype],
             )
         self._spans = self.layout.spans
         self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
 
+    def forget(self, tensors: Sequence[int]) -> None:
+        """Drop what rounding to 16 bits holds back of these tensors (by their order in `extend`).
+
+        For tensors that were replaced while averaging is paused and every correction is applied: the rest of
+        the old values would be added to the new ones.
+        """
+        self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
+
     def publish(self) -> None:
-        """Swap the slots. A learner alone may read the published one at once."""
+        """Publish the open slot. A learner alone may read it at once."""
         if self._leads:
-            self.store.publish(hold=not self._alone)
+            self.store.publish()
         self.published = True
         if self._alone:
             self.all_met()
@@ -85,11 +94,10 @@ class ModelMemory:
     def all_met(self) -> None:
         """Call after a gradient all-reduce or a barrier of the node.
 
-        Earlier, a merge into the reopened slot would change corrections that a learner still reads.
+        Earlier, the leader may not have published, and the slot would still be filled.
         """
-        self.store.reopen()
         if self.published and not self.readable:
-            self._slot = self._publications % 2
+            self._slot = self._publications % self._nslots
             self._publications += 1
 
     def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
@@ -105,5 +113,4 @@ class ModelMemory:
         slot, self._slot = self._slot, _NO_SLOT
         if slot != _NO_SLOT:
             self.published = False
-        finite = not self.store.absorb(self._spans, addresses, slot, step)
-        return finite, slot != _NO_SLOT and self.store.pending(slot) > 0
+        return self.store.absorb(self._spans, addresses, slot, step)

@@ -1,8 +1,8 @@
 """Memory shared by processes of one host: the node's mailbox, and the engines' outboxes.
 
-A mailbox holds two slots of corrections in memory that all learners of a super learner share.
+A mailbox holds slots of corrections in memory that all learners of a super learner share.
 
-The leader's engine fills one slot while the learners of the node read the other, without a lock or an
+The leader's engine fills one slot while the learners of the node read another, without a lock or an
 extra barrier. The leader publishes before it submits its last gradient of a step, and learners read
 after that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["Mailbox", "Outboxes", "private_memory"]
+__all__ = ["Mailbox", "Outboxes", "private_memory", "slots_of"]
 
 SHARED_FOLDER = "/dev/shm"
 
@@ -33,14 +34,27 @@ def private_memory(nbytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 
+def slots_of(inner: Any) -> int:
+    """Slots of corrections of a super learner: see store.pyx.
+
+    Args:
+        inner: its communicator (mpi4py); None for a learner alone.
+    """
+    return 2 if inner is None or inner.Get_size() == 1 else 3
+
+
 class Mailbox:
-    """Two slots of `nbytes` and two rows of `nflags` flags.
+    """Slots of `nbytes`, each with a row of `nflags` flags: three, or two for a learner alone.
 
     Args:
         nbytes: size of one slot.
         nflags: chunks in one slot.
         inner: communicator of the super learner (mpi4py); all of its learners make the mailbox
             together. None for a learner alone.
+
+    Attributes:
+        slots: the memory of each slot.
+        flags: its flags.
 
     Raises:
         WorldError: on every learner, if the shared memory cannot be allocated or mapped.
@@ -49,38 +63,47 @@ class Mailbox:
     def __init__(self, nbytes: int, nflags: int, inner: Any = None):
         row = -(-nflags // 64) * 64
         slot = -(-nbytes // 4096) * 4096
-        total = max(2 * slot + 2 * row, 1)  # a model may have nothing to average
         alone = inner is None or inner.Get_size() == 1
+        n = slots_of(inner)
+        total = max(n * (slot + row), 1)  # a model may have nothing to average
         self.memory = private_memory(total) if alone else _shared_memory(total, inner)
-        self.slots = [self.memory[i * slot : i * slot + nbytes] for i in (0, 1)]
-        flags = self.memory[2 * slot :]
-        self.flags = [flags[i * row : i * row + nflags] for i in (0, 1)]
+        self.slots = [self.memory[i * slot : i * slot + nbytes] for i in range(n)]
+        flags = self.memory[n * slot :]
+        self.flags = [flags[i * row : i * row + nflags] for i in range(n)]
 
 
 class Outboxes:
     """Memory in which each engine exposes its snapshots to peers on the same host.
 
-    All leaders make it together. Two leaders that cannot map each other's memory (different hosts or
-    containers, no room) send their chunks through MPI.
+    All leaders make it together: each gathers GATHERS times. Two leaders that cannot map each other's
+    memory (different hosts or containers, no room) send their chunks through MPI.
+
+    Args:
+        nbytes: of each leader's memory.
+        me: rank of this leader.
+        gather: the values of all leaders, by rank; None for one that has failed.
 
     Attributes:
         own: address of this leader's memory, 0 if no peer maps it.
         mapped: address of each leader's memory here, 0 if the two do not share.
     """
 
-    def __init__(self, nbytes: int, outer: Any):
-        me = outer.Get_rank()
+    GATHERS = 2
+
+    def __init__(self, nbytes: int, me: int, gather: Callable[[Any], list[Any]]):
         file = _try_file(nbytes)
-        files = outer.allgather((_host(), file))
+        files = [found or (None, None) for found in gather((_host(), file))]
         areas = [
             _try_map(other, nbytes) if other and host == files[me][0] and file else None
             for host, other in files
         ]
-        reach = outer.allgather([area is not None for area in areas])
+        reach = gather([area is not None for area in areas])
         # closed after that allgather: before it, a peer may still have to open the file by its descriptor
         if file is not None:
             os.close(file.handle)
-        both = [reach[me][i] and reach[i][me] and i != me for i in range(len(areas))]
+        both = [
+            bool(reach[me][i] and reach[i] and reach[i][me] and i != me) for i in range(len(areas))
+        ]
         self._areas = [np.frombuffer(a, dtype=np.uint8) if a is not None else None for a in areas]
         self.mapped = [
             area.ctypes.data if area is not None and ok else 0

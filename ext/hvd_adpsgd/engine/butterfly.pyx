@@ -1,8 +1,8 @@
 # cython: language_level=3
 # Why compiled: the engine's thread sums without the GIL.
-"""The sum of all ranks' numbers over a communicator, in one of two ways.
+"""The sum of all members' numbers, in one of two ways.
 
-MPI's own non-blocking all-reduce, or a butterfly of pairwise exchanges (recursive doubling):
+The wire's own (MPI's non-blocking all-reduce), or a butterfly of pairwise exchanges (recursive doubling):
 
     rank       0     1     2     3
     stage 1    0+1   0+1   2+3   2+3        peer: rank XOR 1
@@ -18,32 +18,23 @@ Source: Su and Chen, arXiv:1507.01239 (the butterfly); Thakur, Rabenseifner and 
 
 from libc.math cimport NAN
 from libc.string cimport memcpy
-from mpi4py cimport libmpi as mpi
 
-from hvd_adpsgd.engine.transport cimport FAILURE_LAYOUT, Arrival, classify, test
+from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, SUMS, TOO_LONG, receive, send, test_once
 
 cdef enum:
-    NOBODY = -1
-    STAGES = 64             # tags of one sum
-    NUMBERS = 256           # sums with tags of their own; far more than are in flight at once
+    STAGES = 64             # channels of one sum
+    NUMBERS = 32            # sums with channels of their own; more than are in flight at once
+    EPOCHS = 128
 
 
-cdef int network_open(Network* n, mpi.MPI_Comm comm, bint butterfly) noexcept nogil:
-    """Sum over `comm`, whose errors must be returned. Returns an MPI code."""
-    cdef int power = 1, code
-    n.comm = comm
-    n.butterfly = butterfly
+cdef void network_open(Network* n) noexcept nogil:
+    """Set up the stages for `size` members."""
+    cdef int power = 1
     n.stages = 2
-    code = mpi.MPI_Comm_rank(comm, &n.rank)
-    if code == mpi.MPI_SUCCESS:
-        code = mpi.MPI_Comm_size(comm, &n.size)
-    if code != mpi.MPI_SUCCESS:
-        return code
     while 2 * power <= n.size:
         power *= 2
         n.stages += 1
     n.folded = n.size - power
-    return mpi.MPI_SUCCESS
 
 
 cdef Step step_of(Network* n, int stage) noexcept nogil:
@@ -70,51 +61,40 @@ cdef Step step_of(Network* n, int stage) noexcept nogil:
     return step
 
 
-cdef int sum_post(Network* n, Sum* s, const void* mine, int count, bint double_precision,
-                  int number) noexcept nogil:
-    """s.total = the sum of all ranks' `mine`; all post their sums in the same order.
+cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint double_precision,
+                     int number) noexcept nogil:
+    """s.total = the sum of all members' `mine`; all post their sums in the same order.
 
     s.total and s.incoming have room for `count` numbers. If a peer's sum has another length, the last
-    number becomes NaN on all ranks. Returns an MPI code."""
-    s.outgoing = mpi.MPI_REQUEST_NULL
-    s.arriving = mpi.MPI_REQUEST_NULL
+    number becomes NaN on all ranks. PENDING, or why it could not be posted."""
+    s.outgoing.in_use = s.arriving.in_use = False
+    s.outgoing.status = s.arriving.status = DONE
     s.count = count
     s.double_precision = double_precision
     if not n.butterfly:
-        return mpi.MPI_Iallreduce(<void*>mine, s.total, count, kind(s), mpi.MPI_SUM, n.comm,
-                                  &s.arriving)
-    s.tag = (number % NUMBERS) * STAGES
+        s.arriving.status = n.wire.sum(n.wire, &s.arriving, mine, s.total, count, double_precision)
+        return s.arriving.status
+    s.channel = SUMS + ((n.epoch % EPOCHS) * NUMBERS + number % NUMBERS) * STAGES
     s.stage = -1
     s.torn = False
     memcpy(s.total, mine, nbytes(s))
     return enter_next(n, s)
 
 
-cdef int sum_test(Network* n, Sum* s, bint* done) noexcept nogil:
-    """Test once. Returns an MPI code; after an error the sum must be drained."""
-    cdef int code = mpi.MPI_SUCCESS
-    done[0] = False
+cdef Status sum_test(Network* n, Sum* s) noexcept nogil:
+    """Test once."""
+    cdef Status status
     if not n.butterfly:
-        return test(&s.arriving, done, NULL)
+        return test_once(n.wire, &s.arriving)
     while s.stage < n.stages:
-        if not stage_over(s, &code):
-            return code
-        combine(n, s)
-        code = enter_next(n, s)
-        if code != mpi.MPI_SUCCESS:
-            return code
-    done[0] = True
-    return code
-
-
-cdef bint sum_drained(Sum* s) noexcept nogil:
-    """After a failure: whether MPI no longer uses the buffers."""
-    cdef bint sent = True, received = True
-    if s.outgoing != mpi.MPI_REQUEST_NULL:
-        test(&s.outgoing, &sent, NULL)
-    if s.arriving != mpi.MPI_REQUEST_NULL:
-        test(&s.arriving, &received, NULL)
-    return sent and received
+        status = stage_over(n, s)
+        if status == DONE:
+            combine(n, s)
+            status = enter_next(n, s)
+            if status == PENDING:
+                continue
+        return status
+    return DONE
 
 
 cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
@@ -133,7 +113,7 @@ cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
 
 # ---- a stage -------------------------------------------------------------------------------
 
-cdef int enter_next(Network* n, Sum* s) noexcept nogil:
+cdef Status enter_next(Network* n, Sum* s) noexcept nogil:
     """Post the messages of the next stage in which this rank takes part."""
     cdef Step step
     s.stage += 1
@@ -142,35 +122,33 @@ cdef int enter_next(Network* n, Sum* s) noexcept nogil:
         if step.peer != NOBODY:
             return post_step(n, s, step)
         s.stage += 1
-    return mpi.MPI_SUCCESS
+    return PENDING
 
 
-cdef int post_step(Network* n, Sum* s, Step step) noexcept nogil:
-    cdef int code = mpi.MPI_SUCCESS
+cdef Status post_step(Network* n, Sum* s, Step step) noexcept nogil:
+    cdef int peer = n.members[step.peer]
+    cdef Status status = PENDING
+    s.arriving.status = s.outgoing.status = DONE
     if step.receives:
-        code = mpi.MPI_Irecv(s.incoming, s.count, kind(s), step.peer, s.tag + s.stage, n.comm,
-                             &s.arriving)
-    if step.sends and code == mpi.MPI_SUCCESS:
-        code = mpi.MPI_Isend(s.total, s.count, kind(s), step.peer, s.tag + s.stage, n.comm,
-                             &s.outgoing)
-    return code
+        status = receive(n.wire, &s.arriving, s.incoming, nbytes(s), peer, s.channel + s.stage)
+    if step.sends and status == PENDING:
+        status = send(n.wire, &s.outgoing, s.total, nbytes(s), peer, s.channel + s.stage)
+    return status
 
 
-cdef bint stage_over(Sum* s, int* code) noexcept nogil:
+cdef Status stage_over(Network* n, Sum* s) noexcept nogil:
     """Whether both messages of the stage are complete.
 
-    Only then may `total` change: MPI reads it until the send is complete."""
-    cdef bint sent = True, received = True
-    cdef Arrival arrival
-    if s.arriving != mpi.MPI_REQUEST_NULL:
-        code[0] = test(&s.arriving, &received, &arrival)
-        if classify(code[0]) == FAILURE_LAYOUT or (
-                code[0] == mpi.MPI_SUCCESS and received and arrival.nbytes != nbytes(s)):
-            s.torn = True
-            code[0] = mpi.MPI_SUCCESS
-    if code[0] == mpi.MPI_SUCCESS and s.outgoing != mpi.MPI_REQUEST_NULL:
-        code[0] = test(&s.outgoing, &sent, NULL)
-    return code[0] == mpi.MPI_SUCCESS and sent and received
+    Only then may `total` change: the wire reads it until the send is complete."""
+    cdef Status received = test_once(n.wire, &s.arriving), sent
+    if received == TOO_LONG or (received == DONE and step_of(n, s.stage).receives
+                                and s.arriving.nbytes != nbytes(s)):
+        s.torn = True
+        received = DONE
+    if received != DONE:
+        return received
+    sent = test_once(n.wire, &s.outgoing)
+    return sent
 
 
 cdef void combine(Network* n, Sum* s) noexcept nogil:
@@ -198,10 +176,6 @@ cdef void add_floats(float* total, const float* more, int count) noexcept nogil:
     cdef int i
     for i in range(count):
         total[i] += more[i]
-
-
-cdef mpi.MPI_Datatype kind(Sum* s) noexcept nogil:
-    return mpi.MPI_DOUBLE if s.double_precision else mpi.MPI_FLOAT
 
 
 cdef int nbytes(Sum* s) noexcept nogil:

@@ -1,18 +1,20 @@
-# Exchanges of pairs, and detection of failed peers, on the engine's thread.
-from hvd_adpsgd.engine.state cimport Kind, State
+# Exchanges of pairs, on the engine's thread.
+from libc.stdint cimport int64_t
+
+from hvd_adpsgd.engine.core cimport Core, Exchange, Message, Pairs
+from hvd_adpsgd.engine.port cimport Orders
+from hvd_adpsgd.engine.wire cimport Transfer
 
 cdef double RETRY_FIRST_S
 
-cdef void listen(State* e) noexcept nogil
-cdef void send_control(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
-cdef bint reap_outgoing(State* e) noexcept nogil
-cdef bint read_inbox(State* e) noexcept nogil
-cdef void cut(State* e, int peer) noexcept nogil
-cdef bint advance(State* e, int peer) noexcept nogil
-cdef bint under_way(State* e, int peer) noexcept nogil
-cdef bint due(State* e) noexcept nogil
-cdef bint ask_if_due(State* e) noexcept nogil
-cdef bint retire(State* e, int peer) noexcept nogil
-cdef void check_failures(State* e) noexcept nogil
-cdef void handle_failure(State* e, int code, int peer) noexcept nogil
-cdef void mark_failed_peers(State* e) noexcept nogil
+cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept
+cdef void close_pairs(Pairs* p) noexcept
+cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil
+cdef bint advance_pairs(Core* e) noexcept nogil
+cdef bint ask_if_due(Core* e) noexcept nogil
+cdef bint due(Core* e, Orders* orders) noexcept nogil
+cdef bint under_way(Core* e, Exchange* x) noexcept nogil
+cdef bint any_under_way(Core* e) noexcept nogil
+cdef void cut(Core* e, Exchange* x) noexcept nogil
+cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil
+cdef void take_failures(Core* e, bint look) noexcept nogil

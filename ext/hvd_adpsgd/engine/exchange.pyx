@@ -12,10 +12,12 @@ Every engine answers while it waits, so a cycle of ASKs cannot deadlock. A super
 side of at most one exchange and the passive side of at most one; two peers have at most one exchange
 between them. If two peers ask each other, the lower rank's ASK stands.
 
-On one host MPI does not copy chunks: the snapshot is written into memory that the peer has mapped, and the
+On one host the wire does not carry chunks: the snapshot is written into memory that the peer has mapped, and the
 message says where. A lane alternates between two such buffers: while chunk c + LANES is written to one, the
 peer may still read chunk c from the other. Its message about chunk c + LANES shows that it has merged chunk
-c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged.
+c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged. Each buffer
+begins with a stamp, its exchange and chunk: a super learner that was stopped, and that its peers took for failed,
+finds another stamp there, and stops with an error instead of merging another exchange's chunk.
 
 An exchange whose peer is silent for `deadline_s` is parked: it keeps its buffers and is finished when
 the peer answers, but another exchange may take its side.
@@ -23,394 +25,476 @@ the peer answers, but another exchange may take its side.
 In rounds the trainer says which peer to ask; an engine answers NO to an ASK of another round.
 """
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from mpi4py cimport libmpi as mpi
+from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.store cimport memory_merge, memory_nbytes, memory_snapshot
-from hvd_adpsgd.engine.state cimport *
-from hvd_adpsgd.engine.transport cimport (FAILURE_FATAL, FAILURE_LAYOUT, FAILURE_PEER, FAILURE_PENDING, TAG_CONTROL,
-                                    Arrival, Failure, acknowledge_failures, classify, data_tag, let_go,
-                                    post_receive, post_send, test)
+from hvd_adpsgd.engine.control cimport send_control
+from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.goodbye cimport answer, departed_in, note_answer
+from hvd_adpsgd.engine.membership cimport (ALIVE, FAILED, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
+                                           note_end, set_peer)
+from hvd_adpsgd.engine.port cimport (EVENT_ASKED, EVENT_MERGED, EVENT_PARKED, EVENT_SERVED, FAULT_FENCED,
+                                     FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_NONE, FAULT_STATE,
+                                     FAULT_WEIGHT, HISTOGRAM, NO_STEP, Event, Orders, add, add_double, latch, load, record,
+                                     spend_credit, store, store_double)
+from hvd_adpsgd.engine.store cimport memory_elements, memory_leave_out, memory_merge, memory_nbytes, memory_snapshot
+from hvd_adpsgd.engine.wire cimport (DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Status, Transfer,
+                                     receive, send, test_once)
 
-cdef double CHECK_S = 1.0           # between queries for failed peers, also if no request reports one
+cdef enum:
+    NUMBERS = 8192          # exchange numbers with channels of their own: half of DATA_CHANNELS
+
+cdef struct Waits:          # whether an older chunk of an exchange is not received, or not sent
+    bint receive
+    bint send
+
 RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last
 cdef double RETRY_LAST_S = 2e-3
 
 
-# ---- control messages ----------------------------------------------------------------------
+# ---- states --------------------------------------------------------------------------------
 
-cdef void listen(State* e) noexcept nogil:
-    cdef int code = post_receive(&e.transport, &e.inbox, sizeof(Message), NOBODY, TAG_CONTROL,
-                                 &e.inbox_request)
-    if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, NOBODY)
-
-
-cdef void send_control(State* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
-    cdef Outgoing* out = <Outgoing*>calloc(1, sizeof(Outgoing))
-    cdef Generation* generation = &e.generations[e.ngenerations - 1]
-    cdef int code
-    if out == NULL:
-        latch(e, FAULT_MEMORY, 0, peer)
-        return
-    out.message.kind = kind
-    out.message.exchange = exchange
-    out.message.nchunks = nchunks
-    out.message.generation = e.ngenerations - 1
-    out.message.fingerprint = generation.fingerprint
-    out.message.weight = e.weight
-    out.message.round = e.round
-    code = post_send(&e.transport, &out.message, sizeof(Message), peer, TAG_CONTROL, &out.request)
-    if code != mpi.MPI_SUCCESS:
-        free(out)
-        handle_failure(e, code, peer)
-        return
-    out.next = e.outgoing
-    e.outgoing = out
+cdef bint allowed(Phase before, Phase after) noexcept nogil:
+    """The transitions of an exchange."""
+    if before == IDLE:
+        return after == ASKED or after == RUNNING               # we ask; we serve
+    if before == ASKED:
+        return after == RUNNING or after == IDLE                # YES; NO, the peer is gone, or we serve it
+    if before == RUNNING:
+        return after == CLOSING or after == BROKEN              # all chunks merged; the peer has failed
+    if before == CLOSING:
+        return after == IDLE or after == BROKEN                 # the peer has read ours; it has failed
+    return after == IDLE                                        # the wire has given the buffers back
 
 
-cdef bint reap_outgoing(State* e) noexcept nogil:
-    cdef Outgoing** link = &e.outgoing
-    cdef Outgoing* out
-    cdef bint done = False, moved = False
+cdef void become(Core* e, Exchange* x, Phase phase) noexcept nogil:
+    if not allowed(x.phase, phase):
+        latch(&e.port, FAULT_STATE, 8 * x.phase + phase, x.peer)
+    x.phase = phase
+
+
+cdef Exchange* find(Core* e, int peer) noexcept nogil:
+    """The exchange with a peer, NULL if there is none."""
+    cdef Exchange* x = e.pairs.running
+    while x != NULL:
+        if x.peer == peer and x.phase != IDLE:
+            return x
+        x = x.next_one
+    return NULL
+
+
+cdef Exchange* enlist(Core* e, int peer) noexcept nogil:
+    """A new exchange from the pool, IDLE; NULL without memory."""
+    cdef Pairs* p = &e.pairs
+    cdef Exchange* x = p.pool
+    if x != NULL:
+        p.pool = x.next_one
+    else:
+        x = <Exchange*>calloc(1, sizeof(Exchange))
+        if x == NULL:
+            latch(&e.port, FAULT_MEMORY, 0, peer)
+            return NULL
+    x.peer = peer
+    x.phase = IDLE
+    x.parked = x.active = False
+    x.buffers = NULL
+    x.set = NOBODY
+    x.began = x.moved = now(e)
+    x.next_one = p.running
+    p.running = x
+    return x
+
+
+cdef void sweep(Pairs* p) noexcept nogil:
+    """Give the exchanges that are over back to the pool."""
+    cdef Exchange** link = &p.running
+    cdef Exchange* x
     while link[0] != NULL:
-        out = link[0]
-        test(&out.request, &done, NULL)
-        if done:
-            link[0] = out.next
-            free(out)
-            moved = True
+        x = link[0]
+        if x.phase == IDLE:
+            link[0] = x.next_one
+            x.next_one = p.pool
+            p.pool = x
         else:
-            link = &out.next
-    return moved
+            link = &x.next_one
 
 
-cdef bint read_inbox(State* e) noexcept nogil:
-    cdef Arrival arrival
-    cdef Message message
-    cdef bint done = False
-    cdef int code = test(&e.inbox_request, &done, &arrival)
-    if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, NOBODY)
-        if e.inbox_request == mpi.MPI_REQUEST_NULL and e.fault != FAULT_MPI:
-            listen(e)
-        return True
-    if not done:
+cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
+    p.asking = p.serving = NOBODY
+    p.retry_s = RETRY_FIRST_S
+    p.lanes = LANES
+    p.schedule_length = length
+    p.schedule = <int*>calloc(max(1, length), sizeof(int))
+    if p.schedule == NULL:
         return False
-    message = e.inbox
-    listen(e)
-    handle_control(e, arrival.source, &message)
+    if length:
+        memcpy(p.schedule, schedule, length * sizeof(int))
     return True
 
 
-cdef void handle_control(State* e, int peer, Message* m) noexcept nogil:
-    if e.peers[peer] == FAILED:
+cdef void close_pairs(Pairs* p) noexcept:
+    """Free all but the exchanges whose buffers the wire may still use."""
+    cdef Exchange* x
+    cdef int i
+    free(p.schedule)
+    free(p.mapped)
+    for i in range(SPARES):
+        free(p.spares[i])
+    while p.pool != NULL:
+        x = p.pool
+        p.pool = x.next_one
+        free(x)
+
+
+# ---- control messages ----------------------------------------------------------------------
+
+cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
+    if e.membership.states[peer] == FAILED:
         return                      # sent before it failed
-    if e.peers[peer] == SUSPECT:
-        set_peer(e, peer, ALIVE)
-        e.exchanges[peer].moved = now()
+    e.membership.mute[peer] = False
+    if e.membership.states[peer] == SUSPECT:
+        answers_again(e, peer)
     if m.kind == ASK:
         handle_ask(e, peer, m)
     elif m.kind == YES:
         handle_yes(e, peer, m)
     elif m.kind == NO:
         handle_no(e, peer, m)
-    elif m.kind == BYE:
-        e.left_broken[peer] = m.nchunks     # before set_peer tells the trainer: it reads both
-        set_peer(e, peer, LEFT)
-        e.farewells[peer] = 0
-        send_control(e, peer, BYE_SEEN, 0, 0)
-        dismiss(e, peer)
+    elif m.kind == BYE or m.kind == NEWS:
+        handle_departures(e, peer, m)
     elif m.kind == BYE_SEEN:
-        e.farewells[peer] = 0
+        note_answer(e, peer, m)
     elif m.kind == CUT:
-        send_control(e, peer, CUT_SEEN, m.exchange, shorten(e, peer, m))
+        handle_cut(e, peer, m)
     elif m.kind == CUT_SEEN:
         shorten(e, peer, m)
 
 
-cdef void dismiss(State* e, int peer) noexcept nogil:
+cdef void answers_again(Core* e, int peer) noexcept nogil:
+    cdef Exchange* x = find(e, peer)
+    set_peer(&e.membership, peer, ALIVE)
+    if x != NULL:
+        x.moved = now(e)
+
+
+cdef void handle_departures(Core* e, int peer, Message* m) noexcept nogil:
+    """Peers have left: the sender, or others of which it has learned."""
+    cdef const unsigned char* departed = departed_in(m)
+    cdef int gone = next_departed(&e.membership, departed, 0)
+    while gone != NOBODY:
+        note_departure(&e.membership, gone, left_as_broken(departed, gone))
+        dismiss(e, gone)
+        gone = next_departed(&e.membership, departed, gone + 1)
+    answer(e, peer, m)
+
+
+cdef void dismiss(Core* e, int peer) noexcept nogil:
     """A peer that left answers nothing more; what it sent before may still arrive."""
-    cdef Exchange* x = &e.exchanges[peer]
+    cdef Exchange* x = find(e, peer)
     release_side(e, peer)
+    if x == NULL:
+        return
     if x.phase == ASKED:
-        x.phase = IDLE
-    elif x.phase == RUNNING:
+        become(e, x, IDLE)
+    elif x.phase != BROKEN:
         x.parked = True
-        x.moved = now()
+        x.moved = now(e)
 
 
-cdef void cut(State* e, int peer) noexcept nogil:
+cdef void cut(Core* e, Exchange* x) noexcept nogil:
     """Request an early end of an exchange, for which there is no time."""
-    cdef Exchange* x = &e.exchanges[peer]
     if x.phase == RUNNING and not x.cut:
         x.cut = x.held = True
-        send_control(e, peer, CUT, x.number, x.next)
+        send_control(e, x.peer, CUT, x.number, x.next)
 
 
-cdef int shorten(State* e, int peer, Message* m) noexcept nogil:
+cdef void handle_cut(Core* e, int peer, Message* m) noexcept nogil:
+    """Answer with the number of chunks; a side that has finished has merged all it knew of."""
+    cdef Exchange* x = shorten(e, peer, m)
+    send_control(e, peer, CUT_SEEN, m.exchange, m.nchunks if x == NULL else x.nchunks)
+
+
+cdef Exchange* shorten(Core* e, int peer, Message* m) noexcept nogil:
     """End after the chunks that either side has begun: each is merged on both sides, or on neither.
 
-    If both sides request it, both come to the same number; a side that has finished keeps all chunks."""
-    cdef Exchange* x = &e.exchanges[peer]
-    if x.phase == RUNNING and x.number == m.exchange:
+    If both sides request it, both come to the same number; a side that has finished keeps all chunks.
+    NULL if that exchange does not run any more."""
+    cdef Exchange* x = find(e, peer)
+    if x == NULL or x.number != m.exchange or x.phase == ASKED or x.phase == BROKEN:
+        return NULL
+    if x.phase == RUNNING:
         x.nchunks = min(x.nchunks, max(m.nchunks, x.next))
         x.held = False
-    return x.nchunks
+    return x
 
 
-cdef bint same_model(State* e, int peer, Message* m) noexcept nogil:
+cdef bint same_model(Core* e, int peer, Message* m) noexcept nogil:
     """Whether both sides average the same tensors, with the same weight."""
-    if m.weight != e.weight:
-        latch(e, FAULT_WEIGHT, 0, peer)
+    if m.weight != e.pairs.weight:
+        latch(&e.port, FAULT_WEIGHT, 0, peer)
         return False
-    if m.generation < e.ngenerations and e.generations[m.generation].fingerprint != m.fingerprint:
-        latch(e, FAULT_LAYOUT, 0, peer)
+    if m.generation < load(&e.ngenerations) and e.generations[m.generation].fingerprint != m.fingerprint:
+        latch(&e.port, FAULT_LAYOUT, 0, peer)
         return False
     return True
 
 
-cdef void handle_ask(State* e, int peer, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef int mine = e.generations[e.ngenerations - 1].nchunks
-    cdef bint crossed = x.phase == ASKED and e.transport.rank > peer
-    if (not can_exchange(e) or m.round != e.round or e.serving != NOBODY
-            or not (x.phase == IDLE or crossed)
-            or not has_room(e, peer)
-            or not same_model(e, peer, m)):
-        e.counters.declined += 1
+cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
+    """Whether this side says YES to an ASK; x: its exchange with that peer, or NULL."""
+    cdef bint crossed = x != NULL and x.phase == ASKED and e.wire.rank > peer
+    return (can_exchange(e, &e.port.orders) and e.membership.states[peer] < LEFT and m.round == e.port.orders.round and e.pairs.serving == NOBODY
+            and (x == NULL or crossed) and has_room(e, peer) and same_model(e, peer, m))
+
+
+cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = find(e, peer)
+    cdef int nchunks = min(m.nchunks, generation(e).nchunks)
+    if not serves(e, peer, x, m):
+        add(&e.port.counters.declined, 1)
         send_control(e, peer, NO, m.exchange, 0)
         return
-    if crossed and e.asking == peer:
-        e.asking = NOBODY           # our own ASK will be answered with NO
-    e.serving = peer
-    send_control(e, peer, YES, m.exchange, min(m.nchunks, mine))
-    if e.peers[peer] != FAILED:
-        begin(e, peer, m.exchange, min(m.nchunks, mine), False)
+    if x != NULL and e.pairs.asking == peer:
+        e.pairs.asking = NOBODY     # our own ASK will be answered with NO
+    if x == NULL:
+        x = enlist(e, peer)
+    if x == NULL:
+        return
+    e.pairs.serving = peer
+    send_control(e, peer, YES, m.exchange, nchunks)
+    begin(e, x, m.exchange, nchunks, False)
 
 
-cdef void handle_yes(State* e, int peer, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[peer]
-    if x.phase != ASKED or x.number != m.exchange:
+cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = find(e, peer)
+    if x == NULL or x.phase != ASKED or x.number != m.exchange:
         return
     same_model(e, peer, m)
-    e.retry_s = RETRY_FIRST_S
-    begin(e, peer, m.exchange, m.nchunks, True)
+    e.pairs.retry_s = RETRY_FIRST_S
+    begin(e, x, m.exchange, m.nchunks, True)
 
 
-cdef void handle_no(State* e, int peer, Message* m) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[peer]
-    if x.phase != ASKED or x.number != m.exchange:
+cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
+    cdef Exchange* x = find(e, peer)
+    cdef Pairs* p = &e.pairs
+    if x == NULL or x.phase != ASKED or x.number != m.exchange:
         return
-    x.phase = IDLE
-    e.counters.refused += 1
+    become(e, x, IDLE)
+    add(&e.port.counters.refused, 1)
     same_model(e, peer, m)          # a peer with another model always answers NO
-    if e.asking == peer:
-        e.asking = NOBODY
-        e.ask_after = now() + e.retry_s
-        e.retry_s = min(2 * e.retry_s, RETRY_LAST_S)
+    if p.asking == peer:
+        p.asking = NOBODY
+        p.ask_after = now(e) + p.retry_s
+        p.retry_s = min(2 * p.retry_s, RETRY_LAST_S)
 
 
-# ---- exchanges -----------------------------------------------------------------------------
+# ---- buffers -------------------------------------------------------------------------------
 
-cdef bint can_exchange(State* e) noexcept nogil:
-    """Whether this super learner may take part in a new exchange."""
-    return e.step >= 0 and e.fit and not e.paused and not e.leaving and e.fault == FAULT_NONE
+cdef inline char* mapped(Core* e, int peer) noexcept nogil:
+    """The peer's shared memory; NULL: chunks go over the wire."""
+    return e.pairs.mapped[peer] if e.pairs.mapped != NULL else NULL
 
 
-cdef char* take_buffers(State* e) noexcept nogil:
+cdef char* take_buffers(Pairs* p) noexcept nogil:
     cdef int i
     cdef char* buffers
     for i in range(SPARES):
-        if e.spares[i] != NULL:
-            buffers = e.spares[i]
-            e.spares[i] = NULL
+        if p.spares[i] != NULL:
+            buffers = p.spares[i]
+            p.spares[i] = NULL
             return buffers
-    return <char*>malloc(3 * LANES * e.lane_nbytes)
+    return <char*>malloc(3 * LANES * p.lane_nbytes)
 
 
-cdef void return_buffers(State* e, Exchange* x) noexcept nogil:
+cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:
     cdef int i
     cdef char* buffers = x.buffers
     x.buffers = NULL
     if x.set != NOBODY:
-        e.taken[x.set] = False
+        p.taken[x.set] = False
         x.set = NOBODY
     for i in range(SPARES):
-        if e.spares[i] == NULL:
-            e.spares[i] = buffers
+        if p.spares[i] == NULL:
+            p.spares[i] = buffers
             return
     free(buffers)
 
 
-cdef bint has_room(State* e, int peer) noexcept nogil:
+cdef bint has_room(Core* e, int peer) noexcept nogil:
     """Whether there are buffers for an exchange with `peer`, and for one more on our other side.
 
     An unanswered ASK counts as an exchange, for a silent peer may still answer YES."""
+    cdef Exchange* x = e.pairs.running
     cdef int i, room = 0
-    if e.mapped[peer] == NULL:
+    if mapped(e, peer) == NULL:
         return True
     for i in range(SETS):
-        room += not e.taken[i]
-    for i in range(e.transport.size):
-        room -= i != peer and e.exchanges[i].phase == ASKED and e.mapped[i] != NULL
+        room += not e.pairs.taken[i]
+    while x != NULL:
+        room -= x.peer != peer and x.phase == ASKED and mapped(e, x.peer) != NULL
+        x = x.next_one
     return room >= 2
 
 
-cdef bint allocate(State* e, int peer) noexcept nogil:
+cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
     """Give an exchange its buffers."""
-    cdef Exchange* x = &e.exchanges[peer]
+    cdef Pairs* p = &e.pairs
     cdef int i
     x.set = NOBODY
-    x.buffers = take_buffers(e)
+    x.buffers = take_buffers(p)
     if x.buffers == NULL:
         return False
     for i in range(LANES):
-        x.lanes[i].out = x.buffers + 3 * i * e.lane_nbytes
-        x.lanes[i].inp = x.lanes[i].out + e.lane_nbytes
-        x.lanes[i].keep = x.lanes[i].inp + e.lane_nbytes
-        x.lanes[i].send_request = mpi.MPI_REQUEST_NULL
-        x.lanes[i].receive_request = mpi.MPI_REQUEST_NULL
-    x.last_send = mpi.MPI_REQUEST_NULL
-    x.last_receive = mpi.MPI_REQUEST_NULL
-    if e.mapped[peer] == NULL:
+        x.lanes[i].out = x.buffers + 3 * i * p.lane_nbytes
+        x.lanes[i].inp = x.lanes[i].out + p.lane_nbytes
+        x.lanes[i].keep = x.lanes[i].inp + p.lane_nbytes
+        x.lanes[i].sending.in_use = x.lanes[i].receiving.in_use = False
+    x.last_sending.in_use = x.last_receiving.in_use = False
+    if mapped(e, x.peer) == NULL:
         return True
     for i in range(SETS):
-        if not e.taken[i]:
-            e.taken[i] = True
+        if not p.taken[i]:
+            p.taken[i] = True
             x.set = i
             return True
     return False
 
 
-cdef void begin(State* e, int peer, int number, int nchunks, bint active) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[peer]
+# ---- chunks --------------------------------------------------------------------------------
+
+cdef bint can_exchange(Core* e, Orders* orders) noexcept nogil:
+    """Whether this super learner may take part in a new exchange."""
+    return (orders.step >= 0 and orders.fit and not orders.paused and not orders.leaving
+            and e.port.fault == FAULT_NONE)
+
+
+cdef int channel_of(int number, bint upper_asks) noexcept nogil:
+    """The channel of one exchange's chunks. Of two peers at most one asks at a time, so it needs
+    the asker's own exchange number and which of the two ranks asked."""
+    return DATA + 2 * (number % NUMBERS) + (1 if upper_asks else 0)
+
+
+cdef void begin(Core* e, Exchange* x, int number, int nchunks, bint active) noexcept nogil:
     cdef int i
-    if not allocate(e, peer):
-        latch(e, FAULT_MEMORY, 0, peer)
+    if not allocate(e, x):
+        latch(&e.port, FAULT_MEMORY, 0, x.peer)
         return
+    become(e, x, RUNNING)
     for i in range(LANES):
         x.lanes[i].busy = False
-    x.closing = x.cut = x.held = False
-    x.phase = RUNNING
+    x.cut = x.held = False
     x.active = active
-    x.parked = active and e.asking != peer
+    x.parked = active and e.pairs.asking != x.peer
     x.number = number
     x.nchunks = nchunks
     x.next = 0
     x.done = 0
-    x.tag = data_tag(number, active == (e.transport.rank > peer))
-    x.began = now()
+    x.channel = channel_of(number, active == (e.wire.rank > x.peer))
+    x.began = now(e)
     x.moved = x.began
     x.square = 0
     x.elements = 0
     x.nbytes = 0
-    pthread_mutex_lock(&e.gate)
-    e.credit = max(e.credit - 1.0, -2.0 * max(e.rate, 1.0))
-    if active and e.wanted == peer:
-        e.wanted = NOBODY
-    pthread_mutex_unlock(&e.gate)
+    spend_credit(&e.port, x.peer if active else NOBODY)
 
 
-cdef bint start_lane(State* e, int peer) noexcept nogil:
+cdef bint posted(Core* e, int peer, Transfer* t) noexcept nogil:
+    """Whether a transfer could be posted; else the failure is handled."""
+    if t.status == PENDING:
+        return True
+    transfer_failed(e, peer, t)
+    return False
+
+
+cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     """Send the snapshot of the next chunk and post the receive of the peer's."""
-    cdef Exchange* x = &e.exchanges[peer]
     cdef Lane* lane = &x.lanes[x.next % LANES]
     cdef int64_t nbytes
-    cdef int code
-    if x.next >= x.nchunks or lane.busy or x.held:
+    cdef bint good
+    if x.next >= x.nchunks or x.next - x.done >= e.pairs.lanes or lane.busy or x.held:
         return False
-    nbytes = memory_nbytes(e.memory, x.next, e.wire)
+    nbytes = memory_nbytes(e.memory, x.next, e.pairs.wire_type)
     lane.chunk = x.next
     lane.busy = True
-    lane.sent = False
-    lane.received = False
-    lane.merged = False
-    lane.began = now()
+    lane.sent = lane.received = lane.merged = False
+    lane.began = now(e)
     if not x.parked:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
         # and go on, and max_staleness would be exceeded.
-        store(&e.in_flight_step, min(load(&e.in_flight_step), e.step))
-    if x.set != NOBODY:
-        code = start_shared(e, x, lane, peer, nbytes)
-    else:
-        code = start_sent(e, x, lane, peer, nbytes)
+        store(&e.port.in_flight_step, min(load(&e.port.in_flight_step), e.port.orders.step))
+    good = start_shared(e, x, lane, nbytes) if x.set != NOBODY else start_sent(e, x, lane, nbytes)
     x.nbytes += 0 if lane.void else nbytes
     x.next += 1
-    if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, peer)
-        return False
-    return True
+    return good
 
 
-cdef int start_sent(State* e, Exchange* x, Lane* lane, int peer, int64_t nbytes) noexcept nogil:
+cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
     """Send the chunk itself."""
-    cdef int code = post_receive(&e.transport, lane.inp, <int>nbytes, peer, x.tag,
-                                 &lane.receive_request)
-    if code != mpi.MPI_SUCCESS:
-        return code
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
+    receive(e.wire, &lane.receiving, lane.inp, <int>nbytes, x.peer, x.channel)
+    if not posted(e, x.peer, &lane.receiving):
+        return False
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True, lane.out,
                                 lane.keep, &lane.step)
-    return post_send(&e.transport, lane.out, 0 if lane.void else <int>nbytes, peer, x.tag,
-                     &lane.send_request)
+    send(e.wire, &lane.sending, lane.out, 0 if lane.void else <int>nbytes, x.peer, x.channel)
+    return posted(e, x.peer, &lane.sending)
 
 
-cdef int start_shared(State* e, Exchange* x, Lane* lane, int peer,
-                      int64_t nbytes) noexcept nogil:
+cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:
+    """Tells one chunk of one exchange from every other in the same buffer."""
+    return (<int64_t>x.number << 32) + 2 * <int64_t>chunk + (x.active == ours)
+
+
+cdef bint start_shared(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
     """Write the chunk to shared memory and send its place."""
     cdef int turn = (lane.chunk // LANES) % 2
-    cdef int code = post_receive(&e.transport, &lane.there, sizeof(Place), peer, x.tag,
-                                 &lane.receive_request)
-    if code != mpi.MPI_SUCCESS:
-        return code
-    lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * e.lane_nbytes
-    lane.out = e.shared + lane.here.offset
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.wire, e.offered_only, True, lane.out,
-                                lane.keep, &lane.step)
+    receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel)
+    if not posted(e, x.peer, &lane.receiving):
+        return False
+    lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
+    lane.out = e.pairs.shared + lane.here.offset
+    store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True,
+                                lane.out + STAMP, lane.keep, &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
-    return post_send(&e.transport, &lane.here, sizeof(Place), peer, x.tag, &lane.send_request)
+    send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
+    return posted(e, x.peer, &lane.sending)
 
 
-cdef int open_place(State* e, int peer, Lane* lane) noexcept nogil:
+cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
     """Find the peer's chunk in its shared memory. Returns its size, 0 if it is out of bounds."""
-    cdef int64_t last = e.shared_nbytes - e.lane_nbytes
+    cdef int64_t last = e.pairs.shared_nbytes - e.pairs.lane_nbytes - STAMP
     if lane.there.offset < 0 or lane.there.offset > last or not (
-            0 <= lane.there.nbytes <= e.lane_nbytes):
-        latch(e, FAULT_LAYOUT, 0, peer)
+            0 <= lane.there.nbytes <= e.pairs.lane_nbytes):
+        latch(&e.port, FAULT_LAYOUT, 0, peer)
         return 0
-    lane.inp = e.mapped[peer] + lane.there.offset
+    lane.inp = mapped(e, peer) + lane.there.offset + STAMP
     return <int>lane.there.nbytes
 
 
-cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept nogil:
+cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept nogil:
     """Test a chunk once. Chunks are received and sent in order: none behind an incomplete one is tested."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef Arrival arrival
-    cdef bint done = False, moved = False
-    cdef int code
+    cdef bint moved = False
+    cdef Status status
     if not lane.received and not waits.receive:
-        code = test(&lane.receive_request, &done, &arrival)
-        if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, peer)
+        status = test_once(e.wire, &lane.receiving)
+        if status > DONE:
+            transfer_failed(e, x.peer, &lane.receiving)
             return True
-        if done:
+        if status == DONE:
             lane.received = True
             moved = True
-            if x.set != NOBODY:
-                arrival.nbytes = open_place(e, peer, lane)
-            e.counters.bytes_received += arrival.nbytes
-            lane.nbytes = arrival.nbytes
-        waits.receive = not done
+            lane.nbytes = open_place(e, x.peer, lane) if x.set != NOBODY else lane.receiving.nbytes
+            add(&e.port.counters.bytes_received, lane.nbytes)
+        waits.receive = status == PENDING
     if lane.received and not lane.merged:
-        lane.merged = merge_lane(e, peer, lane, lane.nbytes)
-        x.moved = now()             # a held slot (store.pyx) is our delay, not the peer's silence
-        moved |= lane.merged
+        merge_lane(e, x, lane)
+        lane.merged = True
     if not lane.sent and not waits.send:
-        code = test(&lane.send_request, &lane.sent, NULL)
-        if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, peer)
+        status = test_once(e.wire, &lane.sending)
+        if status > DONE:
+            transfer_failed(e, x.peer, &lane.sending)
             return True
+        lane.sent = status == DONE
         waits.send = not lane.sent
         moved |= lane.sent
     if lane.merged and lane.sent:
@@ -419,253 +503,289 @@ cdef bint advance_lane(State* e, int peer, Lane* lane, Waits* waits) noexcept no
     return moved
 
 
-cdef bint merge_lane(State* e, int peer, Lane* lane, int nbytes) noexcept nogil:
-    """correction += w (received - sent), unless one of the two snapshots is void.
-
-    False if the open slot is held: try again later."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef int64_t stale = max(e.step, lane.step) + 1 - lane.step  # the mirror may be ahead of the offer
-    cdef double began, square
-    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.wire):
-        latch(e, FAULT_LAYOUT, 0, peer)  # the two models have different chunks
-        nbytes = 0
-    if lane.void or nbytes == 0:
-        e.counters.void_chunks += 1
+cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Whether shared memory still holds the peer's chunk; else the peer took us for failed."""
+    if x.set == NOBODY or load(<int64_t*>(lane.inp - STAMP)) == stamp_of(x, lane.chunk, False):
         return True
-    began = now()
-    square = memory_merge(e.memory, lane.chunk, e.wire, e.weight, lane.inp, lane.keep)
-    if square < 0:
-        return False
+    latch(&e.port, FAULT_FENCED, 0, x.peer)
+    return False
+
+
+cdef void merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """correction += w (received - sent), unless one of the two snapshots is void."""
+    cdef int nbytes = lane.nbytes
+    cdef double square, began
+    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type):
+        latch(&e.port, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
+        nbytes = 0
+    if lane.void or nbytes == 0 or not stamped(e, x, lane):
+        memory_leave_out(e.memory, lane.chunk)
+        add(&e.port.counters.void_chunks, 1)
+        return
+    began = now(e)
+    square = memory_merge(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp, lane.keep)
+    stamped(e, x, lane)
+    count_merge(e, x, lane, square, began)
+
+
+cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double began) noexcept nogil:
+    # the mirror may be ahead of the offer
+    cdef int64_t step = e.port.orders.step
+    cdef int64_t stale = max(step, lane.step) + 1 - lane.step
+    cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]
     x.square += square
-    pthread_mutex_lock(&e.memory.lock)      # the trainer may be adding chunks
-    x.elements += e.memory.chunks[lane.chunk].count
-    pthread_mutex_unlock(&e.memory.lock)
-    e.counters.chunks += 1
-    e.counters.staleness[max(0, min(stale, HISTOGRAM - 1))] += 1
-    record(e, 2, peer, began, now(), nbytes, lane.step)
-    return True
+    x.elements += memory_elements(e.memory, lane.chunk)
+    add(&e.port.counters.chunks, 1)
+    add(&e.port.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
+    record(&e.port, event)
 
 
-cdef bint advance(State* e, int peer) noexcept nogil:
-    """Do what can be done now for the exchange with `peer`. True if anything was."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef Waits waits = [False, False]
-    cdef Lane* lane
+# ---- exchanges -----------------------------------------------------------------------------
+
+cdef bint advance_pairs(Core* e) noexcept nogil:
+    """Do what can be done now for all exchanges. True if anything was. Tells the trainer the oldest snapshot."""
+    cdef Exchange* x = e.pairs.running
     cdef bint moved = False
-    cdef int i
-    if x.phase == RUNNING:
-        for i in range(LANES):              # oldest chunk first: its lane is the one x.next will take
-            lane = &x.lanes[(x.next + i) % LANES]
-            if lane.busy and x.phase == RUNNING:
-                moved |= advance_lane(e, peer, lane, &waits)
-        while x.phase == RUNNING and start_lane(e, peer):
-            moved = True
-        if x.phase == RUNNING and x.done == x.nchunks and closed(e, peer):
-            finish(e, peer)
-            return True
-    if moved:
-        x.moved = now()
-        if e.peers[peer] == SUSPECT:
-            set_peer(e, peer, ALIVE)
-    elif e.peers[peer] == ALIVE and now() - x.moved > e.deadline_s:
-        park(e, peer)                       # again, if it was parked and answered in between
+    cdef int64_t oldest = NO_STEP
+    while x != NULL:
+        if x.phase == BROKEN:
+            moved |= retire(e, x)
+        elif x.phase != IDLE:
+            moved |= advance(e, x)
+        if x.phase == RUNNING and not x.parked:
+            oldest = min(oldest, oldest_step(x))
+        x = x.next_one
+    sweep(&e.pairs)
+    store(&e.port.in_flight_step, oldest)
     return moved
 
 
-cdef bint under_way(State* e, int peer) noexcept nogil:
-    """Whether there is an ASK or an exchange to wait for.
+cdef int64_t oldest_step(Exchange* x) noexcept nogil:
+    """Step of the oldest snapshot that is on its way."""
+    cdef int64_t oldest = NO_STEP
+    cdef int i
+    for i in range(LANES):
+        if x.lanes[i].busy and not x.lanes[i].received:
+            oldest = min(oldest, x.lanes[i].step)
+    return oldest
+
+
+cdef bint advance(Core* e, Exchange* x) noexcept nogil:
+    """Do what can be done now for one exchange. True if anything was."""
+    cdef bint over, moved = advance_lanes(e, x) if x.phase == RUNNING else False
+    if x.phase == RUNNING and x.done == x.nchunks:
+        close(e, x)
+    over = x.phase == CLOSING and closed(e, x)
+    if moved or over:
+        x.moved = now(e)
+        if e.membership.states[x.peer] == SUSPECT:  # also at the end: nothing else may come from it, nor be asked of it
+            set_peer(&e.membership, x.peer, ALIVE)
+    elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > e.pairs.deadline_s:
+        park(e, x)                          # again, if it was parked and answered in between
+    if over:
+        finish(e, x)
+    return moved or over
+
+
+cdef bint advance_lanes(Core* e, Exchange* x) noexcept nogil:
+    cdef Waits waits = [False, False]
+    cdef Lane* lane
+    cdef bint moved = False
+    cdef int i, first = x.next
+    for i in range(LANES):                  # oldest chunk first: its lane is the one x.next will take
+        lane = &x.lanes[(first + i) % LANES]
+        if lane.busy and x.phase == RUNNING:
+            moved |= advance_lane(e, x, lane, &waits)
+    while x.phase == RUNNING and start_lane(e, x):
+        moved = True
+    return moved
+
+
+cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
+    """Whether an ASK or an exchange is waited for.
 
     A peer that left has sent all of its chunks, unless this side was silent then: wait while they arrive."""
-    cdef Exchange* x = &e.exchanges[peer]
-    if x.phase != ASKED and x.phase != RUNNING:
+    cdef int state = e.membership.states[x.peer]
+    if x.phase == IDLE or x.phase == BROKEN:
         return False
-    return e.peers[peer] < LEFT or e.peers[peer] == LEFT and now() - x.moved <= e.deadline_s
+    return state < LEFT or state == LEFT and now(e) - x.moved <= e.pairs.deadline_s
 
 
-cdef bint closed(State* e, int peer) noexcept nogil:
+cdef bint any_under_way(Core* e) noexcept nogil:
+    cdef Exchange* x = e.pairs.running
+    while x != NULL:
+        if under_way(e, x):
+            return True
+        x = x.next_one
+    return False
+
+
+cdef void close(Core* e, Exchange* x) noexcept nogil:
+    """All chunks are merged here. On a shared host, wait until the peer has read ours."""
+    become(e, x, CLOSING)
+    if x.set == NOBODY:
+        return
+    receive(e.wire, &x.last_receiving, NULL, 0, x.peer, x.channel)
+    if posted(e, x.peer, &x.last_receiving):
+        send(e.wire, &x.last_sending, NULL, 0, x.peer, x.channel)
+        posted(e, x.peer, &x.last_sending)
+
+
+cdef bint closed(Core* e, Exchange* x) noexcept nogil:
     """On a shared host: whether the peer has read all of our snapshots."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef bint sent = False, received = False
-    cdef int code
+    cdef Status received, sent
     if x.set == NOBODY:
         return True
-    if not x.closing:
-        x.closing = True
-        code = post_receive(&e.transport, NULL, 0, peer, x.tag, &x.last_receive)
-        if code == mpi.MPI_SUCCESS:
-            code = post_send(&e.transport, NULL, 0, peer, x.tag, &x.last_send)
-        if code != mpi.MPI_SUCCESS:
-            handle_failure(e, code, peer)
-            return False
-    code = test(&x.last_receive, &received, NULL)
-    if code == mpi.MPI_SUCCESS:
-        code = test(&x.last_send, &sent, NULL)
-    if code != mpi.MPI_SUCCESS:
-        handle_failure(e, code, peer)
-        return False
-    return received and sent
+    received = test_once(e.wire, &x.last_receiving)
+    sent = test_once(e.wire, &x.last_sending)
+    if received > DONE:
+        transfer_failed(e, x.peer, &x.last_receiving)
+    elif sent > DONE:
+        transfer_failed(e, x.peer, &x.last_sending)
+    return received == DONE and sent == DONE
 
 
-cdef void park(State* e, int peer) noexcept nogil:
+cdef void park(Core* e, Exchange* x) noexcept nogil:
     """The exchange with a silent peer keeps its buffers and releases its side."""
-    cdef Exchange* x = &e.exchanges[peer]
+    cdef Event event = [EVENT_PARKED, x.peer, -1, x.number, x.active, 0, x.began, now(e), x.nbytes,
+                        e.port.orders.step]
     x.parked = True
-    release_side(e, peer)
-    e.counters.parked += 1
-    set_peer(e, peer, SUSPECT)
-    record(e, 3, peer, x.began, now(), x.nbytes, e.step)
+    release_side(e, x.peer)
+    add(&e.port.counters.parked, 1)
+    set_peer(&e.membership, x.peer, SUSPECT)
+    record(&e.port, event)
 
 
-cdef void release_side(State* e, int peer) noexcept nogil:
-    if e.asking == peer:
-        e.asking = NOBODY
-    if e.serving == peer:
-        e.serving = NOBODY
+cdef void release_side(Core* e, int peer) noexcept nogil:
+    if e.pairs.asking == peer:
+        e.pairs.asking = NOBODY
+    if e.pairs.serving == peer:
+        e.pairs.serving = NOBODY
 
 
-cdef void finish(State* e, int peer) noexcept nogil:
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef double ended = now()
-    release_side(e, peer)
+cdef void finish(Core* e, Exchange* x) noexcept nogil:
+    cdef double ended = now(e)
+    cdef Event event = [EVENT_ASKED if x.active else EVENT_SERVED, x.peer, -1, x.number, x.active, 0, x.began,
+                        ended, x.nbytes, e.port.orders.step]
+    release_side(e, x.peer)
     if x.active:
-        e.counters.exchanges_active += 1
+        add(&e.port.counters.exchanges_active, 1)
     else:
-        e.counters.exchanges_passive += 1
-    e.counters.bytes_sent += x.nbytes
-    e.counters.exchange_s += ended - x.began
+        add(&e.port.counters.exchanges_passive, 1)
+    add(&e.port.counters.bytes_sent, x.nbytes)
+    add_double(&e.port.counters.exchange_s, ended - x.began)
     if x.elements:
-        e.counters.compared += 1
-        e.counters.square += x.square
-        e.counters.square_elements += x.elements
-        e.counters.last_square = x.square
-    store(&e.met[peer], e.met[peer] + 1)
-    record(e, 0 if x.active else 1, peer, x.began, ended, x.nbytes, e.step)
-    return_buffers(e, x)
-    x.phase = IDLE
-    x.parked = False
-    store(&e.finished, e.finished + 1)
+        add(&e.port.counters.compared, 1)
+        add_double(&e.port.counters.square, x.square)
+        add(&e.port.counters.square_elements, x.elements)
+        store_double(&e.port.counters.last_square, x.square)
+    store(&e.port.met[x.peer], e.port.met[x.peer] + 1)
+    record(&e.port, event)
+    return_buffers(&e.pairs, x)
+    become(e, x, IDLE)
+    store(&e.port.finished, e.port.finished + 1)
 
 
-cdef bint eligible(State* e, int peer) noexcept nogil:
-    return (peer >= 0 and peer != e.transport.rank and e.peers[peer] == ALIVE
-            and e.exchanges[peer].phase == IDLE and has_room(e, peer))
+# ---- asking --------------------------------------------------------------------------------
+
+cdef bint eligible(Core* e, int peer) noexcept nogil:
+    return (peer >= 0 and peer != e.wire.rank and e.membership.states[peer] == ALIVE
+            and find(e, peer) == NULL and has_room(e, peer))
 
 
-cdef int choose(State* e) noexcept nogil:
+cdef int choose(Core* e) noexcept nogil:
     """The next peer of the schedule that can be asked, or NOBODY."""
-    cdef int64_t tries = min(e.schedule_length, 64)
+    cdef Pairs* p = &e.pairs
+    cdef int64_t tries = min(p.schedule_length, 64)
     cdef int peer
     while tries > 0:
-        peer = e.schedule[e.cursor % e.schedule_length]
-        e.cursor += 1
+        peer = p.schedule[p.cursor % p.schedule_length]
+        p.cursor += 1
         tries -= 1
         if eligible(e, peer):
             return peer
     return NOBODY
 
 
-cdef bint due(State* e) noexcept nogil:
-    """Is it time to ask? An explicit spec needs no credit."""
-    if e.asking != NOBODY or not can_exchange(e) or now() < e.ask_after:
+cdef bint due(Core* e, Orders* orders) noexcept nogil:
+    """Is it time to ask? A peer that the trainer wants needs no credit."""
+    if e.pairs.asking != NOBODY or not can_exchange(e, orders) or now(e) < e.pairs.ask_after:
         return False
-    if e.wanted != NOBODY:
-        return eligible(e, e.wanted)
-    return e.credit >= 1.0 - 1e-9 and e.schedule_length > 0
+    if orders.wanted != NOBODY:
+        return eligible(e, orders.wanted)
+    return orders.credit >= 1.0 - 1e-9 and e.pairs.schedule_length > 0
 
 
-cdef bint ask_if_due(State* e) noexcept nogil:
+cdef bint ask_if_due(Core* e) noexcept nogil:
     cdef Exchange* x
-    cdef int peer
-    if not due(e):
+    cdef Pairs* p = &e.pairs
+    cdef int peer = e.port.orders.wanted
+    if not due(e, &e.port.orders):
         return False
-    peer = e.wanted if e.wanted != NOBODY else choose(e)
-    if peer == NOBODY:
-        e.ask_after = now() + RETRY_LAST_S
+    peer = peer if peer != NOBODY else choose(e)
+    x = enlist(e, peer) if peer != NOBODY else NULL
+    if x == NULL:
+        p.ask_after = now(e) + RETRY_LAST_S
         return False
-    x = &e.exchanges[peer]
-    e.number = (e.number + 1) & 0x3FFFFFFF
-    x.phase = ASKED
-    x.parked = False
+    p.number = (p.number + 1) & 0x3FFFFFFF
+    become(e, x, ASKED)
     x.active = True
-    x.number = e.number
-    x.began = now()
-    x.moved = x.began
-    e.asking = peer
-    send_control(e, peer, ASK, e.number, e.generations[e.ngenerations - 1].nchunks)
+    x.number = p.number
+    p.asking = peer
+    send_control(e, peer, ASK, p.number, generation(e).nchunks)
     return True
 
 
 # ---- failures ------------------------------------------------------------------------------
 
-cdef void handle_failure(State* e, int code, int peer) noexcept nogil:
-    """Classify an MPI error: a failed peer ends its exchange, any other error is a fault."""
-    cdef Failure failure = classify(code)
-    if failure == FAILURE_PEER or failure == FAILURE_PENDING:
-        if peer != NOBODY and failure == FAILURE_PEER:
-            mark_failed(e, peer)
-        mark_failed_peers(e)
-    elif failure == FAILURE_LAYOUT:
-        latch(e, FAULT_LAYOUT, code, peer)
-    elif failure == FAILURE_FATAL:
-        latch(e, FAULT_MPI, code, peer)
+cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil:
+    """A failed peer ends its exchange, any other error is a fault."""
+    if t.status == PEER_DOWN:
+        peer_failed(e, peer)
+    elif t.status == TOO_LONG:
+        latch(&e.port, FAULT_LAYOUT, t.code, peer)
+    elif t.status == WIRE_DOWN:
+        latch(&e.port, FAULT_MPI, t.code, peer)
 
 
-cdef void mark_failed_peers(State* e) noexcept nogil:
-    cdef int peer
-    cdef char* failed = <char*>calloc(e.transport.size, 1)
-    if failed == NULL:
-        latch(e, FAULT_MEMORY, 0, NOBODY)
-        return
-    acknowledge_failures(&e.transport, failed)
-    for peer in range(e.transport.size):
-        if failed[peer]:
-            mark_failed(e, peer)
-    free(failed)
-
-
-cdef void check_failures(State* e) noexcept nogil:
-    """Ask MPI for failed peers once per second: waiting for an answer alone may raise no error."""
-    cdef double t = now()
-    if t > e.checked_at + CHECK_S:
-        e.checked_at = t
-        mark_failed_peers(e)
-
-
-cdef void mark_failed(State* e, int peer) noexcept nogil:
-    """The peer's process has failed. Its exchange keeps its buffers as long as MPI may write to them."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef int i
-    if e.peers[peer] == FAILED:
-        return
-    set_peer(e, peer, FAILED)
-    e.farewells[peer] = 0
+cdef void peer_failed(Core* e, int peer) noexcept nogil:
+    """The peer's process has failed. Its exchange keeps its buffers as long as the wire may write to them."""
+    cdef Exchange* x = find(e, peer)
+    note_end(&e.membership, peer)
     release_side(e, peer)
-    if x.phase == RUNNING:
-        for i in range(LANES):
-            if x.lanes[i].receive_request != mpi.MPI_REQUEST_NULL:
-                mpi.MPI_Cancel(&x.lanes[i].receive_request)
-        if x.last_receive != mpi.MPI_REQUEST_NULL:
-            mpi.MPI_Cancel(&x.last_receive)
-        e.counters.broken += 1
-        x.phase = BROKEN
-    elif x.phase == ASKED:
-        x.phase = IDLE
-    if x.phase == BROKEN and x.set != NOBODY:
-        e.taken[x.set] = False      # MPI never had these addresses, and their reader has failed
+    if x == NULL or x.phase == BROKEN:
+        return
+    if x.phase == ASKED:
+        become(e, x, IDLE)
+        return
+    add(&e.port.counters.broken, 1)
+    become(e, x, BROKEN)
+    if x.set != NOBODY:
+        e.pairs.taken[x.set] = False    # the wire never had these addresses; a late reader finds another stamp
         x.set = NOBODY
 
 
-cdef bint retire(State* e, int peer) noexcept nogil:
-    """Free the buffers of a broken exchange once MPI no longer uses them. True if freed."""
-    cdef Exchange* x = &e.exchanges[peer]
-    cdef bint free = let_go(&x.last_send) and let_go(&x.last_receive)
+cdef bint retire(Core* e, Exchange* x) noexcept nogil:
+    """Free the buffers of a broken exchange once the wire no longer uses them. True if freed."""
+    cdef bint done = e.wire.release(e.wire, &x.last_sending) and e.wire.release(e.wire, &x.last_receiving)
     cdef int i
     for i in range(LANES):
-        free &= let_go(&x.lanes[i].send_request) and let_go(&x.lanes[i].receive_request)
+        done &= (e.wire.release(e.wire, &x.lanes[i].sending)
+                 and e.wire.release(e.wire, &x.lanes[i].receiving))
         x.lanes[i].busy = False
-    if not free:
+    if not done:
         return False
-    return_buffers(e, x)
-    x.phase = IDLE
-    x.parked = False
+    return_buffers(&e.pairs, x)
+    become(e, x, IDLE)
     return True
+
+
+cdef void take_failures(Core* e, bint look) noexcept nogil:
+    """Take what the wire reports; `look`: let it search thoroughly."""
+    cdef int peer = e.wire.next_failed(e.wire, look)
+    while peer != NOBODY:
+        if e.membership.states[peer] == LEFT:
+            note_end(&e.membership, peer)       # its last chunks may be here, not merged: transfers that fail tell
+        else:
+            peer_failed(e, peer)
+        peer = e.wire.next_failed(e.wire, False)

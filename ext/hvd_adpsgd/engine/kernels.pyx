@@ -1,6 +1,6 @@
 # cython: language_level=3
-# Why compiled: this room is the Python door to the C loops, so that tests can compare every
-# element type with NumPy. The engine calls the same loops through the pointer door (_kernels.pxd).
+# Why compiled: it gives Python the C loops, so that tests can compare every
+# element type with NumPy. The engine calls the same loops through pointers (kernels.pxd).
 """The engine's loops over raw buffers: snapshot, merge, apply."""
 
 from libc.stdint cimport int64_t, uintptr_t
@@ -27,6 +27,10 @@ cdef const void* pointer(const unsigned char[::1] buffer) noexcept:
     return NULL if buffer is None or buffer.shape[0] == 0 else <const void*>&buffer[0]
 
 
+cdef int64_t slot_elements(const unsigned char[::1] buffer, int dtype) except -1:
+    return elements(buffer, adpsgd_slot_dtype(dtype))
+
+
 def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::1] mirror,
              const unsigned char[::1] first=None, const unsigned char[::1] second=None,
              unsigned char[::1] keep=None, bint stream=False):
@@ -41,7 +45,7 @@ def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::
 def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] received,
           const unsigned char[::1] sent, double weight, bint fresh, bint stream=False):
     """correction (+)= weight (received - sent). Returns sum((received - sent)^2)."""
-    cdef int64_t n = elements(correction, dtype)
+    cdef int64_t n = slot_elements(correction, dtype)
     if elements(received, wire) != n or elements(sent, wire) != n:
         raise ValueError("correction, received and sent differ in length")
     return adpsgd_merge(dtype, wire, <void*>pointer(correction), pointer(received), pointer(sent),
@@ -49,31 +53,32 @@ def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned cha
 
 
 def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] correction=None,
-          unsigned char[::1] mirror=None, bint replace=False, bint stream=False):
+          unsigned char[::1] mirror=None, unsigned char[::1] back=None, bint replace=False,
+          bint fresh=True, bint stream=False):
     """parameter += correction (or = correction, to `replace`); mirror = parameter.
 
-    Returns True if a parameter is Inf or NaN."""
+    What rounding to 16 bits holds back is added to `back` (with `fresh`: back = it).
+
+    Returns:
+        Whether a parameter is Inf or NaN, and whether anything was held back."""
     cdef int64_t n = elements(parameter, dtype)
-    return bool(adpsgd_apply(dtype, <void*>pointer(parameter), pointer(correction),
-                             <void*>pointer(mirror), n, replace, stream))
-
-
-def widen(int dtype, unsigned char[::1] out, const unsigned char[::1] own, bint none=False):
-    """out = own in the type of sums (float64 for float64, else float32), zeros if `none`."""
-    cdef int64_t n = elements(own, dtype)
-    if out.shape[0] != n * adpsgd_sum_itemsize(dtype):
-        raise ValueError("out and own differ in length")
-    adpsgd_widen(dtype, <void*>pointer(out), pointer(own), n, none)
+    cdef int found
+    if correction is not None and slot_elements(correction, dtype) != n:
+        raise ValueError("parameter and correction differ in length")
+    if back is not None and slot_elements(back, dtype) != n:
+        raise ValueError("parameter and back differ in length")
+    found = adpsgd_apply(dtype, <void*>pointer(parameter), pointer(correction), <void*>pointer(mirror),
+                         <void*>pointer(back), n, replace, fresh, stream)
+    return bool(found & ADPSGD_NOT_FINITE), bool(found & ADPSGD_HELD_BACK)
 
 
 def merge_mean(int dtype, unsigned char[::1] slot, const unsigned char[::1] sum,
                const unsigned char[::1] own, double learners, bint fresh, bint replace=False):
     """slot (+)= sum / learners - own, or slot = sum / learners to `replace`.
 
-    Returns sum((sum / learners - own)^2), or -1 and does nothing if that is not finite."""
-    cdef int64_t n = elements(slot, dtype)
-    cdef int size = adpsgd_sum_itemsize(dtype)
-    if sum.shape[0] != n * size or own.shape[0] != n * size:
+    Returns sum((sum / learners - own)^2), or -1 and does nothing if a sum is not finite."""
+    cdef int64_t n = slot_elements(slot, dtype)
+    if slot_elements(sum, dtype) != n or slot_elements(own, dtype) != n:
         raise ValueError("slot, sum and own differ in length")
     return adpsgd_merge_mean(dtype, <void*>pointer(slot), pointer(sum), pointer(own), learners, n,
                              fresh, replace)

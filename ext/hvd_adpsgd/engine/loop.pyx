@@ -1,23 +1,49 @@
 # cython: language_level=3
 # Why compiled: the engine's thread runs without the GIL, beside the trainer's computation.
-"""The averaging engine of one super learner: one thread, one communicator.
+"""The averaging engine of one super learner: its thread, and the trainer's side of it.
 
 The thread polls pairwise exchanges (exchange.pyx) and the mean of all (mean.pyx), acts, and sleeps longer each
-time that nothing moved. Its state is in state.pxd.
+time that nothing moved. Its owners and their state are in core.pxd. A simulator takes the same turns (`turn`)
+with a wire and a clock of its own.
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
-from mpi4py cimport libmpi as mpi
 
-from hvd_adpsgd.engine.store cimport Store
-from hvd_adpsgd.engine.exchange cimport (RETRY_FIRST_S, advance, ask_if_due, cut, due, listen, read_inbox, reap_outgoing,
-                                   retire, send_control, check_failures, under_way)
-from hvd_adpsgd.engine.mean cimport advance_mean
-from hvd_adpsgd.engine.state cimport *
-from hvd_adpsgd.engine.butterfly cimport network_open
-from hvd_adpsgd.engine.transport cimport give_up, transport_open
+from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
+                                        tell_reports)
+from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.exchange cimport (advance_pairs, any_under_way, ask_if_due, close_pairs, cut, due, handle_control,
+                                         open_pairs, take_failures, under_way)
+from hvd_adpsgd.engine.goodbye cimport has_said_goodbye, pass_on, say_goodbye
+from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
+from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
+from hvd_adpsgd.engine.port cimport *
+from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
+from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
+from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire
+
+cdef extern from "<time.h>" nogil:
+    ctypedef int clockid_t
+    cdef struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(clockid_t, timespec*)
+    clockid_t CLOCK_MONOTONIC
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_condattr_t:
+        pass
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_join(pthread_t, void**)
+    int pthread_getcpuclockid(pthread_t, clockid_t*)
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_condattr_init(pthread_condattr_t*)
+    int pthread_condattr_setclock(pthread_condattr_t*, clockid_t)
+    int pthread_cond_init(pthread_cond_t*, pthread_condattr_t*)
+    int pthread_cond_signal(pthread_cond_t*)
+    int pthread_cond_timedwait(pthread_cond_t*, pthread_mutex_t*, const timespec*)
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -28,6 +54,10 @@ cdef extern from "<sys/prctl.h>" nogil:
     int PR_SET_NAME
     int prctl_name "prctl"(int option, const char* name)
 
+cdef enum:
+    PARTS = 1024            # parts of a layout, one per added parameter group
+
+cdef double CHECK_S = 1.0           # between searches for failed peers, also if no transfer reports one
 cdef double IDLE_S = 0.9e-3         # shortest and longest sleep when nothing is on its way
 cdef double LONG_IDLE_S = 10e-3
 cdef double IDLE_SHARE = 0.02       # of the time since something moved, in between
@@ -35,484 +65,650 @@ cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6     # or half of the time of a chunk, on a slow network
 cdef double SLOW_POLL_S = 1e-3      # at most, and when nothing moved for LULL_S
-cdef int64_t NO_STEP = 0x7FFFFFFFFFFFFFFF
+cdef double LOOK_S = 1.0            # longest wait for a look at the thread's state
 
 
-# ---- the loop ------------------------------------------------------------------------------
+# ---- a turn --------------------------------------------------------------------------------
 
-cdef bint poll_once(State* e) noexcept nogil:
+cdef bint poll_once(Core* e) noexcept nogil:
     """Poll every exchange and the mean once. True if anything moved."""
-    cdef bint paused = e.paused, busy = False
-    cdef bint moved = read_inbox(e)
-    cdef int64_t oldest = NO_STEP
-    cdef Exchange* x
-    cdef int peer, i
-    if e.outgoing != NULL:
-        moved |= reap_outgoing(e)
-    check_failures(e)
-    for peer in range(e.transport.size):
-        x = &e.exchanges[peer]
-        if x.phase == ASKED or x.phase == RUNNING:
-            moved |= advance(e, peer)
-            if x.phase == RUNNING and not x.parked:
-                for i in range(LANES):
-                    if x.lanes[i].busy and not x.lanes[i].received:
-                        oldest = min(oldest, x.lanes[i].step)
-        elif x.phase == BROKEN:
-            moved |= retire(e, peer)
+    cdef bint moved, at_rest
+    cdef int peer
+    cdef Message* message
+    read_orders(&e.port)
+    message = take_message(e, &peer)
+    moved = message != NULL
+    if moved:
+        handle_control(e, peer, message)
+    if e.control.outgoing != NULL:
+        moved |= reap(e, &e.control.outgoing)
+    tell_reports(e)
+    search_failures(e)
+    moved |= advance_pairs(e)
     moved |= ask_if_due(e)
     moved |= advance_mean(e)
-    busy = e.mean.running and e.fault == FAULT_NONE
-    for peer in range(e.transport.size):
-        busy |= under_way(e, peer)
-    store(&e.in_flight_step, oldest)
-    store(&e.at_rest, paused and not busy)
-    e.counters.turns += 1
+    if e.membership.unchecked:
+        pass_on(e)
+    at_rest = e.port.orders.paused and not any_under_way(e) and not mean_due(e)
+    store(&e.port.at_rest, at_rest)
+    add(&e.port.counters.turns, 1)
     return moved
 
 
-cdef bint say_goodbye(State* e) noexcept nogil:
-    """Leave: finish what runs, send BYE to all peers, wait for their answers. True when done."""
-    cdef int peer
-    cdef bint waiting = False
-    cdef double t = now()
-    if e.leave_by == 0:
-        e.leave_by = t + e.leave_deadline_s
-    if t > e.leave_by:
+cdef bint mean_due(Core* e) noexcept nogil:
+    """Whether a mean runs, or is asked for."""
+    return e.port.fault == FAULT_NONE and (e.mean.running or e.mean.finished < load(&e.mean.wanted))
+
+
+cdef void search_failures(Core* e) noexcept nogil:
+    """Take failures that transfers have met; once per second search for others."""
+    cdef double t = now(e)
+    cdef bint look = t > e.membership.checked_at + CHECK_S
+    if look:
+        e.membership.checked_at = t
+    take_failures(e, look)
+
+
+cdef bint leave(Core* e) noexcept nogil:
+    """Finish what runs, say goodbye, wait until others pass it on. True when done."""
+    cdef Membership* m = &e.membership
+    cdef double t = now(e)
+    if m.leave_by == 0:
+        m.leave_by = t + e.leave_deadline_s
+    if t > m.leave_by:
+        if not m.said_goodbye:              # else its peers would wait for rounds with it, and for rest
+            say_goodbye(e)
         return True
-    waiting = e.mean.running and e.fault == FAULT_NONE
-    for peer in range(e.transport.size):     # also parked exchanges whose peer has answered
-        if e.peers[peer] != SUSPECT and under_way(e, peer):
-            waiting = True
-            if e.peers[peer] == ALIVE and t > e.leave_by - e.leave_deadline_s / 2:
-                cut(e, peer)
-    if waiting or e.asking != NOBODY or e.serving != NOBODY:
+    if finishes(e, t) or (e.mean.running and e.port.fault == FAULT_NONE):
         return False
-    if not e.said_goodbye:
-        e.said_goodbye = True
-        for peer in range(e.transport.size):
-            if peer != e.transport.rank and e.peers[peer] in (ALIVE, SUSPECT):
-                e.farewells[peer] = 1
-                send_control(e, peer, BYE, 0, e.broken)
-    for peer in range(e.transport.size):
-        waiting |= e.farewells[peer] != 0 and e.peers[peer] == ALIVE
-    return not waiting and e.outgoing == NULL
+    if e.pairs.asking != NOBODY or e.pairs.serving != NOBODY:
+        return False
+    if not m.said_goodbye:
+        say_goodbye(e)
+    return has_said_goodbye(e) and not owes_answers(e)
 
 
-cdef void sleep_until_woken(State* e, double seconds) noexcept nogil:
-    cdef timespec until
-    clock_gettime(CLOCK_MONOTONIC, &until)
-    until.tv_nsec += <long>(seconds * 1e9)
-    if until.tv_nsec >= 1000000000:
-        until.tv_nsec -= 1000000000
-        until.tv_sec += 1
-    pthread_mutex_lock(&e.gate)
-    if not due(e) and e.mean.finished >= e.mean.wanted:
-        pthread_cond_timedwait(&e.wake, &e.gate, &until)
-    pthread_mutex_unlock(&e.gate)
+cdef bint finishes(Core* e, double t) noexcept nogil:
+    """Whether exchanges are waited for before leaving.
+
+    For half of the time that there is, also those with silent peers: a chunk that only the peer merges, once it
+    continues, moves the mean. Then the others are cut short."""
+    cdef Exchange* x = e.pairs.running
+    cdef bint waiting = False, late = t > e.membership.leave_by - e.leave_deadline_s / 2
+    while x != NULL:
+        if under_way(e, x) and not (late and e.membership.states[x.peer] == SUSPECT):
+            waiting = True
+            if late and e.membership.states[x.peer] == ALIVE:
+                cut(e, x)
+        x = x.next_one
+    return waiting
 
 
-cdef void keep_pace(State* e, double t) noexcept nogil:
+cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
     """Update the mean time between chunks, smoothed over LANES, which may all arrive at once."""
-    cdef int64_t chunks = e.counters.chunks + e.counters.void_chunks
-    if chunks > e.paced:
-        e.pace += ((t - e.paced_at) / (chunks - e.paced) - e.pace) / LANES
-        e.paced = chunks
-        e.paced_at = t
+    if chunks > r.paced:
+        r.pace += ((r.moved - r.paced_at) / (chunks - r.paced) - r.pace) / LANES
+        r.paced = chunks
+        r.paced_at = r.moved
 
 
-cdef double longest_poll(State* e, double lull) noexcept nogil:
+cdef double longest_poll(Rhythm* r, double lull) noexcept nogil:
     """The longest pause between polls: with LANES chunks in flight, two polls per chunk saturate a slow link."""
     if lull > LULL_S:
         return SLOW_POLL_S
-    return min(max(POLL_LAST_S, e.pace / 2), SLOW_POLL_S)
+    return min(max(POLL_LAST_S, r.pace / 2), SLOW_POLL_S)
+
+
+cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
+    """Poll once. What to do until the next turn, for `r.pause_s` seconds: sleep longer each time that nothing moved."""
+    cdef bint moved = poll_once(e)
+    cdef double t = now(e)
+    r.pause_s = 0
+    if e.port.orders.leaving and leave(e):
+        return OVER
+    if moved:
+        r.polls_s = 0
+        r.moved = t
+        keep_pace(r, e.port.counters.chunks + e.port.counters.void_chunks)
+        return AGAIN
+    if e.pairs.asking == NOBODY and e.pairs.serving == NOBODY and not e.mean.running and not e.port.orders.leaving:
+        r.pause_s = min(max(IDLE_SHARE * (t - r.moved), IDLE_S), LONG_IDLE_S)
+        r.paced_at = t + r.pause_s
+        return SLEEP
+    if r.polls_s == 0:
+        r.polls_s = max(POLL_FIRST_S, longest_poll(r, 0) / LANES)
+        return AGAIN
+    r.pause_s = r.polls_s
+    r.polls_s = min(2 * r.polls_s, longest_poll(r, t - r.moved))
+    return POLL
+
+
+cdef void begin_turns(Core* e, Rhythm* r) noexcept nogil:
+    memset(r, 0, sizeof(Rhythm))
+    r.moved = now(e)
+    listen(e)
+    listen_mean(e)
+
+
+cdef void end_turns(Core* e) noexcept nogil:
+    e.wire.release(e.wire, &e.control.listening)
+    e.wire.release(e.wire, &e.mean.listening)
+    store(&e.port.in_flight_step, NO_STEP)
+    store(&e.port.ended, 1)
+
+
+# ---- the thread ----------------------------------------------------------------------------
+
+cdef void sleep_until_woken(Core* e, double seconds) noexcept nogil:
+    cdef double ends = now(e) + seconds
+    cdef timespec until
+    until.tv_sec = <long>ends
+    until.tv_nsec = <long>((ends - until.tv_sec) * 1e9)
+    pthread_mutex_lock(&e.port.gate)
+    if not due(e, &e.port.given) and e.mean.finished >= load(&e.mean.wanted):
+        pthread_cond_timedwait(&e.port.wake, &e.port.gate, &until)
+    pthread_mutex_unlock(&e.port.gate)
+
+
+cdef void stand_still(Core* e) noexcept nogil:
+    """Between two turns: wait while the trainer looks at the state of the thread."""
+    cdef int64_t number = load(&e.port.look_wanted)
+    if number == load(&e.port.look_over):
+        return
+    store(&e.port.look_begun, number)
+    while load(&e.port.look_over) < number:
+        sched_yield()
 
 
 cdef void* engine_main(void* argument) noexcept nogil:
-    """The thread's loop: poll, and sleep longer each time that nothing moved."""
-    cdef State* e = <State*>argument
-    cdef double poll_s = 0, idle_s, moved = now()
-    cdef bint busy
+    """The thread: turns until it has left, or the wire is down."""
+    cdef Core* e = <Core*>argument
+    cdef Rhythm rhythm
+    cdef Rest rest = AGAIN
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
-    listen(e)
-    while e.fault != FAULT_MPI and not e.halted:
-        busy = poll_once(e)
-        if e.leaving and say_goodbye(e):
-            break
-        if busy:
-            poll_s = 0
-            moved = now()
-            keep_pace(e, moved)
-            continue
-        if e.asking == NOBODY and e.serving == NOBODY and not e.mean.running and not e.leaving:
-            idle_s = min(max(IDLE_SHARE * (now() - moved), IDLE_S), LONG_IDLE_S)
-            sleep_until_woken(e, idle_s)
-            e.paced_at = now()
-        elif poll_s == 0:
+    begin_turns(e, &rhythm)
+    while rest != OVER and e.port.fault != FAULT_MPI and not load(&e.port.halted):
+        stand_still(e)
+        rest = turn(e, &rhythm)
+        if rest == SLEEP:
+            sleep_until_woken(e, rhythm.pause_s)
+        elif rest == POLL:
+            e.clock.sleep(e.clock, rhythm.pause_s)
+        elif rhythm.polls_s > 0:
             sched_yield()
-            poll_s = max(POLL_FIRST_S, longest_poll(e, 0) / LANES)
-        else:
-            sleep_s(poll_s)
-            poll_s = min(2 * poll_s, longest_poll(e, now() - moved))
-    if e.inbox_request != mpi.MPI_REQUEST_NULL:
-        give_up(&e.inbox_request)
-    store(&e.in_flight_step, NO_STEP)
-    store(&e.ended, 1)
+    end_turns(e)
     return NULL
 
 
-# ---- the Python face ------------------------------------------------------------------------
+# ---- the trainer's side --------------------------------------------------------------------
 
-cdef bint wait_for(State* e, int64_t* counter, int64_t least, double seconds) noexcept:
+cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noexcept:
     """Wait until the engine has counted so far. False after `seconds`, and after a fault or the end."""
-    cdef double until = now() + seconds
+    cdef double until = now(e) + seconds
     with nogil:
-        while load(counter) < least and not e.fault and not load(&e.ended) and now() < until:
-            sleep_s(50e-6)
+        while load(counter) < least and not load(&e.port.fault) and not load(&e.port.ended) and now(e) < until:
+            e.clock.sleep(e.clock, 50e-6)
     return load(counter) >= least
+
+
+cdef struct ExchangeLook:   # of an exchange, without its transfers and their buffers, where the wire may write
+    int peer
+    Phase phase
+    bint active
+    bint parked
+    bint cut
+    int number
+    int nchunks
+    int next
+    int done
+    double began
+    double moved
+
+cdef struct Look:           # a copy of what only the thread writes
+    int asking
+    int serving
+    bint sending
+    bint averaging          # the mean of all runs
+    MeanStage stage
+    int members             # of the mean
+    int nchunks
+    int next
+    int done
+    double began
+    double moved
+    char* states            # of the peers
+    ExchangeLook* exchanges # in one block with the states
+    int nexchanges
+
+
+cdef bint take_look(Core* e, bint running, Look* seen) noexcept nogil:
+    """Copy the state of the thread between two of its turns; free(seen.exchanges). False without memory.
+
+    A thread that does not end its turn in LOOK_S, in a call of the wire's library, is copied as it is. Without the
+    GIL: the thread stands still meanwhile."""
+    cdef bint copied
+    cdef int64_t number
+    cdef double until = now(e) + LOOK_S
+    pthread_mutex_lock(&e.port.looks)
+    number = load(&e.port.look_wanted) + 1
+    store(&e.port.look_wanted, number)
+    while running and load(&e.port.look_begun) < number and not load(&e.port.ended) and now(e) < until:
+        e.clock.sleep(e.clock, 20e-6)
+    copied = copy_state(e, seen)
+    store(&e.port.look_over, number)
+    pthread_mutex_unlock(&e.port.looks)
+    return copied
+
+
+cdef bint copy_state(Core* e, Look* seen) noexcept nogil:
+    cdef Mean* m = &e.mean
+    cdef Exchange* x = e.pairs.running
+    cdef int most = 0
+    while x != NULL:
+        most += 1
+        x = x.next_one
+    seen.exchanges = <ExchangeLook*>malloc(most * sizeof(ExchangeLook) + e.wire.size)
+    if seen.exchanges == NULL:
+        return False
+    seen.states = <char*>(seen.exchanges + most)
+    memcpy(seen.states, e.membership.states, e.wire.size)
+    seen.asking, seen.serving, seen.sending = e.pairs.asking, e.pairs.serving, e.control.outgoing != NULL
+    seen.averaging, seen.stage, seen.members = m.running, m.stage, m.network.size
+    seen.nchunks, seen.next, seen.done = m.nchunks, m.next, m.done
+    seen.began, seen.moved = m.began, m.moved
+    seen.nexchanges = 0
+    x = e.pairs.running
+    while x != NULL and seen.nexchanges < most:
+        if x.phase != IDLE:
+            seen.exchanges[seen.nexchanges] = [x.peer, x.phase, x.active, x.parked, x.cut, x.number, x.nchunks, x.next,
+                                               x.done, x.began, x.moved]
+            seen.nexchanges += 1
+        x = x.next_one
+    return True
+
+
+cdef Look state_of(Core* e, bint running) except *:
+    """The same for Python; the caller frees `exchanges`."""
+    cdef Look seen
+    cdef bint copied
+    with nogil:
+        copied = take_look(e, running, &seen)
+    if not copied:
+        raise MemoryError("engine")
+    return seen
+
+
+cdef Orders orders_given(Core* e) noexcept nogil:
+    cdef Orders given
+    pthread_mutex_lock(&e.port.gate)
+    given = e.port.given
+    pthread_mutex_unlock(&e.port.gate)
+    return given
+
+
+cdef exchange_view(ExchangeLook* x, double t):
+    names = ("idle", "asked", "running", "closing", "broken")
+    return {"exchange": names[x.phase], "we_asked": bool(x.active), "parked": bool(x.parked),
+            "number": x.number, "chunks": x.nchunks, "begun": x.next, "merged": x.done,
+            "age_s": t - x.began, "silent_s": t - x.moved}
+
+
+cdef mean_view(Core* e, Look* seen, double t):
+    return {"wanted": load(&e.mean.wanted), "finished": load(&e.mean.finished), "running": bool(seen.averaging),
+            "super_learners": seen.members, "stage": ("summing", "agreeing")[seen.stage],
+            "chunks": seen.nchunks, "begun": seen.next, "merged": seen.done,
+            "age_s": t - seen.began if seen.averaging else None,
+            "silent_s": t - seen.moved if seen.averaging else None}
 
 
 cdef class Loop:
     """The engine's thread, and the trainer's commands to it. See hvd_adpsgd.engine.engine.Engine."""
 
-    cdef State state
-    cdef object keep            # store and communicator stay alive as long as the thread may
-
     def __cinit__(self, *args, **kwargs):
-        memset(&self.state, 0, sizeof(State))
+        memset(&self.core, 0, sizeof(Core))
 
-    def __init__(self, comm, uintptr_t comm_address, Store chunks, const int[::1] schedule,
-                 double weight, double rate, int wire, bint offered_only, double deadline_s,
-                 double leave_deadline_s, int64_t lane_nbytes, bint timeline):
-        cdef State* e = &self.state
+    def __init__(self, AnyWire wire, AnyClock clock, Store chunks, const int[::1] schedule, double weight,
+                 double rate, int wire_type, bint offered_only, double deadline_s, double leave_deadline_s,
+                 int64_t lane_nbytes, bint timeline):
+        cdef Core* e = &self.core
+        cdef Port* p = &e.port
         cdef pthread_condattr_t attributes
-        cdef int code = transport_open(&e.transport, (<mpi.MPI_Comm*>comm_address)[0])
-        if code != mpi.MPI_SUCCESS:
-            raise RuntimeError(f"MPI code {code} on opening the engine's communicator")
-        self.keep = (comm, chunks)
+        cdef int n = wire.calls.size
+        self.keep = (wire, clock, chunks)
+        e.wire = &wire.calls
+        e.clock = &clock.calls
         e.memory = &chunks.memory
-        e.weight = weight
-        e.rate = rate
-        e.wire = wire
-        e.offered_only = offered_only
-        e.deadline_s = deadline_s
         e.leave_deadline_s = leave_deadline_s
-        e.lane_nbytes = lane_nbytes
-        e.step = -1
-        e.fit = True
-        e.wanted = NOBODY
-        e.asking = NOBODY
-        e.serving = NOBODY
-        e.retry_s = RETRY_FIRST_S
-        e.in_flight_step = NO_STEP
-        e.inbox_request = mpi.MPI_REQUEST_NULL
-        e.schedule_length = schedule.shape[0]
-        e.schedule = <int*>calloc(max(1, e.schedule_length), sizeof(int))
-        e.exchanges = <Exchange*>calloc(e.transport.size, sizeof(Exchange))
-        e.mapped = <char**>calloc(e.transport.size, sizeof(char*))
-        e.peers = <char*>calloc(e.transport.size, 1)
-        e.left_broken = <char*>calloc(e.transport.size, 1)
-        e.farewells = <char*>calloc(e.transport.size, 1)
-        e.met = <int64_t*>calloc(e.transport.size, sizeof(int64_t))
-        e.generations = <Generation*>calloc(1024, sizeof(Generation))
+        e.pairs.weight = weight
+        e.pairs.wire_type = wire_type
+        e.pairs.offered_only = offered_only
+        e.pairs.deadline_s = deadline_s
+        e.pairs.lane_nbytes = lane_nbytes
+        e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
+        p.rate = rate
+        p.given.step = -1
+        p.given.fit = True
+        p.given.wanted = NOBODY
+        p.orders = p.given
+        p.in_flight_step = NO_STEP
+        p.met = <int64_t*>calloc(n, sizeof(int64_t))
         if timeline:
-            e.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.schedule and e.exchanges and e.mapped and e.peers and e.left_broken
-                and e.farewells and e.met and e.generations):
+            p.events = <Event*>calloc(EVENTS, sizeof(Event))
+        if not (e.generations and p.met and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
+                and open_control(&e.control, n)
+                and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])):
             raise MemoryError("engine")
-        if e.schedule_length:
-            memcpy(e.schedule, &schedule[0], e.schedule_length * sizeof(int))
-        pthread_mutex_init(&e.gate, NULL)
+        pthread_mutex_init(&p.gate, NULL)
+        pthread_mutex_init(&p.looks, NULL)
         pthread_condattr_init(&attributes)
         pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC)
-        pthread_cond_init(&e.wake, &attributes)
+        pthread_cond_init(&p.wake, &attributes)
+        self.open = True
 
     def __dealloc__(self):
-        cdef State* e = &self.state
-        if e.exchanges == NULL:
+        cdef Core* e = &self.core
+        if not self.open:
             return
-        if e.running:                   # nobody said stop: the thread must not outlive its memory
+        if self.running:                # nobody said stop: the thread must not outlive its memory
             with nogil:
-                e.halted = True
-                pthread_join(e.thread, NULL)
-        free(e.schedule)
-        free(e.mapped)
-        free(e.peers)
-        free(e.left_broken)
-        free(e.farewells)
-        free(e.met)
+                store(&e.port.halted, 1)
+                pthread_join(self.thread, NULL)
+        close_membership(&e.membership)
+        close_control(&e.control)
+        close_reports(&e.reports)
+        free(e.port.met)
+        free(e.port.events)
         free(e.generations)
-        free(e.events)
-        self.free_exchanges()
-
-    cdef void free_exchanges(self) noexcept:
-        """Free the buffers that MPI no longer uses: those of exchanges that are not running."""
-        cdef int i
-        for i in range(SPARES):
-            free(self.state.spares[i])
-        if not self.state.mean.running:
-            free(self.state.mean.buffers)
-        for i in range(self.state.transport.size):
-            if self.state.exchanges[i].phase != IDLE:
-                return
-        free(self.state.exchanges)
+        close_pairs(&e.pairs)
+        close_mean(e)
 
     def extend(self, int nchunks, uint64_t fingerprint):
         """The layout now has `nchunks` chunks in all."""
-        cdef State* e = &self.state
-        if e.ngenerations == 1024:
+        cdef Core* e = &self.core
+        if e.ngenerations == PARTS:
             raise RuntimeError("more than 1023 add_param_group calls on one averaged optimizer")
         e.generations[e.ngenerations].nchunks = nchunks
         e.generations[e.ngenerations].fingerprint = fingerprint
-        e.ngenerations += 1
+        store(&e.ngenerations, e.ngenerations + 1)
 
     def share(self, uintptr_t own, addresses):
         """Use memory shared on this host: `own` of shared_nbytes, and each peer's (0: none)."""
+        cdef Pairs* p = &self.core.pairs
         cdef int i
-        self.state.shared = <char*>own
-        self.state.shared_nbytes = 2 * SETS * LANES * self.state.lane_nbytes
-        for i in range(self.state.transport.size):
-            self.state.mapped[i] = <char*><uintptr_t>addresses[i]
+        p.mapped = <char**>calloc(self.core.wire.size, sizeof(char*))
+        if p.mapped == NULL:
+            raise MemoryError("engine")
+        p.shared = <char*>own
+        p.shared_nbytes = Loop.shared_nbytes(p.lane_nbytes)
+        for i in range(self.core.wire.size):
+            p.mapped[i] = <char*><uintptr_t>addresses[i]
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
         """Size of the memory that an engine shares with its peers on the host."""
-        return 2 * SETS * LANES * lane_nbytes
+        return 2 * SETS * LANES * (lane_nbytes + STAMP)
 
     def start(self):
-        cdef State* e = &self.state
-        if pthread_create(&e.thread, NULL, engine_main, e) != 0:
+        cdef Core* e = &self.core
+        if pthread_create(&self.thread, NULL, engine_main, e) != 0:
             raise RuntimeError("the operating system refused a thread for the averaging engine")
-        e.running = True
+        self.running = True
 
     def offer(self, int64_t step, bint fit):
         """The mirror holds the model of `step`; `fit` says whether all of it is finite."""
-        cdef State* e = &self.state
+        cdef Core* e = &self.core
         with nogil:
-            pthread_mutex_lock(&e.gate)
-            e.step = step
-            e.fit = fit
-            e.credit = min(e.credit + e.rate, max(e.rate, 1.0))
-            pthread_cond_signal(&e.wake)
-            pthread_mutex_unlock(&e.gate)
+            pthread_mutex_lock(&e.port.gate)
+            e.port.given.step = step
+            e.port.given.fit = fit
+            e.port.given.credit = min(e.port.given.credit + e.port.rate, max(e.port.rate, 1.0))
+            pthread_cond_signal(&e.port.wake)
+            pthread_mutex_unlock(&e.port.gate)
 
     def ask(self, int peer):
         """Ask `peer` whatever the credit says; NOBODY (-1) withdraws the spec."""
-        cdef State* e = &self.state
-        pthread_mutex_lock(&e.gate)
-        e.wanted = peer
-        pthread_cond_signal(&e.wake)
-        pthread_mutex_unlock(&e.gate)
+        cdef Core* e = &self.core
+        pthread_mutex_lock(&e.port.gate)
+        e.port.given.wanted = peer
+        pthread_cond_signal(&e.port.wake)
+        pthread_mutex_unlock(&e.port.gate)
 
     def begin_round(self, int64_t round, int peer):
         """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
-        cdef State* e = &self.state
-        pthread_mutex_lock(&e.gate)
-        e.round = round
-        e.wanted = peer
-        pthread_cond_signal(&e.wake)
-        pthread_mutex_unlock(&e.gate)
+        cdef Core* e = &self.core
+        pthread_mutex_lock(&e.port.gate)
+        e.port.given.round = round
+        e.port.given.wanted = peer
+        pthread_cond_signal(&e.port.wake)
+        pthread_mutex_unlock(&e.port.gate)
 
-    def average_all(self, uintptr_t comm_address, bint survives, bint butterfly):
-        """Means of all go over this communicator, errors returned; `survives`: ULFM is on.
+    def average_all(self, bint survives, bint butterfly):
+        """Take part in means of all; before start.
 
-        Sums are MPI's own, or those of a butterfly (see _sums).
-
-        The handle at the address becomes that of the living when somebody has failed, so it must stay.
+        Args:
+            survives: the wire reports failures, and means continue without those that failed.
+            butterfly: sum by messages, also where the wire has a sum of its own and nobody can fail.
         """
-        cdef Mean* m = &self.state.mean
-        m.comm = <mpi.MPI_Comm*>comm_address
-        m.survives = survives
-        m.agreement = mpi.MPI_REQUEST_NULL
-        if network_open(&m.network, m.comm[0], butterfly) != mpi.MPI_SUCCESS:
-            raise RuntimeError("MPI refused the communicator for means of all")
+        if not open_mean(&self.core, survives, butterfly):
+            raise MemoryError("engine")
+
+    def share_reports(self, double every_s):
+        """Exchange reports with peers, a message every `every_s` seconds; before start."""
+        if not open_reports(&self.core.reports, self.core.wire.rank, self.core.wire.size, every_s):
+            raise MemoryError("engine")
+
+    def report(self, bytes text):
+        """What this super learner says of itself from now on: at most REPORT_NBYTES bytes."""
+        cdef Core* e = &self.core
+        cdef Report* own
+        cdef const char* source = text
+        if len(text) > REPORT_NBYTES:
+            raise ValueError(f"a report of {len(text)} bytes; at most {REPORT_NBYTES} are sent")
+        if e.reports.known == NULL:
+            return
+        own = &e.reports.known[e.wire.rank].report
+        pthread_mutex_lock(&e.port.gate)
+        memcpy(own.text, source, len(text))
+        own.nbytes = <int>len(text)
+        own.version += 1
+        e.reports.known[e.wire.rank].heard = now(e)
+        pthread_mutex_unlock(&e.port.gate)
+
+    def reports(self):
+        """The newest report of each super learner that is known: {rank: (version, text, age in seconds)}."""
+        cdef Core* e = &self.core
+        cdef Report report
+        cdef double heard, t = now(e)
+        cdef int i
+        found = {}
+        for i in range(e.wire.size if e.reports.known != NULL else 0):
+            pthread_mutex_lock(&e.port.gate)
+            report = e.reports.known[i].report
+            heard = e.reports.known[i].heard
+            pthread_mutex_unlock(&e.port.gate)
+            if report.version:
+                found[i] = report.version, report.text[:report.nbytes], t - heard
+        return found
 
     def begin_mean(self, bint replace):
         """Join the next mean of all, as every other engine must. Returns its number."""
-        cdef State* e = &self.state
-        pthread_mutex_lock(&e.gate)
-        e.mean.replace = replace
+        cdef Core* e = &self.core
+        pthread_mutex_lock(&e.port.gate)
+        store(&e.mean.replace, replace)
         store(&e.mean.wanted, e.mean.wanted + 1)
-        store(&e.at_rest, 0)
-        pthread_cond_signal(&e.wake)
-        pthread_mutex_unlock(&e.gate)
+        store(&e.port.at_rest, 0)
+        pthread_cond_signal(&e.port.wake)
+        pthread_mutex_unlock(&e.port.gate)
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
         """Wait until that mean is over. Returns False after `seconds`, and after a failure."""
-        return wait_for(&self.state, &self.state.mean.finished, number, seconds)
+        return wait_for(&self.core, &self.core.mean.finished, number, seconds)
 
     def pause(self, bint paused):
         """Begin no exchange and answer NO, until told otherwise."""
-        cdef State* e = &self.state
-        pthread_mutex_lock(&e.gate)
-        e.paused = paused
-        store(&e.at_rest, 0)
-        pthread_cond_signal(&e.wake)
-        pthread_mutex_unlock(&e.gate)
+        cdef Core* e = &self.core
+        pthread_mutex_lock(&e.port.gate)
+        e.port.given.paused = paused
+        store(&e.port.at_rest, 0)
+        pthread_cond_signal(&e.port.wake)
+        pthread_mutex_unlock(&e.port.gate)
 
     def wait_quiet(self, double seconds):
-        """After pause(True): wait until no exchange is under way. False after `seconds` without a chunk.
+        """After pause(True): wait until no exchange is running. False after `seconds` without a chunk.
 
-        The thread itself says so, at the end of a turn that began after the pause: an exchange that
-        it was about to begin when told to pause is waited for. So is one with a silent peer, and
-        one with a peer that has left, as long as its chunks come in.
+        The thread reports it at the end of a poll that began after the pause, so an exchange that it was
+        about to begin is waited for. So is one with a silent peer, and one with a peer that has left, as
+        long as its chunks arrive.
         """
-        cdef State* e = &self.state
-        cdef double until = now() + seconds
+        cdef Core* e = &self.core
+        cdef double until = now(e) + seconds
         cdef int64_t chunks, before = -1
         with nogil:
-            while not load(&e.at_rest) and not load(&e.ended) and now() < until:
-                chunks = load(&e.counters.chunks) + load(&e.counters.void_chunks)
+            while not load(&e.port.at_rest) and not load(&e.port.ended) and now(e) < until:
+                chunks = load(&e.port.counters.chunks) + load(&e.port.counters.void_chunks)
                 if chunks != before:
                     before = chunks
-                    until = now() + seconds
-                sleep_s(100e-6)
-        return load(&e.at_rest) != 0 or load(&e.ended) != 0
+                    until = now(e) + seconds
+                e.clock.sleep(e.clock, 100e-6)
+        return load(&e.port.at_rest) != 0 or load(&e.port.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
         """Wait until every snapshot in flight is of `step` or later. False after `seconds`."""
-        return wait_for(&self.state, &self.state.in_flight_step, step, seconds)
+        return wait_for(&self.core, &self.core.port.in_flight_step, step, seconds)
 
     def wait_finished(self, int64_t count, double seconds):
         """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
-        return wait_for(&self.state, &self.state.finished, count, seconds)
+        return wait_for(&self.core, &self.core.port.finished, count, seconds)
 
     def stop(self, bint broken=False):
-        """Send BYE to all peers (bounded by leave_deadline_s) and end the thread.
+        """Say goodbye (bounded by leave_deadline_s) and end the thread.
 
         With `broken`, peers count this super learner as failed.
         """
-        cdef State* e = &self.state
-        if not e.running:
+        cdef Core* e = &self.core
+        if not self.running:
             return
         with nogil:
-            pthread_mutex_lock(&e.gate)
-            e.broken = broken
-            e.leaving = True
-            pthread_cond_signal(&e.wake)
-            pthread_mutex_unlock(&e.gate)
-            pthread_join(e.thread, NULL)
-        e.running = False
+            pthread_mutex_lock(&e.port.gate)
+            e.port.given.broken = broken
+            e.port.given.leaving = True
+            pthread_cond_signal(&e.port.wake)
+            pthread_mutex_unlock(&e.port.gate)
+            pthread_join(self.thread, NULL)
+        self.running = False
 
     def released(self):
-        """Whether the thread has ended and MPI holds none of its buffers, so that this may be freed."""
-        cdef State* e = &self.state
-        cdef int i
-        cdef bint idle = not e.running and not e.mean.running and e.outgoing == NULL
-        for i in range(e.transport.size):
-            idle = idle and e.exchanges[i].phase == IDLE
-        return idle and e.inbox_request == mpi.MPI_REQUEST_NULL
+        """Whether the thread has ended and the wire holds none of its buffers, so that this may be freed."""
+        cdef Core* e = &self.core
+        return (not self.running and mean_released(e) and e.control.outgoing == NULL
+                and e.pairs.running == NULL and not e.control.listening.in_use)
 
     def fault(self):
         """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
-        return self.state.fault, self.state.fault_code, self.state.fault_peer
+        cdef Port* p = &self.core.port
+        cdef int64_t kind = load(&p.fault)
+        if kind == FAULT_NONE:              # the others may be written just now
+            return FAULT_NONE, 0, NOBODY
+        return kind, p.fault_code, p.fault_peer
 
     def peer_events(self):
-        return load(&self.state.peer_events)
+        return load(&self.core.port.peer_events)
 
     def peers(self):
         """State of each peer: 0 alive, 1 suspect, 2 left, 3 failed.
 
-        For the thread a broken one has left, and it may be served to the end; for everybody else it has
-        failed.
+        The thread treats a super learner that left because it failed as LEFT, and finishes its exchange;
+        this reports it as failed.
         """
-        cdef State* e = &self.state
-        return [FAILED if e.left_broken[i] else e.peers[i] for i in range(e.transport.size)]
+        cdef Membership* m = &self.core.membership
+        return [FAILED if load_byte(&m.left_broken[i]) else load_byte(&m.states[i]) for i in range(m.size)]
 
     def under_way(self):
-        """Unfinished exchanges, read without a lock; for tests and diagnosis.
+        """Unfinished exchanges between two turns of the thread; for tests and diagnosis.
 
-        A list of dicts: peer, asked (this side asked), parked, broken (the peer is gone),
-        done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
+        A list of dicts: peer, asked (this side asked), parked, broken (the peer is gone), cut (this side has asked
+        for an early end), done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
         """
-        cdef Exchange* x
-        cdef int i
+        cdef Look seen = state_of(&self.core, self.running)
+        cdef ExchangeLook* x
         out = []
-        for i in range(self.state.transport.size):
-            x = &self.state.exchanges[i]
-            if x.phase == RUNNING or x.phase == BROKEN:
-                out.append({"peer": i, "asked": bool(x.active), "parked": bool(x.parked),
-                            "broken": x.phase == BROKEN, "done": x.done, "chunks": x.nchunks,
+        for i in range(seen.nexchanges):
+            x = &seen.exchanges[i]
+            if x.phase > ASKED:
+                out.append({"peer": x.peer, "asked": bool(x.active), "parked": bool(x.parked),
+                            "broken": x.phase == BROKEN, "cut": bool(x.cut), "done": x.done, "chunks": x.nchunks,
                             "since": x.began})
+        free(seen.exchanges)
         return out
 
     def met(self, int peer):
         """Exchanges finished with `peer`."""
-        return load(&self.state.met[peer])
+        return load(&self.core.port.met[peer])
 
     def finished(self):
-        return load(&self.state.finished)
+        return load(&self.core.port.finished)
 
     def cpu_s(self):
         """CPU seconds the thread has used."""
         cdef clockid_t clock
         cdef timespec t
-        if not self.state.running or pthread_getcpuclockid(self.state.thread, &clock) != 0:
+        if not self.running or pthread_getcpuclockid(self.thread, &clock) != 0:
             return 0.0
         clock_gettime(clock, &t)
         return t.tv_sec + 1e-9 * t.tv_nsec
 
-    def void_exchanges(self):
-        """Exchanges of which no chunk was merged."""
-        cdef Counters* c = &self.state.counters
-        return c.exchanges_active + c.exchanges_passive - c.compared
+    def void_chunks(self):
+        """Chunks that an exchange or a mean could not average, so far."""
+        return load(&self.core.port.counters.void_chunks)
 
     def counters(self):
-        cdef Counters* c = &self.state.counters
+        cdef Counters* c = &self.core.port.counters
         return {
-            "exchanges_active": c.exchanges_active, "exchanges_passive": c.exchanges_passive,
-            "refused": c.refused, "declined": c.declined, "parked": c.parked, "broken": c.broken,
-            "void_chunks": c.void_chunks, "compared": c.compared, "chunks": c.chunks, "bytes_sent": c.bytes_sent,
-            "bytes_received": c.bytes_received, "square": c.square, "turns": c.turns,
-            "square_elements": c.square_elements, "last_square": c.last_square,
-            "exchange_s": c.exchange_s, "means": c.means, "mean_s": c.mean_s,
-            "mean_square": c.mean_square,
-            "staleness": [c.staleness[i] for i in range(HISTOGRAM)],
-            "met": [self.state.met[i] for i in range(self.state.transport.size)],
+            "exchanges_active": load(&c.exchanges_active), "exchanges_passive": load(&c.exchanges_passive),
+            "refused": load(&c.refused), "declined": load(&c.declined), "parked": load(&c.parked),
+            "broken": load(&c.broken), "void_chunks": load(&c.void_chunks), "compared": load(&c.compared),
+            "chunks": load(&c.chunks), "bytes_sent": load(&c.bytes_sent),
+            "bytes_received": load(&c.bytes_received), "square": load_double(&c.square), "turns": load(&c.turns),
+            "square_elements": load(&c.square_elements), "last_square": load_double(&c.last_square),
+            "exchange_s": load_double(&c.exchange_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
+            "mean_square": load_double(&c.mean_square),
+            "staleness": [load(&c.staleness[i]) for i in range(HISTOGRAM)],
+            "met": [load(&self.core.port.met[i]) for i in range(self.core.wire.size)],
         }
 
     def view(self):
-        """The thread's state, read without a lock; ages in seconds."""
-        cdef State* e = &self.state
-        cdef double t = now()
-        names = ("idle", "asked", "running", "broken")
+        """The thread's state between two of its turns; ages in seconds."""
+        cdef Core* e = &self.core
+        cdef Orders given = orders_given(e)
+        cdef Look seen = state_of(&self.core, self.running)
+        cdef double t = now(e)
         states = ("alive", "suspect", "left", "failed")
-        peers = []
-        for i in range(e.transport.size):
-            x = &e.exchanges[i]
-            peers.append({
-                "peer": i, "state": states[e.peers[i]], "exchanges": load(&e.met[i]),
-                "exchange": names[x.phase], "we_asked": bool(x.active), "parked": bool(x.parked),
-                "number": x.number, "chunks": x.nchunks, "begun": x.next, "merged": x.done,
-                "age_s": t - x.began if x.phase else None,
-                "silent_s": t - x.moved if x.phase else None,
-            })
-        m = &e.mean
+        exchanges = {seen.exchanges[i].peer: exchange_view(&seen.exchanges[i], t) for i in range(seen.nexchanges)}
+        idle = {"exchange": "idle", "we_asked": False, "parked": False, "number": 0, "chunks": 0, "begun": 0,
+                "merged": 0, "age_s": None, "silent_s": None}
+        peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load(&e.port.met[i]),
+                  **exchanges.get(i, idle)} for i in range(e.wire.size)]
+        free(seen.exchanges)
         return {
-            "ended": bool(load(&e.ended)), "step": e.step, "fit": bool(e.fit),
-            "paused": bool(e.paused), "leaving": bool(e.leaving), "asking": e.asking,
-            "serving": e.serving, "wanted": e.wanted, "round": e.round, "credit": e.credit,
-            "sending": e.outgoing != NULL, "fault": e.fault, "cpu_s": self.cpu_s(),
-            "mean": {"wanted": load(&m.wanted), "finished": load(&m.finished),
-                     "running": bool(m.running), "super_learners": m.network.size,
-                     "stage": ("summing", "draining", "agreeing")[m.stage],
-                     "chunks": m.nchunks, "begun": m.next, "merged": m.done,
-                     "age_s": t - m.began if m.running else None,
-                     "silent_s": t - m.moved if m.running else None},
-            "peers": peers, "counters": self.counters(),
+            "ended": bool(load(&e.port.ended)), "step": given.step, "fit": bool(given.fit),
+            "paused": bool(given.paused), "leaving": bool(given.leaving),
+            "asking": seen.asking, "serving": seen.serving, "wanted": given.wanted,
+            "round": given.round, "credit": given.credit,
+            "sending": bool(seen.sending), "fault": load(&e.port.fault), "cpu_s": self.cpu_s(),
+            "mean": mean_view(e, &seen, t), "peers": peers, "counters": self.counters(),
         }
 
     def take_events(self):
         """Timeline records since the last call: (kind, peer, began, ended, nbytes, step)."""
-        cdef State* e = &self.state
-        cdef int64_t i, last = load(&e.events_written)
+        cdef Core* e = &self.core
+        cdef int64_t i, last = load(&e.port.events_written)
         cdef Event* v
         out = []
-        if e.events != NULL:
-            for i in range(e.events_read, last):
-                v = &e.events[i % EVENTS]
+        if e.port.events != NULL:
+            for i in range(e.port.events_read, last):
+                v = &e.port.events[i % EVENTS]
                 out.append((v.kind, v.peer, v.began, v.ended, v.nbytes, v.step))
-            store(&e.events_read, last)
+            store(&e.port.events_read, last)
         return out

@@ -1,4 +1,8 @@
 # The mean of all models, on the engine's thread.
-from hvd_adpsgd.engine.state cimport State
+from hvd_adpsgd.engine.core cimport Core
 
-cdef bint advance_mean(State* e) noexcept nogil
+cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept
+cdef void close_mean(Core* e) noexcept
+cdef void listen_mean(Core* e) noexcept nogil
+cdef bint mean_released(Core* e) noexcept nogil
+cdef bint advance_mean(Core* e) noexcept nogil

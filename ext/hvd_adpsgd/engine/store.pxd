@@ -1,4 +1,4 @@
-# The memory of one super learner's averaging: the mirror and two slots of corrections, in chunks.
+# The memory of one super learner's averaging: the mirror and slots of corrections, in chunks.
 from libc.stdint cimport int64_t, uint8_t
 
 cdef extern from "<pthread.h>" nogil:
@@ -8,34 +8,55 @@ cdef extern from "<pthread.h>" nogil:
 cdef enum:
     ADDS = 1                # a slot's correction is added to the parameters
     REPLACES = 2            # a slot holds the new parameters themselves
+    SLOTS = 3               # at most
+    FIRST = 16              # chunks in the first block; each block has twice those of the one before
+    BLOCKS = 27
 
 cdef struct Chunk:
+    pthread_mutex_t lease   # of all below, but what never changes: count, dtype and addresses
     char* mirror            # the model as last offered; NULL on learners that are not leaders
-    char* slot[2]           # corrections; slot[open] is being filled, the other is published
-    uint8_t* full[2]        # does the slot hold something for this chunk: 0, ADDS or REPLACES
+    char* slot[SLOTS]       # corrections: float64 for float64, else float32
+    uint8_t* full[SLOTS]    # does the slot hold something for this chunk: 0, ADDS or REPLACES
+    int open                # the slot that is being filled; the one before it is published
     bint absorbed           # the mirror already contains the published correction
+    bint stream             # the model is larger than the caches
     int64_t count           # elements
     int dtype
     int64_t step            # the trainer's step of the mirror
+    int64_t left_out        # exchanges and means in a row that could not average it
 
 cdef struct Memory:
-    pthread_mutex_t lock
-    Chunk* chunks
-    int nchunks
-    int capacity
-    int open
-    bint held               # the open slot may still be read: nothing is merged
-    int stream              # the model is larger than the caches
+    Chunk* blocks[BLOCKS]   # growing moves no chunk
+    int nchunks             # for the trainer; the engine knows those of the generations that it was told
+    int nslots
+    int open                # of all chunks, for the trainer
 
+cdef extern from *:
+    int leading_zeros "__builtin_clz"(unsigned int) nogil
+
+
+cdef inline Chunk* chunk_at(Memory* m, int i) noexcept nogil:
+    cdef int block = 31 - leading_zeros(i // FIRST + 1)
+    return &m.blocks[block][i - FIRST * ((1 << block) - 1)]
+
+
+cdef inline int published_slot(Memory* m, int opened) noexcept nogil:
+    """The slot that was open before `opened`."""
+    return (opened + m.nslots - 1) % m.nslots
+
+
+cdef int64_t memory_elements(Memory* m, int chunk) noexcept nogil
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil
+cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
+                            int64_t* step) noexcept nogil
 cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
                          int64_t* step) noexcept nogil
+cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil
-cdef int memory_share(Memory* m, int chunk, bint offered_only, void* own, void* share,
-                      int64_t* step) noexcept nogil
+cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil
 cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learners, const void* sum,
                               const void* share) noexcept nogil
 

@@ -4,24 +4,35 @@
 
 The engine adds corrections to the open slot. (After an exact mean of all models the slot holds that mean
 itself, which replaces the model, so that all super learners have the same bits.) The trainer publishes: the
-two slots change places. Then it absorbs the published slot: parameter += correction, mirror = parameter.
+open slot becomes the published one, and the next slot is opened. Then it absorbs the published slot:
+parameter += correction, mirror = parameter.
 
     trainer                          engine
-    publish: open <-> published
-                                     merge -> open slot
-    absorb chunk 0 (lock)            snapshot chunk 7 (lock): mirror + published + open
-    absorb chunk 1 (lock)            snapshot chunk 1: mirror + open, published is in the mirror
+    publish: open -> published
+                                     merge -> the next slot, open now
+    absorb chunk 0 (its lease)       snapshot chunk 7 (its lease): mirror + published + open
+    absorb chunk 1 (its lease)       snapshot chunk 1: mirror + open, published is in the mirror
 
-All learners of the super learner read a published slot without a lock. The next publication makes it the
-open one, while some learner may still be reading it: so it is held, and nothing is merged into it, until the
-gradient all-reduce after the publication has completed, which every learner enters only after it has absorbed.
+Each chunk has a lease of its own: trainer and engine wait for each other over the same chunk only.
+
+All learners of the super learner read a published slot without a lease. Publication t opens the slot of
+publication t - 2 again. With three slots none of them can still be reading that one: each has applied it before it
+entered the all-reduce of step t - 1, which was over before publication t. With two slots it would be the slot of t - 1,
+which a late learner may still be reading, and merging would have to wait for the all-reduce of step t. A learner that
+is alone applies each slot before it publishes the next one, and has two.
+
+Corrections are float32 at least. A 16-bit parameter takes the rounded sum, and what rounding holds back goes into the
+open slot as a correction, to be applied with the next publication. The leader alone does that: all learners of the
+super learner read the same corrections, and so take the same bits.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
-from hvd_adpsgd.engine.kernels cimport (adpsgd_apply, adpsgd_itemsize, adpsgd_merge, adpsgd_merge_mean,
-                                  adpsgd_snapshot, adpsgd_sum_itemsize, adpsgd_widen)
+from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_apply, adpsgd_itemsize,
+                                        adpsgd_merge, adpsgd_merge_mean, adpsgd_slot_dtype, adpsgd_slot_itemsize,
+                                        adpsgd_snapshot)
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -43,89 +54,96 @@ cdef int wire_type(Chunk* chunk, int wire) noexcept nogil:
     return wire if wire >= 0 and adpsgd_itemsize(chunk.dtype) > 2 else chunk.dtype
 
 
+cdef int64_t memory_elements(Memory* m, int chunk) noexcept nogil:
+    """Elements of one chunk."""
+    return chunk_at(m, chunk).count
+
+
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil:
     """Bytes of one chunk on the wire."""
-    cdef int64_t nbytes
-    pthread_mutex_lock(&m.lock)
-    nbytes = m.chunks[chunk].count * adpsgd_itemsize(wire_type(&m.chunks[chunk], wire))
-    pthread_mutex_unlock(&m.lock)
-    return nbytes
+    cdef Chunk* c = chunk_at(m, chunk)
+    return c.count * adpsgd_itemsize(wire_type(c, wire))
+
+
+cdef Chunk* lease(Memory* m, int chunk) noexcept nogil:
+    cdef Chunk* c = chunk_at(m, chunk)
+    pthread_mutex_lock(&c.lease)
+    return c
+
+
+cdef void end_lease(Chunk* c) noexcept nogil:
+    pthread_mutex_unlock(&c.lease)
+
+
+# ---- the engine's side ---------------------------------------------------------------------
+
+cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
+                            int64_t* step) noexcept nogil:
+    """out = mirror + corrections that the mirror lacks, as `dtype`. Returns 1 if out is not finite."""
+    cdef Chunk* c = lease(m, chunk)
+    cdef void* base = c.mirror
+    cdef void* published = NULL
+    cdef void* pending = NULL
+    cdef int before = published_slot(m, c.open), base_type = c.dtype, bad
+    if not offered_only:
+        if c.full[before][0] and not c.absorbed:
+            published = c.slot[before]
+            if c.full[before][0] == REPLACES:
+                base = published
+                base_type = adpsgd_slot_dtype(c.dtype)
+                published = NULL
+        if c.full[c.open][0]:
+            pending = c.slot[c.open]
+            if c.full[c.open][0] == REPLACES:
+                base = pending
+                base_type = adpsgd_slot_dtype(c.dtype)
+                published = NULL
+                pending = NULL
+    step[0] = c.step
+    bad = adpsgd_snapshot(base_type, dtype, out, base, published, pending, keep, c.count, stream)
+    end_lease(c)
+    return bad
 
 
 cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
                          int64_t* step) noexcept nogil:
-    """out = mirror + corrections that the mirror lacks. Returns 1 if out is not finite."""
-    cdef Chunk* c
-    cdef void* base
-    cdef void* published = NULL
-    cdef void* pending = NULL
-    cdef int bad
-    pthread_mutex_lock(&m.lock)
-    c = &m.chunks[chunk]
-    base = c.mirror
-    if not offered_only:
-        if c.full[1 - m.open][0] and not c.absorbed:
-            published = c.slot[1 - m.open]
-            if c.full[1 - m.open][0] == REPLACES:
-                base = published
-                published = NULL
-        if c.full[m.open][0] and not m.held:
-            pending = c.slot[m.open]
-            if c.full[m.open][0] == REPLACES:
-                base = pending
-                published = NULL
-                pending = NULL
-    step[0] = c.step
-    bad = adpsgd_snapshot(c.dtype, wire_type(c, wire), out, base, published, pending, keep,
-                          c.count, stream)
-    pthread_mutex_unlock(&m.lock)
-    return bad
-
-
-cdef Chunk* lock_open(Memory* m, int chunk) noexcept nogil:
-    """Lock the memory to merge into the open slot of a chunk. NULL, and no lock, if the slot is held."""
-    pthread_mutex_lock(&m.lock)
-    if m.held:
-        pthread_mutex_unlock(&m.lock)
-        return NULL
-    return &m.chunks[chunk]
+    """out = mirror + corrections that the mirror lacks, as on the wire. Returns 1 if out is not finite."""
+    return memory_snapshot_as(m, chunk, wire_type(chunk_at(m, chunk), wire), offered_only, stream, out, keep, step)
 
 
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil:
-    """open slot += weight (received - sent). Returns sum((received - sent)^2), -1 if held."""
-    cdef Chunk* c = lock_open(m, chunk)
-    cdef double square
-    if c == NULL:
-        return -1.0
-    square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[m.open], received, sent, weight,
-                          c.count, not c.full[m.open][0], m.stream)
-    if not c.full[m.open][0]:
-        c.full[m.open][0] = ADDS
-    pthread_mutex_unlock(&m.lock)
+    """open slot += weight (received - sent). Returns sum((received - sent)^2)."""
+    cdef Chunk* c = lease(m, chunk)
+    cdef double square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[c.open], received, sent, weight,
+                                      c.count, not c.full[c.open][0], c.stream)
+    if not c.full[c.open][0]:
+        c.full[c.open][0] = ADDS
+    c.left_out = 0
+    end_lease(c)
     return square
+
+
+cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil:
+    """An exchange or a mean could not average this chunk: here or there it was not finite."""
+    cdef Chunk* c = lease(m, chunk)
+    c.left_out += 1
+    end_lease(c)
 
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil:
     """Bytes of one chunk in the type of sums; also its elements, and the size of one there."""
-    pthread_mutex_lock(&m.lock)
-    count[0] = m.chunks[chunk].count
-    itemsize[0] = adpsgd_sum_itemsize(m.chunks[chunk].dtype)
-    pthread_mutex_unlock(&m.lock)
+    count[0] = chunk_at(m, chunk).count
+    itemsize[0] = adpsgd_slot_itemsize(chunk_at(m, chunk).dtype)
     return count[0] * itemsize[0]
 
 
-cdef int memory_share(Memory* m, int chunk, bint offered_only, void* own, void* share,
-                      int64_t* step) noexcept nogil:
-    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned.
-
-    `own` is room for the chunk in its own type."""
-    cdef int bad = memory_snapshot(m, chunk, -1, offered_only, False, own, NULL, step)
-    cdef Chunk* c
-    pthread_mutex_lock(&m.lock)
-    c = &m.chunks[chunk]
-    adpsgd_widen(c.dtype, share, own, c.count, bad)
-    pthread_mutex_unlock(&m.lock)
+cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil:
+    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned."""
+    cdef Chunk* c = chunk_at(m, chunk)
+    cdef int bad = memory_snapshot_as(m, chunk, adpsgd_slot_dtype(c.dtype), offered_only, False, share, NULL, step)
+    if bad:
+        memset(share, 0, c.count * adpsgd_slot_itemsize(c.dtype))
     return bad
 
 
@@ -133,138 +151,142 @@ cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learner
                               const void* share) noexcept nogil:
     """Merge the mean, sum / learners, into the open slot. Returns the squared distance to it.
 
-    -1 if the slot is held, -2 if the mean is not finite and nothing was merged."""
-    cdef Chunk* c = lock_open(m, chunk)
-    cdef double square
-    if c == NULL:
-        return -1.0
-    square = adpsgd_merge_mean(c.dtype, c.slot[m.open], sum, share, learners, c.count,
-                               not c.full[m.open][0], replace)
-    if square < 0:
-        pthread_mutex_unlock(&m.lock)
-        return -2.0
-    if replace:
-        c.full[m.open][0] = REPLACES
-    elif not c.full[m.open][0]:
-        c.full[m.open][0] = ADDS
-    pthread_mutex_unlock(&m.lock)
+    -1 if the mean is not finite and nothing was merged."""
+    cdef Chunk* c = lease(m, chunk)
+    cdef double square = adpsgd_merge_mean(c.dtype, c.slot[c.open], sum, share, learners, c.count,
+                                           not c.full[c.open][0], replace)
+    if square >= 0:
+        if replace:
+            c.full[c.open][0] = REPLACES
+        elif not c.full[c.open][0]:
+            c.full[c.open][0] = ADDS
+        c.left_out = 0
+    end_lease(c)
     return square
 
 
-cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintptr_t* tensors,
-                      int published, int64_t step) noexcept nogil:
-    """Apply the published slot to tensors and, on a leader, refresh the mirror.
+# ---- the trainer's side --------------------------------------------------------------------
 
-    Returns 1 if any parameter is not finite."""
-    cdef int64_t i = 0, chunk
-    cdef int bad = 0, size, replace
+cdef inline char* after(char* start, int64_t nbytes) noexcept nogil:
+    return start + nbytes if start != NULL else NULL
+
+
+cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, const uintptr_t* tensors,
+                      int published) noexcept nogil:
+    """Apply the published slot of one chunk, and on a leader refresh the mirror. Returns what adpsgd_apply finds."""
+    cdef int kind = c.full[published][0] if published >= 0 else 0
+    cdef int narrow = adpsgd_itemsize(c.dtype), wide = adpsgd_slot_itemsize(c.dtype), found = 0
+    cdef bint fresh = False
+    cdef char* correction = c.slot[published] if kind else NULL
+    cdef char* back = NULL
+    cdef int64_t i
+    # A mean in the open slot was made of models with all their corrections: it has what is held back.
+    if kind and c.mirror != NULL and narrow < wide and c.full[c.open][0] != REPLACES:
+        back = c.slot[c.open]
+        fresh = not c.full[c.open][0]
+    for i in range(nspans):
+        found |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * narrow,
+                              after(correction, spans[i].offset * wide), after(c.mirror, spans[i].offset * narrow),
+                              after(back, spans[i].offset * wide), spans[i].count, kind == REPLACES, fresh,
+                              c.stream)
+    if fresh and found & ADPSGD_HELD_BACK:
+        c.full[c.open][0] = ADDS
+    return found
+
+
+cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintptr_t* tensors, int published,
+                      int64_t step, bint* corrected) noexcept nogil:
+    """Apply the published slot to tensors. Returns what adpsgd_apply finds."""
+    cdef int64_t i = 0, last
+    cdef int found = 0
     cdef Chunk* c
-    cdef char* correction
-    cdef char* mirror
+    cdef bint leads
     while i < nspans:
-        chunk = spans[i].chunk
-        c = &m.chunks[chunk]
-        size = adpsgd_itemsize(c.dtype)
-        if c.mirror != NULL:
-            pthread_mutex_lock(&m.lock)
-        while i < nspans and spans[i].chunk == chunk:
-            correction = NULL
-            mirror = NULL
-            replace = 0
-            if published >= 0 and c.full[published][0]:
-                correction = c.slot[published] + spans[i].offset * size
-                replace = c.full[published][0] == REPLACES
-            if c.mirror != NULL:
-                mirror = c.mirror + spans[i].offset * size
-            bad |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * size,
-                                correction, mirror, spans[i].count, replace, m.stream)
-            i += 1
-        if c.mirror != NULL:
+        c = chunk_at(m, <int>spans[i].chunk)
+        leads = c.mirror != NULL
+        last = i + 1
+        while last < nspans and spans[last].chunk == spans[i].chunk:
+            last += 1
+        if leads:
+            pthread_mutex_lock(&c.lease)
+        found |= absorb_chunk(m, c, spans + i, last - i, tensors, published)
+        corrected[0] |= published >= 0 and c.full[published][0] != 0
+        if leads:
             c.absorbed = True
             c.step = step
-            pthread_mutex_unlock(&m.lock)
-    return bad
+            pthread_mutex_unlock(&c.lease)
+        i = last
+    return found
 
 
 cdef class Store:
-    """Chunks of one layout. Memory belongs to the caller, who keeps it alive."""
+    """Chunks of one layout. Memory belongs to the caller, who keeps it alive.
 
-    def __cinit__(self):
-        pthread_mutex_init(&self.memory.lock, NULL)
-        self.memory.chunks = NULL
-        self.memory.nchunks = 0
-        self.memory.capacity = 0
-        self.memory.open = 0
-        self.memory.stream = 0
-        self.memory.held = False
+    Args:
+        slots: of corrections: 3, or 2 for a learner that is alone in its super learner.
+    """
+
+    def __cinit__(self, int slots=2):
+        if not 2 <= slots <= SLOTS:
+            raise ValueError(f"{slots} slots, allowed are 2 to {SLOTS}")
+        memset(&self.memory, 0, sizeof(Memory))
+        self.memory.nslots = slots
 
     def __dealloc__(self):
-        free(self.memory.chunks)
-        pthread_mutex_destroy(&self.memory.lock)
+        cdef int i
+        for i in range(self.memory.nchunks):
+            pthread_mutex_destroy(&chunk_at(&self.memory, i).lease)
+        for i in range(BLOCKS):
+            free(self.memory.blocks[i])
 
     def __len__(self):
         return self.memory.nchunks
 
-    def add_chunk(self, uintptr_t mirror, uintptr_t slot0, uintptr_t slot1, uintptr_t full0,
-                  uintptr_t full1, int64_t count, int dtype):
-        """Append a chunk of `count` elements; addresses of its mirror (0: none), slots, flags."""
+    def add_chunk(self, uintptr_t mirror, slots, full, int64_t count, int dtype):
+        """Append a chunk of `count` elements; addresses of its mirror (0: none), of its slots, and of their flags."""
         cdef Memory* m = &self.memory
-        cdef Chunk* grown
+        cdef int block = 31 - leading_zeros(m.nchunks // FIRST + 1), i
         cdef Chunk* c
-        pthread_mutex_lock(&m.lock)
-        if m.nchunks == m.capacity:
-            grown = <Chunk*>realloc(m.chunks, max(64, 2 * m.capacity) * sizeof(Chunk))
-            if grown == NULL:
-                pthread_mutex_unlock(&m.lock)
-                raise MemoryError("chunk table")
-            m.chunks = grown
-            m.capacity = max(64, 2 * m.capacity)
-        c = &m.chunks[m.nchunks]
+        if m.blocks[block] == NULL:
+            m.blocks[block] = <Chunk*>calloc(FIRST << block, sizeof(Chunk))
+        if m.blocks[block] == NULL:
+            raise MemoryError("chunk table")
+        c = chunk_at(m, m.nchunks)
+        pthread_mutex_init(&c.lease, NULL)
         c.mirror = <char*>mirror
-        c.slot[0] = <char*>slot0
-        c.slot[1] = <char*>slot1
-        c.full[0] = <uint8_t*>full0
-        c.full[1] = <uint8_t*>full1
+        for i in range(m.nslots):
+            c.slot[i] = <char*><uintptr_t>slots[i]
+            c.full[i] = <uint8_t*><uintptr_t>full[i]
+        c.open = m.open
         c.absorbed = True
         c.count = count
         c.dtype = dtype
         c.step = -1
         m.nchunks += 1
-        pthread_mutex_unlock(&m.lock)
 
     def stream(self, bint past_the_caches):
-        """Write mirror and corrections past the caches, for models larger than those are."""
-        self.memory.stream = past_the_caches
-
-    def publish(self, bint hold=False):
-        """Let the slots change places. Returns the index of the published one (leader only).
-
-        With `hold` nothing is merged into the other slot before `reopen`."""
-        cdef Memory* m = &self.memory
-        cdef int i, published
-        with nogil:
-            pthread_mutex_lock(&m.lock)
-            published = m.open
-            m.open = 1 - published
-            m.held = hold
-            for i in range(m.nchunks):
-                m.chunks[i].absorbed = False
-                if not hold:
-                    m.chunks[i].full[m.open][0] = 0
-            pthread_mutex_unlock(&m.lock)
-        return published
-
-    def reopen(self):
-        """Every learner of the node has read the slot that is open now: fill it anew."""
-        cdef Memory* m = &self.memory
+        """Write the mirror and corrections of the chunks so far past the caches, for models larger than those are."""
         cdef int i
+        cdef Chunk* c
+        for i in range(self.memory.nchunks):
+            c = lease(&self.memory, i)
+            c.stream = past_the_caches
+            end_lease(c)
+
+    def publish(self):
+        """Publish the open slot, and open the next one. Returns the index of the published slot (leader only)."""
+        cdef Memory* m = &self.memory
+        cdef Chunk* c
+        cdef int i, published = m.open
         with nogil:
-            pthread_mutex_lock(&m.lock)
-            if m.held:
-                for i in range(m.nchunks):
-                    m.chunks[i].full[m.open][0] = 0
-                m.held = False
-            pthread_mutex_unlock(&m.lock)
+            m.open = (published + 1) % m.nslots
+            for i in range(m.nchunks):
+                c = lease(m, i)
+                c.open = m.open
+                c.full[c.open][0] = 0
+                c.absorbed = False
+                end_lease(c)
+        return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
                int64_t step):
@@ -278,37 +300,79 @@ cdef class Store:
             step: the trainer's step of the parameters.
 
         Returns:
-            True if any parameter is infinite or not a number.
+            Whether every parameter is finite, and whether the slot held anything.
         """
-        cdef int bad
+        cdef int found
+        cdef bint corrected = False
         cdef int64_t n = spans.shape[0]
         if n == 0:
-            return False
+            return True, False
         with nogil:
-            bad = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, &tensors[0], published,
-                               step)
-        return bool(bad)
+            found = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, &tensors[0], published, step, &corrected)
+        return not found & ADPSGD_NOT_FINITE, bool(corrected)
 
-    def pending(self, int slot):
-        """How many chunks of `slot` (0 or 1) hold a correction."""
-        cdef int i, count = 0
+    def forget(self, const int64_t[:, ::1] spans):
+        """Drop what the open slot holds for these spans of 16-bit chunks: their parameters have been replaced.
+
+        Args:
+            spans: as of `absorb`; nothing may be under way, or pending but what rounding has held back.
+        """
+        cdef int64_t i
+        cdef Chunk* c
+        for i in range(spans.shape[0]):
+            c = lease(&self.memory, <int>spans[i, 2])
+            if adpsgd_itemsize(c.dtype) == 2 and c.mirror != NULL and c.full[c.open][0]:
+                memset(c.slot[c.open] + 4 * spans[i, 3], 0, 4 * spans[i, 4])
+            end_lease(c)
+
+    def left_out(self, int64_t least):
+        """Chunks that at least so many exchanges and means in a row could not average."""
+        cdef int i
+        cdef Chunk* c
+        found = []
         for i in range(self.memory.nchunks):
-            count += self.memory.chunks[i].full[slot][0] != 0
-        return count
+            c = lease(&self.memory, i)
+            if c.left_out >= least:
+                found.append(i)
+            end_lease(c)
+        return found
 
     @property
-    def open(self):
-        """The slot that the engine fills."""
-        return self.memory.open
+    def published(self):
+        """The slot that was published last."""
+        return published_slot(&self.memory, self.memory.open)
+
+    # ---- test doors ----------------------------------------------------------------------
 
     def snapshot(self, int chunk, int wire, unsigned char[::1] out, bint offered_only=False):
-        """Test door of the engine's snapshot. Returns (finite, step)."""
+        """The engine's snapshot, as on the wire. Returns (finite, step)."""
         cdef int64_t step = 0
-        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0], NULL,
-                                  &step)
+        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0], NULL, &step)
         return not bad, step
+
+    def share(self, int chunk, unsigned char[::1] out):
+        """The engine's share in a mean: the model with all corrections, in their type. Returns whether it is finite."""
+        cdef int64_t step = 0
+        return not memory_share(&self.memory, chunk, False, &out[0], &step)
 
     def merge(self, int chunk, int wire, double weight, const unsigned char[::1] received,
               const unsigned char[::1] sent):
-        """Test door of the engine's merge. Returns sum((received - sent)^2)."""
-        return memory_merge(&self.memory, chunk, wire, weight, &received[0], &sent[0])
+        """The engine's merge. Returns sum((received - sent)^2)."""
+        cdef double square
+        with nogil:
+            square = memory_merge(&self.memory, chunk, wire, weight, &received[0], &sent[0])
+        return square
+
+    def merge_mean(self, int chunk, bint replace, double learners, const unsigned char[::1] sum,
+                   const unsigned char[::1] share):
+        """The engine's merge of a mean. Returns the squared distance to it."""
+        return memory_merge_mean(&self.memory, chunk, replace, learners, &sum[0], &share[0])
+
+    def lease(self, int chunk):
+        """Take the lease of a chunk, as the trainer and the engine do while they work on it."""
+        with nogil:
+            lease(&self.memory, chunk)
+
+    def end_lease(self, int chunk):
+        """Give it back, in the thread that took it."""
+        end_lease(chunk_at(&self.memory, chunk))

@@ -1,0 +1,12 @@
+# Control messages: small, on one channel, from any peer.
+from hvd_adpsgd.engine.core cimport Control, Core, Kind, Letter, Message
+
+cdef bint open_control(Control* c, int size) noexcept
+cdef void close_control(Control* c) noexcept
+cdef void listen(Core* e) noexcept nogil
+cdef Message* take_message(Core* e, int* peer) noexcept nogil
+cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
+cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil
+cdef bint owes_answers(Core* e) noexcept nogil
+cdef void tell_reports(Core* e) noexcept nogil
+cdef bint reap(Core* e, Letter** link) noexcept nogil

@@ -1,0 +1,197 @@
+# cython: language_level=3
+# Why compiled: it runs on the engine's thread, without the GIL.
+"""Control messages under way: one receive from anybody, and the sends that are not complete.
+
+Reports travel here, and not on a channel of their own: the same receive takes them. Those that are under way to or from
+an engine that leaves may be lost."""
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
+from hvd_adpsgd.engine.port cimport FAULT_MEMORY, FAULT_MPI, latch, load
+from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
+from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
+
+cdef enum:
+    LETTERS = 8             # messages under way beside which no report is sent: a silent peer keeps those for it
+
+
+cdef int longest_message(int size) noexcept nogil:
+    """Bytes: of all departures, or of as many reports as one message holds."""
+    return max(<int>sizeof(Message) + departed_nbytes(size), <int>sizeof(Parcel))
+
+
+cdef bint open_control(Control* c, int size) noexcept:
+    cdef int nbytes = longest_message(size)
+    c.inbox = <Message*>calloc(1, nbytes)
+    c.taken = <Message*>calloc(1, nbytes)
+    return c.inbox != NULL and c.taken != NULL
+
+
+cdef void close_control(Control* c) noexcept:
+    """The wire may still use the inbox if it has not given the receive back."""
+    if not c.listening.in_use:
+        free(c.inbox)
+    free(c.taken)
+
+
+cdef void listen(Core* e) noexcept nogil:
+    cdef Control* c = &e.control
+    if receive(e.wire, &c.listening, c.inbox, longest_message(e.wire.size), NOBODY, CONTROL) == WIRE_DOWN:
+        latch(&e.port, FAULT_MPI, c.listening.code, NOBODY)
+
+
+cdef Message* take_message(Core* e, int* peer) noexcept nogil:
+    """The next message that has arrived, until the next call; NULL if there is none.
+
+    Reports are kept on the way to it. They are no work: else an engine at rest would poll often after each."""
+    cdef Message* message = next_message(e, peer)
+    while message != NULL and message.kind == REPORT:
+        message = next_message(e, peer)
+    return message
+
+
+cdef Message* next_message(Core* e, int* peer) noexcept nogil:
+    cdef Control* c = &e.control
+    cdef Status status
+    if e.port.fault == FAULT_MPI:
+        return NULL
+    if not c.listening.in_use:              # the wire has given the receive back with a peer's failure
+        listen(e)
+    status = test_once(e.wire, &c.listening)
+    if status == PENDING:
+        return NULL
+    if status == WIRE_DOWN or status == TOO_LONG:
+        latch(&e.port, FAULT_MPI, c.listening.code, NOBODY)
+    if status != DONE:
+        return NULL
+    memcpy(c.taken, c.inbox, c.listening.nbytes)
+    peer[0] = c.listening.peer
+    if c.taken.kind == REPORT:
+        take_reports(e)
+    listen(e)
+    return c.taken
+
+
+cdef void take_reports(Core* e) noexcept nogil:
+    """Keep the reports of the message that has arrived."""
+    cdef Parcel* parcel = <Parcel*>e.control.taken
+    cdef int64_t i, came = (e.control.listening.nbytes - <int64_t>sizeof(Message)) // <int64_t>sizeof(Report)
+    for i in range(min(came, <int64_t>parcel.message.nchunks)):
+        note_report(&e.reports, &e.port, &parcel.reports[i], now(e))
+
+
+cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks) noexcept nogil:
+    cdef int64_t newest = load(&e.ngenerations) - 1     # once: the trainer may add a generation before the next line
+    message.kind = kind
+    message.exchange = exchange
+    message.nchunks = nchunks
+    message.generation = <int>newest
+    message.fingerprint = e.generations[newest].fingerprint
+    message.weight = e.pairs.weight
+    message.round = e.port.orders.round
+    return message
+
+
+cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
+    """A peer that has failed gets nothing; the wire reports it (next_failed)."""
+    cdef Letter* letter = new_letter(e, peer, sizeof(Message))
+    if letter == NULL:
+        return
+    written(e, <Message*>(letter + 1), kind, exchange, nchunks)
+    post(e, letter, sizeof(Message), peer)
+
+
+cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil:
+    """BYE or NEWS, with all departures that this engine knows of."""
+    cdef int nbytes = departed_nbytes(e.wire.size)
+    cdef Letter* letter = new_letter(e, peer, sizeof(Message) + nbytes)
+    cdef Message* message
+    if letter == NULL:
+        return
+    message = written(e, <Message*>(letter + 1), kind, e.membership.known, 0)
+    memcpy(message + 1, e.membership.departed, nbytes)
+    post(e, letter, <int>sizeof(Message) + nbytes, peer)
+
+
+cdef void tell_reports(Core* e) noexcept nogil:
+    """Send what is known to a peer, if it is time."""
+    cdef Reports* r = &e.reports
+    cdef Letter* letter = e.control.outgoing
+    cdef int peer, under_way = 0
+    if r.known == NULL or e.port.orders.leaving or now(e) < r.next_at:
+        return
+    r.next_at = now(e) + r.every_s
+    while letter != NULL and under_way < LETTERS:
+        under_way += 1
+        letter = letter.next_one
+    peer = choose_listener(r, &e.membership)
+    if under_way < LETTERS and peer != NOBODY:
+        send_reports(e, peer)
+
+
+cdef void send_reports(Core* e, int peer) noexcept nogil:
+    """REPORT, once the trainer has made a report."""
+    cdef Letter* letter = new_letter(e, peer, sizeof(Parcel))
+    cdef Parcel* parcel = <Parcel*>(letter + 1)
+    cdef int count
+    if letter == NULL:
+        return
+    count = gather_reports(&e.reports, &e.port, parcel.reports)
+    if count == 0:
+        free(letter)
+        return
+    written(e, &parcel.message, REPORT, 0, count)
+    post(e, letter, <int>(sizeof(Message) + count * sizeof(Report)), peer)
+
+
+cdef Letter* new_letter(Core* e, int peer, size_t nbytes) noexcept nogil:
+    """A letter with room for a message of so many bytes behind it; NULL without memory."""
+    cdef Letter* letter = <Letter*>calloc(1, sizeof(Letter) + nbytes)
+    if letter == NULL:
+        latch(&e.port, FAULT_MEMORY, 0, peer)
+    return letter
+
+
+cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
+    """Send what is behind the letter, which is the list's from then on."""
+    cdef Status status = send(e.wire, &letter.transfer, letter + 1, nbytes, peer, CONTROL)
+    if status != PENDING:
+        if status == WIRE_DOWN:
+            latch(&e.port, FAULT_MPI, letter.transfer.code, peer)
+        free(letter)
+        return
+    letter.next_one = e.control.outgoing
+    e.control.outgoing = letter
+
+
+cdef bint owes_answers(Core* e) noexcept nogil:
+    """Whether messages about exchanges are not yet sent to peers that may wait for them.
+
+    Those about departures may be lost with this engine: it ends when another one has its goodbye. So may reports."""
+    cdef Letter* letter = e.control.outgoing
+    cdef int kind
+    while letter != NULL:
+        kind = (<Message*>(letter + 1)).kind
+        if (kind != BYE and kind != NEWS and kind != BYE_SEEN and kind != REPORT
+                and e.membership.states[letter.transfer.peer] < LEFT):
+            return True
+        letter = letter.next_one
+    return False
+
+
+cdef bint reap(Core* e, Letter** link) noexcept nogil:
+    """Free the messages of a list that are sent. True if there were any."""
+    cdef Letter* letter
+    cdef bint moved = False
+    while link[0] != NULL:
+        letter = link[0]
+        if test_once(e.wire, &letter.transfer) != PENDING and e.wire.release(e.wire, &letter.transfer):
+            link[0] = letter.next_one
+            free(letter)
+            moved = True
+        else:
+            link = &letter.next_one
+    return moved

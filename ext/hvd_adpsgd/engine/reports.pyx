@@ -1,0 +1,95 @@
+# cython: language_level=3
+# Why compiled: the engine's thread carries reports without the GIL.
+"""Reports of super learners, spread by gossip: each engine knows the newest of all, a little late.
+
+    trainer    --report-->    own     --every_s-->    a peer at random: own and the REPORTS - 1 heard last
+
+A report is a text of at most REPORT_NBYTES that the engine does not read, with a version: the newer one stays. The
+trainer's gate (port) protects texts and versions, one at a time; the list is the engine's thread's own. With n super
+learners a report is heard by all after about log2 n messages, and n / REPORTS seconds where they do not fit in one.
+"""
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from hvd_adpsgd.engine.membership cimport ALIVE
+from hvd_adpsgd.engine.port cimport pthread_mutex_lock, pthread_mutex_unlock
+from hvd_adpsgd.engine.reports cimport *
+from hvd_adpsgd.engine.wire cimport NOBODY
+
+cdef enum:
+    TRIES = 8               # draws of a peer, in search of one that is alive
+
+
+cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept:
+    """Take part, with a message every `every_s` seconds. False without memory."""
+    cdef int i
+    r.known = <Known*>calloc(size, sizeof(Known))
+    if r.known == NULL:
+        return False
+    r.own, r.size, r.every_s = own, size, every_s
+    r.chance = <uint64_t>own + 1
+    for i in range(size):
+        r.known[i].report.rank = i
+    return True
+
+
+cdef void close_reports(Reports* r) noexcept:
+    free(r.known)
+    r.known = NULL
+
+
+cdef void note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil:
+    """Keep a report that a peer has sent, if it is newer than the one that is known."""
+    cdef Known* k
+    if r.known == NULL or not (0 <= told.rank < r.size and 0 <= told.nbytes <= REPORT_NBYTES) or told.rank == r.own:
+        return
+    k = &r.known[told.rank]
+    if told.version <= k.report.version:
+        return
+    pthread_mutex_lock(&p.gate)
+    k.report = told[0]
+    k.heard = heard
+    pthread_mutex_unlock(&p.gate)
+    to_the_front(r, k)
+
+
+cdef void to_the_front(Reports* r, Known* k) noexcept nogil:
+    if r.newest == k:
+        return
+    if k.newer != NULL:
+        k.newer.older = k.older
+    if k.older != NULL:
+        k.older.newer = k.newer
+    k.newer = NULL
+    k.older = r.newest
+    if r.newest != NULL:
+        r.newest.newer = k
+    r.newest = k
+
+
+cdef int gather_reports(Reports* r, Port* p, Report* into) noexcept nogil:
+    """Fill a message; returns how many reports. 0 before the trainer's first one."""
+    cdef Known* k = r.newest
+    cdef int count = 1
+    pthread_mutex_lock(&p.gate)
+    into[0] = r.known[r.own].report
+    pthread_mutex_unlock(&p.gate)
+    if into[0].version == 0:
+        return 0
+    while k != NULL and count < REPORTS:
+        into[count] = k.report
+        count += 1
+        k = k.older
+    return count
+
+
+cdef int choose_listener(Reports* r, Membership* m) noexcept nogil:
+    """A peer at random that is alive; NOBODY if none is found soon."""
+    cdef int peer, tries
+    for tries in range(TRIES if r.size > 1 else 0):
+        r.chance = r.chance * <uint64_t>6364136223846793005 + <uint64_t>1442695040888963407
+        peer = <int>((r.chance >> 33) % <uint64_t>r.size)
+        if peer != r.own and m.states[peer] == ALIVE:
+            return peer
+    return NOBODY

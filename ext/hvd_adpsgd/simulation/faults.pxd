@@ -1,0 +1,6 @@
+# Faults of a simulated job.
+from hvd_adpsgd.simulation.state cimport JobState
+
+cdef int struck(JobState job, int which) except -1
+cdef void report(JobState job, int who)
+cdef void notice(JobState job, int i, int who)

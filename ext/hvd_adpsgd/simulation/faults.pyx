@@ -1,0 +1,120 @@
+# cython: language_level=3
+# Why compiled: it changes the state of engines and of the network.
+"""Faults of a simulated job, and how engines notice that a process has ended."""
+
+from libc.stdint cimport uintptr_t
+
+from hvd_adpsgd.engine.membership cimport LEFT
+from hvd_adpsgd.simulation.chance cimport between
+from hvd_adpsgd.simulation.coverage cimport phase_of
+from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, last_arrival, report_down
+from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
+
+FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend")
+
+cdef double UNKNOWN_S = 5.0         # at most, from the end of an engine to that of its process
+
+cdef enum:
+    CRASH = 0
+    STOP = 1
+    SLOW = 2
+    LEAVE = 3
+    FAIL = 4
+    CUT_LINK = 5
+    SEVER = 6
+    PARTITION = 7
+    PAUSE = 8
+    UNFIT = 9
+    EXTEND = 10
+
+
+cdef int struck(JobState job, int which) except -1:
+    kind, who, arguments = job.faults[which]
+    cdef Actor* a = &job.actors[who]
+    if kind == STOP and not arguments:
+        continued(job, who)
+        return 0
+    if a.dead or a.over or (kind == STOP and a.stopped):
+        return 0
+    job.note(f"{FAULTS[kind]} | {phase_of(a.core)}")
+    job.tell(who, f"{FAULTS[kind].upper()} {' '.join(map(str, arguments))}")
+    if kind == CRASH:
+        crashed(job, who)
+    elif kind == STOP:
+        a.stopped = True
+        a.turn_at = NEVER
+        job.faults.append((STOP, who, ()))
+        enter(job.net, job.net.now_s + arguments[0], STRIKE, len(job.faults) - 1, NULL)
+    elif kind == SLOW:
+        a.slowed = arguments[0]
+    elif kind == LEAVE or kind == FAIL:
+        a.steps = a.step
+        a.broken = kind == FAIL
+    elif kind in (CUT_LINK, SEVER, PARTITION):
+        cut_off(job, kind, who, arguments)
+    elif kind == PAUSE:
+        a.pauses = job.means is None and job.tables is None
+    elif kind == UNFIT:
+        a.unfit = True
+    elif kind == EXTEND and job.later and job.means is None and a.extend_at < 0 and a.step < a.steps:
+        a.extend_at = a.step + (a.doing != MEET)
+    return 0
+
+
+cdef void cut_off(JobState job, int kind, int who, arguments):
+    """Messages on some ways are late."""
+    cdef double until = job.net.now_s + arguments[1]
+    cdef int i, j
+    if kind == PARTITION:
+        ours = {who, *arguments[0]}
+        ways = [(i, j) for i in range(job.n) for j in range(job.n) if (i in ours) != (j in ours)]
+    elif kind == SEVER:
+        ways = [(who, arguments[0]), (arguments[0], who)]
+    else:
+        ways = [(who, arguments[0])]
+    for i, j in ways:
+        cut_way(job.net, i, j, until)
+
+
+cdef void continued(JobState job, int who):
+    cdef Actor* a = &job.actors[who]
+    if not a.stopped:
+        return
+    a.stopped = False
+    job.tell(who, "continues")
+    job.turn_soon(who)
+    if a.act_missed:
+        a.act_missed = False
+        job.again(who, 0)
+
+
+cdef void crashed(JobState job, int who):
+    job.actors[who].dead = True
+    job.living -= 1
+    crash(job.net, who)
+    report(job, who)
+
+
+cdef void report(JobState job, int who):
+    """Each engine notices the end of a process at a time of its own; after its last messages, if it ends in order."""
+    cdef int i
+    cdef double at
+    for i in range(job.n):
+        if i != who and not job.actors[i].dead:
+            at = job.net.now_s + between(&job.chance, 0, job.detect_s)
+            if not job.actors[who].dead:
+                at = max(at, last_arrival(job.net, who, i))
+            enter(job.net, at, REPORT, i, <void*><uintptr_t>who)
+
+
+cdef void notice(JobState job, int i, int who):
+    """Engine i finds that the process of another one has ended.
+
+    A process that ends in order waits until its goodbye is known (runtime/shutdown), at most UNKNOWN_S."""
+    cdef Actor* a = &job.actors[who]
+    if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who] < LEFT
+            and job.net.now_s < a.over_at + UNKNOWN_S):
+        enter(job.net, job.net.now_s + job.detect_s, REPORT, i, <void*><uintptr_t>who)
+        return
+    report_down(job.net, i, who)
+    job.turn_at(i, job.net.now_s + between(&job.chance, 0, 1e-3))

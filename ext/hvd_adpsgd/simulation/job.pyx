@@ -1,0 +1,308 @@
+# cython: language_level=3
+# Why compiled: it takes the turns of the engines, and reads their state after each.
+"""A job of many engines in one process, in virtual time: trainers, faults, and a check of the promises.
+
+Everything that happens is an entry of the network's calendar: a message arrives, an engine takes a turn, a trainer
+acts, a fault strikes. One thread, no real time: the same seed gives the same run on every machine.
+"""
+
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+import numpy as np
+
+from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
+from hvd_adpsgd.simulation.faults import FAULTS
+
+from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
+from hvd_adpsgd.engine.port cimport FAULT_GONE, FAULT_MPI, HISTOGRAM
+from hvd_adpsgd.engine.store cimport Store
+from hvd_adpsgd.simulation.chance cimport between
+from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
+from hvd_adpsgd.simulation.faults cimport notice, report, struck
+from hvd_adpsgd.simulation.ledger cimport Ledger
+from hvd_adpsgd.simulation.network cimport (ARRIVAL, Entry, Envelope, Network, SimulatedClock, SimulatedWire, arrive,
+                                            enter, leave)
+from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
+from hvd_adpsgd.simulation.state cimport ACT, NEVER, REPORT, STRIKE, TURN, Actor, JobState
+from hvd_adpsgd.simulation.trainers cimport act, give_up, watch
+
+DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh")
+
+
+cdef class Job(JobState):
+    """n engines with their trainers.
+
+    Args:
+        network: of as many engines.
+        seed: of the trainers' times and of the turns.
+        slack: turns are up to this many times later than an engine asks for.
+        tables: per engine the table (rounds, 2) of whom it asks and who asks it, or None; a round every `period` steps.
+        means: in place of them means of all: "replace" the models, or "add" the difference; None for none.
+        after: a trainer waits for its round at once, and not at the end of its next step.
+        warm_up: steps without rounds.
+        detect_s: a failure is noticed by each engine within that time.
+        still: trainers change no model, so that the exchanges alone show.
+        look_s: between polls while nothing has arrived, at least: messages wake an engine.
+        checks: look after every turn whether the promises hold.
+        trace: keep what happens, for `story` and `timeline`.
+        chunk_s: that an engine works on a chunk.
+        max_staleness: the option, 0 for none.
+        reports_s: engines exchange reports, with a message each so often; 0: none.
+    """
+
+    def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
+                  means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
+                  bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
+                  double reports_s=0.0):
+        self.network = network
+        self.net = &network.net
+        self.n = self.living = network.net.n
+        self.chance = seed
+        self.slack = slack
+        self.actors = <Actor*>calloc(self.n, sizeof(Actor))
+        self.loops, self.stores, self.models, self.areas, self.faults = [], [], [], [], []
+        self.followers, self.late = [], []
+        self.tables = tables
+        self.period = period
+        self.warm_up = warm_up
+        self.means = means
+        self.after = after
+        self.met, self.left_at = {}, {}
+        self.ledger = Ledger()
+        self.detect_s = detect_s
+        self.still = still
+        self.look_s = look_s
+        self.checks = checks
+        self.chunk_s = chunk_s
+        self.max_staleness = max_staleness
+        self.reports_s = reports_s
+        self.story = [] if trace else None
+        self.timeline = [] if trace else None
+
+    def __dealloc__(self):
+        free(self.actors)
+
+    def add(self, schedule, double weight, double rate, bint offered_only, model, int later, int dtype, int wire_type,
+            int64_t lane_nbytes, int64_t steps, double step_s, double spread, double node_s, double deadline_s,
+            double leave_deadline_s):
+        """One more engine, of rank 0, 1, ...; `model`: array (chunks, elements), of which `later` chunks come later."""
+        cdef int rank = len(self.loops)
+        cdef Actor* a = &self.actors[rank]
+        cdef int nslots = 3 if node_s > 0 else 2
+        cdef Loop loop = Loop(SimulatedWire(self.network, rank), SimulatedClock(self.network), Store(nslots),
+                              np.ascontiguousarray(schedule, dtype=np.intc), weight, rate, wire_type, offered_only,
+                              deadline_s, leave_deadline_s, lane_nbytes, self.checks)
+        self.leave_deadline_s = leave_deadline_s
+        self.nchunks = len(model) - later
+        self.later = later
+        self.dtype = dtype
+        self.areas.append((np.zeros_like(model), np.zeros((nslots, *model.shape), self.wide()),
+                           np.zeros((nslots, len(model)), np.uint8)))
+        self.followers.append(Store(nslots) if node_s > 0 and self.checks else None)
+        self.late.append(None)
+        self.models.append(model)
+        self.stores.append(loop.keep[2])
+        self.loops.append(loop)
+        self.add_chunks(rank, 0, self.nchunks)
+        loop.extend(self.nchunks, 17)
+        if self.reports_s > 0:
+            loop.share_reports(self.reports_s)
+        if self.means is not None:
+            loop.average_all(True, True)
+            self.gossips = len(schedule) > 0
+        a.core = &loop.core
+        a.steps, a.step_s, a.spread, a.node_s = steps, step_s, spread, node_s
+        a.slowed = 1
+        a.extend_at = -1
+        a.turn_at = NEVER
+        if self.checks:
+            self.expected = model + (np.zeros(model.shape, np.float64) if self.expected is None else self.expected)
+
+    def share(self, hosts, int64_t lane_nbytes):
+        """Engines with the same number in `hosts` share memory."""
+        nbytes = Loop.shared_nbytes(lane_nbytes)
+        own = [np.zeros(nbytes, np.uint8) for _ in range(self.n)]
+        self.areas.append(own)
+        for i in range(self.n):
+            peers = [own[j].ctypes.data if j != i and hosts[j] == hosts[i] else 0 for j in range(self.n)]
+            if any(peers):
+                self.loops[i].share(own[i].ctypes.data, peers)
+
+    def strike(self, double at, kind, int who, *arguments):
+        """A fault at that time.
+
+        crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
+        seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds).
+        """
+        self.faults.append((FAULTS.index(kind), who, arguments))
+        enter(self.net, self.net.now_s + at, STRIKE, len(self.faults) - 1, NULL)
+
+    def run(self, double seconds, int64_t limit=2000000):
+        """Let it happen until all engines are over, at most so many virtual seconds and events.
+
+        Raises:
+            BrokenPromise: as soon as one is broken.
+        """
+        self.begin()
+        self.ends = self.net.now_s + seconds
+        while self.net.entries and self.living > 0:
+            if self.net.calendar[0].at > self.ends or self.happened > limit:
+                self.fail("promise 6 (ends)", f"still running after {self.happened} events: {self.describe()}")
+            self.next_happening()
+        check_end(self)
+
+    def run_for(self, double seconds):
+        """Let it happen for so many virtual seconds more."""
+        if self.ends == 0:
+            self.begin()
+            self.ends = self.net.now_s
+        self.ends += seconds
+        while self.net.entries and self.net.calendar[0].at <= self.ends:
+            self.next_happening()
+
+    cdef void begin(self):
+        cdef int i
+        for i in range(self.n):
+            begin_turns(self.actors[i].core, &self.actors[i].rhythm)
+            self.turn_at(i, self.net.now_s + between(&self.chance, 0, 1e-3))
+            self.again(i, between(&self.chance, 0, self.actors[i].step_s))
+
+    cdef int next_happening(self) except -1:
+        cdef Entry entry = leave(self.net)
+        cdef int who
+        self.net.now_s = max(self.net.now_s, entry.at)
+        self.happened += 1
+        self.happen(&entry)
+        while self.net.nwoken:              # transfers of theirs are complete
+            self.net.nwoken -= 1
+            who = self.net.woken[self.net.nwoken]
+            self.net.links[who].woken = False
+            self.turn_soon(who)
+        return 0
+
+    cdef int happen(self, Entry* entry) except -1:
+        cdef int i = entry.who
+        if entry.kind == ARRIVAL:
+            if not (<Envelope*>entry.what).lost and not self.actors[i].dead:
+                arrive(self.net, <Envelope*>entry.what)
+                self.turn_soon(i)
+        elif entry.kind == STRIKE:
+            struck(self, i)
+        elif entry.kind == REPORT:
+            if not self.actors[i].dead:
+                notice(self, i, <int><uintptr_t>entry.what)
+        elif self.actors[i].dead or self.actors[i].over:
+            return 0
+        elif entry.kind == ACT:
+            if self.actors[i].stopped:
+                self.actors[i].act_missed = True
+            else:
+                act(self, i)
+        elif <int64_t><uintptr_t>entry.what == self.actors[i].turns and not self.actors[i].stopped:
+            self.take_turn(i)
+        return 0
+
+    cdef int take_turn(self, int i) except -1:
+        cdef Actor* a = &self.actors[i]
+        cdef Rest rest
+        cdef double pause
+        cdef int64_t chunks
+        if self.checks:
+            cover(self.coverage, &self.net.links[i], a.core)
+        a.turn_at = NEVER
+        chunks = a.core.port.counters.chunks
+        rest = turn(a.core, &a.rhythm)
+        a.busy_until = self.net.now_s + self.chunk_s * (a.core.port.counters.chunks - chunks)
+        pause = a.rhythm.pause_s
+        if self.checks:
+            check_turn(self, i)
+        if a.core.port.fault == FAULT_GONE and not a.gave_up:
+            give_up(self, i)
+        if a.watches:
+            watch(self, i)
+        if rest == OVER or a.core.port.fault == FAULT_MPI:
+            self.ended(i)
+        elif rest == SLEEP:
+            if not self.checks:
+                pause = max(pause, self.look_s)
+            self.turn_at(i, self.net.now_s + pause * between(&self.chance, 0.1, 1.5))
+        elif pause == 0:
+            self.turn_at(i, self.net.now_s + 2e-6 * between(&self.chance, 1, self.slack))
+        else:                               # what arrives wakes it
+            self.turn_at(i, self.net.now_s + max(pause, self.look_s) * between(&self.chance, 1, self.slack))
+        return 0
+
+    cdef int ended(self, int i) except -1:
+        """The engine has left: its process ends."""
+        end_turns(self.actors[i].core)
+        self.actors[i].over = True
+        self.actors[i].over_at = self.net.now_s
+        self.living -= 1
+        check_over(self, i)
+        if self.means is not None:
+            report(self, i)
+        return 0
+
+    def covering(self):
+        """How often each message, silence or failure came in each state of the exchange with that peer."""
+        return {(STATES[i // NMESSAGES], MESSAGES[i % NMESSAGES]): self.coverage[i]
+                for i in range(NSTATES * NMESSAGES) if self.coverage[i]}
+
+    def describe(self):
+        """Each engine in a line."""
+        out = []
+        for i in range(self.n):
+            a = self.actors[i]
+            out.append(f"{i}: {'dead' if a.dead else 'over' if a.over else phase_of(a.core)}, step {a.step} of {a.steps}, "
+                       f"doing {DOINGS[a.doing]}")
+        return "; ".join(out)
+
+    def summary(self):
+        """Numbers of the run: time, events, exchanges, chunks, steps by engine."""
+        cdef int i
+        names = ("exchanges", "chunks", "parked", "broken", "void", "means", "turns")
+        total = dict.fromkeys(names, 0)
+        for i in range(self.n):
+            c = &self.actors[i].core.port.counters
+            for name, count in zip(names, (c.exchanges_active, c.chunks, c.parked, c.broken, c.void_chunks, c.means, c.turns)):
+                total[name] += count
+        return {"seconds": self.net.now_s - 1.0, "events": self.happened, **total,
+                "steps": [self.actors[i].step for i in range(self.n)],
+                "dead": [bool(self.actors[i].dead) for i in range(self.n)]}
+
+    def exchanges_of(self):
+        """Exchanges that are over, asked and served, by engine."""
+        cdef int i
+        return [self.actors[i].core.port.counters.exchanges_active + self.actors[i].core.port.counters.exchanges_passive
+                for i in range(self.n)]
+
+    def staleness(self):
+        """How many chunks were merged so many steps after their snapshot, 0 to 62 steps, and more."""
+        cdef int i, k
+        found = [0] * HISTOGRAM
+        for i in range(self.n):
+            for k in range(HISTOGRAM):
+                found[k] += self.actors[i].core.port.counters.staleness[k]
+        return found
+
+    def traffic(self):
+        """(bytes, messages, peers it has exchanged with) of each engine."""
+        cdef int i, j, peers
+        out = []
+        for i in range(self.n):
+            peers = 0
+            for j in range(self.n):
+                peers += self.actors[i].core.port.met[j] != 0
+            out.append((self.net.links[i].sent_bytes, self.net.links[i].sent_messages, peers))
+        return out
+
+    def model(self, int i):
+        """The model of an engine with the corrections that it lacks."""
+        total = np.zeros(self.models[i].shape, np.float64)
+        add_model(self, i, total)
+        return total
+
+    def loop_of(self, int i):
+        """The engine of a rank."""
+        return self.loops[i]

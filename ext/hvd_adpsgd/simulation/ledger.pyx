@@ -1,0 +1,102 @@
+# cython: language_level=3
+# Why compiled: every chunk that an engine merges passes through it.
+"""Promises 1 and 8 of a job, as a ledger: which side has merged which chunk, which means and decisions there were."""
+
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, realloc
+
+from hvd_adpsgd.engine.core cimport LANES
+from hvd_adpsgd.engine.port cimport Event
+
+NOTHING_LOST = "promise 1 (nothing lost)"
+ONE_DECISION = "promise 8 (one decision)"
+
+
+class BrokenPromise(Exception):
+    """A promise or an invariant does not hold: which one, and what shows it."""
+
+    def __init__(self, promise, what):
+        super().__init__(f"{promise}: {what}")
+        self.promise = promise
+
+
+cdef class Ledger:
+    """Chunks that one side has merged and the other has not yet, and what all must have alike."""
+
+    def __cinit__(self):
+        self.means, self.decisions, self.abandoned = {}, {}, set()
+
+    def __dealloc__(self):
+        free(self.halves)
+
+    cdef int merged(self, int i, Event* event) except -1:
+        """Every chunk is merged by both sides, from the same two models, or by neither."""
+        cdef Half half
+        cdef Half* other
+        half.asker, half.server = (i, event.peer) if event.asked else (event.peer, i)
+        half.number, half.chunk, half.by, half.square = event.number, event.chunk, i, event.square
+        other = self.other_half(&half)
+        if other == NULL:
+            self.keep(&half)
+            return 0
+        where = f"chunk {half.chunk} of exchange {half.number} of {half.asker} with {half.server}"
+        if other.by == i:
+            raise BrokenPromise(NOTHING_LOST, f"engine {i} has merged {where} twice")
+        if other.square != half.square:
+            raise BrokenPromise(NOTHING_LOST, f"{where}: the two sides have merged other models (squared distances "
+                                f"{other.square!r} and {half.square!r})")
+        self.count -= 1
+        other[0] = self.halves[self.count]
+        return 0
+
+    cdef Half* other_half(self, Half* half) noexcept:
+        cdef int64_t h
+        cdef Half* other
+        for h in range(self.count):
+            other = &self.halves[h]
+            if (other.asker == half.asker and other.server == half.server and other.number == half.number
+                    and other.chunk == half.chunk):
+                return other
+        return NULL
+
+    cdef void keep(self, Half* half) noexcept:
+        if self.count == self.room:
+            self.room = max(64, 2 * self.room)
+            self.halves = <Half*>realloc(self.halves, self.room * sizeof(Half))
+        self.halves[self.count] = half[0]
+        self.count += 1
+
+    cdef int check_halves(self, object dead) except -1:
+        """At the end: only a side that has crashed, or was given up as silent, may lack a chunk; at most those in flight."""
+        cdef int64_t h
+        cdef Half* half
+        count = {}
+        for h in range(self.count):
+            half = &self.halves[h]
+            where = f"exchange {half.number} of {half.asker} with {half.server}"
+            if not (dead[half.asker] or dead[half.server]
+                    or (half.asker, half.server, half.number) in self.abandoned):
+                raise BrokenPromise(NOTHING_LOST, f"only engine {half.by} has merged chunk {half.chunk} of {where}, "
+                                    "and both live")
+            key = (half.asker, half.server, half.number, half.by)
+            count[key] = count.get(key, 0) + 1
+            if count[key] > LANES:
+                raise BrokenPromise(NOTHING_LOST, f"engine {half.by} alone has merged more than {LANES} chunks of {where}")
+        return 0
+
+    def allowed(self, chunk):
+        """How far the sum of a chunk may be off for chunks that one side alone has merged."""
+        cdef int64_t h
+        cdef double total = 0
+        for h in range(self.count):
+            if self.halves[h].chunk == chunk:
+                total += sqrt(self.halves[h].square)
+        return total
+
+    cdef int same(self, dict seen, object key, object found, str what) except -1:
+        """What all engines must find alike: the first one's stands."""
+        first = seen.setdefault(key, found)
+        if first != found:
+            raise BrokenPromise(ONE_DECISION, f"{what} {key} is {found!r} on one engine and {first!r} on another")
+        return 0

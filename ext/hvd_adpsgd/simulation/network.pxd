@@ -1,0 +1,118 @@
+# A network of engines in one process, in virtual time.
+from libc.stdint cimport int64_t, uint64_t
+
+from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Clock, Status, Transfer, Wire
+
+cdef enum:
+    OPEN = 0                # of a transfer's handle
+    COMPLETE = 1
+    LOST = 2
+    OVERLONG = 3
+
+cdef struct Envelope:       # a message that its receiver has not taken
+    int src
+    int dst
+    int channel
+    int nbytes
+    const void* source      # the sender's buffer, or `copy`
+    void* copy              # of an eager message
+    Transfer* sending       # NULL: complete
+    double arrives
+    bint arrived
+    bint lost               # with its sender
+    Envelope* next_one      # to the same receiver, in the order of sends
+
+cdef struct Posted:         # a receive that is not matched
+    Transfer* transfer
+    void* buffer
+    int nbytes
+    int src
+    int channel
+    bint down               # reported as failed, not released: late bytes may still be written to it
+    Posted* next_one
+
+cdef struct Down:           # a peer that has failed, as one engine's wire knows
+    int peer
+    bint told               # by next_failed
+    Down* next_one
+
+cdef struct Cut:            # what is sent on this way before then arrives after it
+    int src
+    int dst
+    double until
+    Cut* next_one
+
+cdef struct Link:           # what one engine sees of the network
+    Envelope* coming
+    Posted* posted
+    Down* downs             # peers that have failed, newest first
+    int news                # ... of which next_failed has not told
+    bint woken              # a transfer of it is complete, and its owner has not looked since
+    double free_at          # when its outgoing link is free
+    int64_t sent_bytes
+    int64_t sent_messages
+
+cdef struct Rules:          # of the network
+    double latency_s
+    double jitter           # times the latency, at most
+    double bytes_per_s
+    double bytes_scale      # bytes on the wire per byte of a message
+    double eager            # probability that a message is copied when it is sent
+    double late             # probability that a message takes up to LATE latencies
+    double late_write       # ... that a message of a failed peer is still written into a released buffer
+
+cdef struct Sent:           # of the trace: one message
+    double at
+    double arrives
+    int src
+    int dst
+    int channel
+    int nbytes
+    int kind                # of a message of control or of the agreement, else -1
+    int64_t number          # ... of its exchange, or of its decision
+
+cdef struct Entry:          # of the calendar
+    double at
+    int64_t order           # of those at the same time: as they were entered
+    int kind
+    int who
+    void* what
+
+cdef struct Net:
+    int n
+    double now_s
+    uint64_t chance
+    Rules rules
+    Link* links
+    char* dead
+    Cut* cuts
+    int* woken              # links with `woken`; `nwoken` of them
+    int nwoken
+    Entry* calendar         # a heap: what happens next is first
+    int64_t entries
+    int64_t room
+    int64_t entered
+    Sent* trace             # NULL: none is kept
+    int64_t traced
+    int64_t trace_room
+
+cdef enum:
+    ARRIVAL = 0             # kind of an entry; others are the caller's
+
+cdef void enter(Net* net, double at, int kind, int who, void* what) noexcept nogil
+cdef Entry leave(Net* net) noexcept nogil
+cdef void arrive(Net* net, Envelope* message) noexcept nogil
+cdef void crash(Net* net, int who) noexcept nogil
+cdef void report_down(Net* net, int observer, int peer) noexcept nogil
+cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil
+cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
+cdef int open_transfers(Net* net, int who) noexcept nogil
+
+cdef class Network:
+    cdef Net net
+
+cdef class SimulatedWire(AnyWire):
+    cdef Network network
+
+cdef class SimulatedClock(AnyClock):
+    cdef Network network

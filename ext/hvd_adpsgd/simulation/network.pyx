@@ -1,0 +1,519 @@
+# cython: language_level=3
+# Why compiled: engines call it as their wire, through C function pointers.
+"""A wire and a clock for many engines in one process, in virtual time.
+
+What the contract of a wire (engine/wire.pxd) leaves open is drawn from a seed: when a message arrives, in which
+order those of different channels do, whether a send is complete before it is received (eager) or only with it
+(the receiver reads the sender's buffer then, so a buffer that is changed too early is found), how many messages of
+a crashed engine still arrive, and whether they are written into a buffer that was given up and not released.
+"""
+
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+
+from hvd_adpsgd.engine.agreement cimport Header
+from hvd_adpsgd.engine.core cimport Message
+from hvd_adpsgd.engine.wire cimport (AGREEMENT, CONTROL, DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, AnyClock, AnyWire, Clock, Status,
+                                     Transfer, Wire)
+from hvd_adpsgd.simulation.chance cimport happens, uniform
+from hvd_adpsgd.simulation.network cimport *
+
+cdef double LATE = 200.0
+
+
+# ---- the wire ------------------------------------------------------------------------------
+
+cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer,
+                           int channel) noexcept nogil:
+    cdef Net* net = <Net*>wire.own
+    cdef Link* link = &net.links[wire.rank]
+    cdef Envelope* m
+    t.receives = t.cancelled = False
+    t.handle = OPEN
+    t.peer = peer
+    t.in_use = down_of(link, peer) == NULL
+    if not t.in_use:
+        return PEER_DOWN
+    link.sent_bytes += <int64_t>(nbytes * scale_of(net, channel))
+    link.sent_messages += 1
+    m = <Envelope*>calloc(1, sizeof(Envelope))
+    m.src = wire.rank
+    m.dst = peer
+    m.channel = channel
+    m.nbytes = nbytes
+    m.source = buffer
+    m.sending = t
+    if happens(&net.chance, net.rules.eager):
+        m.copy = malloc(max(1, nbytes))
+        memcpy(m.copy, buffer, nbytes)
+        m.source = m.copy
+        m.sending = NULL
+        t.handle = COMPLETE
+    schedule(net, link, m)
+    if net.trace != NULL:
+        keep_trace(net, m)
+    return PENDING
+
+
+cdef inline double scale_of(Net* net, int channel) noexcept nogil:
+    return net.rules.bytes_scale if channel >= DATA else 1.0
+
+
+cdef void keep_trace(Net* net, Envelope* m) noexcept nogil:
+    cdef int kind = -1
+    cdef int64_t number = -1
+    if m.channel == CONTROL:
+        kind = (<const Message*>m.source).kind
+        number = (<const Message*>m.source).exchange
+    elif m.channel == AGREEMENT:
+        kind = (<const Header*>m.source).kind
+        number = (<const Header*>m.source).number
+    if net.traced == net.trace_room:
+        net.trace_room *= 2
+        net.trace = <Sent*>realloc(net.trace, net.trace_room * sizeof(Sent))
+    net.trace[net.traced] = [net.now_s, m.arrives, m.src, m.dst, m.channel, m.nbytes, kind, number]
+    net.traced += 1
+
+
+cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
+    """When it arrives: after those of its channel, and when the link and a cut allow."""
+    cdef double starts = max(net.now_s, link.free_at)
+    cdef double cut = cut_until(net, m.src, m.dst)
+    cdef Envelope** end = &net.links[m.dst].coming
+    if m.channel >= DATA:                   # small messages pass between the chunks
+        link.free_at = starts + m.nbytes * net.rules.bytes_scale / net.rules.bytes_per_s
+        starts = link.free_at
+    else:
+        starts = net.now_s
+    m.arrives = starts + net.rules.latency_s * (1.0 + net.rules.jitter * uniform(&net.chance))
+    if happens(&net.chance, net.rules.late):
+        m.arrives += LATE * net.rules.latency_s * uniform(&net.chance)
+    if cut > net.now_s:
+        m.arrives += cut - net.now_s
+    while end[0] != NULL:
+        if end[0].src == m.src and end[0].channel == m.channel and end[0].arrives >= m.arrives:
+            m.arrives = end[0].arrives + 1e-9
+        end = &end[0].next_one
+    end[0] = m
+    enter(net, m.arrives, ARRIVAL, m.dst, m)
+
+
+cdef Status simulated_receive(Wire* wire, Transfer* t, void* buffer, int nbytes, int peer,
+                              int channel) noexcept nogil:
+    cdef Net* net = <Net*>wire.own
+    cdef Link* link = &net.links[wire.rank]
+    cdef Posted** end = &link.posted
+    cdef Posted* p = <Posted*>calloc(1, sizeof(Posted))
+    t.receives = True
+    t.cancelled = False
+    t.handle = OPEN
+    t.peer = peer
+    t.in_use = True
+    p.transfer = t
+    p.buffer = buffer
+    p.nbytes = nbytes
+    p.src = peer
+    p.channel = channel
+    if match_waiting(net, link, p):
+        free(p)
+        return PENDING
+    if peer != NOBODY and down_of(link, peer) != NULL:
+        free(p)
+        t.in_use = False
+        return PEER_DOWN
+    while end[0] != NULL:
+        end = &end[0].next_one
+    end[0] = p
+    return PENDING
+
+
+cdef bint fits(Posted* p, Envelope* m) noexcept nogil:
+    return (p.src == NOBODY or p.src == m.src) and p.channel == m.channel
+
+
+cdef bint match_waiting(Net* net, Link* link, Posted* p) noexcept nogil:
+    """Give a new receive the first message that waits for it."""
+    cdef Envelope** at = &link.coming
+    while at[0] != NULL:
+        if at[0].arrived and fits(p, at[0]):
+            take(net, at, p)
+            return True
+        at = &at[0].next_one
+    return False
+
+
+cdef void take(Net* net, Envelope** at, Posted* p) noexcept nogil:
+    """The receive gets the message, and both are complete."""
+    cdef Envelope* m = at[0]
+    at[0] = m.next_one
+    if m.nbytes > p.nbytes:
+        p.transfer.handle = OVERLONG
+    else:
+        memcpy(p.buffer, m.source, m.nbytes)
+        p.transfer.handle = COMPLETE
+    p.transfer.peer = m.src
+    p.transfer.nbytes = m.nbytes
+    if m.sending != NULL:
+        m.sending.handle = COMPLETE
+        wake(net, m.src)
+    free(m.copy)
+    free(m)
+
+
+cdef void wake(Net* net, int who) noexcept nogil:
+    if not net.links[who].woken:
+        net.links[who].woken = True
+        net.woken[net.nwoken] = who
+        net.nwoken += 1
+
+
+cdef Status simulated_test(Wire* wire, Transfer* t) noexcept nogil:
+    if t.handle == OPEN:
+        return PENDING
+    if t.handle == LOST:
+        return PEER_DOWN
+    t.in_use = False
+    return DONE if t.handle == COMPLETE else TOO_LONG
+
+
+cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil:
+    """Forget the transfer; sometimes only when asked again, as a library does that still uses it."""
+    cdef Net* net = <Net*>wire.own
+    if not t.in_use:
+        return True
+    if not t.receives and t.handle == OPEN:
+        return False                        # its receiver may still take it
+    if happens(&net.chance, 0.3):
+        return False
+    if t.receives:
+        forget_posted(net, wire.rank, t)
+    else:
+        forget_sent(net, t)
+    t.in_use = False
+    return True
+
+
+cdef void forget_posted(Net* net, int who, Transfer* t) noexcept nogil:
+    cdef Posted** at = &net.links[who].posted
+    cdef Posted* p
+    while at[0] != NULL:
+        p = at[0]
+        if p.transfer == t:
+            at[0] = p.next_one
+            free(p)
+            return
+        at = &p.next_one
+
+
+cdef void forget_sent(Net* net, Transfer* t) noexcept nogil:
+    cdef Envelope* m = net.links[t.peer].coming
+    while m != NULL:
+        if m.sending == t:
+            m.sending = NULL
+        m = m.next_one
+
+
+cdef int simulated_next_failed(Wire* wire, bint look) noexcept nogil:
+    cdef Link* link = &(<Net*>wire.own).links[wire.rank]
+    cdef Down* d = link.downs
+    if link.news == 0:
+        return NOBODY
+    while d.told:
+        d = d.next_one
+    d.told = True
+    link.news -= 1
+    return d.peer
+
+
+cdef Down* down_of(Link* link, int peer) noexcept nogil:
+    """NULL unless the peer has failed."""
+    cdef Down* d = link.downs
+    while d != NULL and d.peer != peer:
+        d = d.next_one
+    return d
+
+
+cdef class SimulatedWire(AnyWire):
+    """The wire of one engine of a Network."""
+
+    def __cinit__(self, Network network, int rank):
+        self.network = network
+        self.calls.own = &network.net
+        self.calls.rank = rank
+        self.calls.size = network.net.n
+        self.calls.send = simulated_send
+        self.calls.receive = simulated_receive
+        self.calls.test = simulated_test
+        self.calls.release = simulated_release
+        self.calls.next_failed = simulated_next_failed
+
+
+# ---- the clock -----------------------------------------------------------------------------
+
+cdef double simulated_now(Clock* clock) noexcept nogil:
+    return (<Net*>clock.own).now_s
+
+
+cdef void simulated_sleep(Clock* clock, double seconds) noexcept nogil:
+    pass                                # nothing in a turn sleeps
+
+
+cdef class SimulatedClock(AnyClock):
+    """The virtual time of a Network."""
+
+    def __cinit__(self, Network network):
+        self.network = network
+        self.calls.own = &network.net
+        self.calls.now = simulated_now
+        self.calls.sleep = simulated_sleep
+
+
+# ---- the calendar --------------------------------------------------------------------------
+
+cdef inline bint earlier(Entry* a, Entry* b) noexcept nogil:
+    return a.at < b.at or (a.at == b.at and a.order < b.order)
+
+
+cdef inline void swap(Entry* a, Entry* b) noexcept nogil:
+    cdef Entry kept = a[0]
+    a[0] = b[0]
+    b[0] = kept
+
+
+cdef void enter(Net* net, double at, int kind, int who, void* what) noexcept nogil:
+    """Something happens at that time."""
+    cdef int64_t i = net.entries
+    cdef Entry* heap
+    if net.entries == net.room:
+        net.room = max(256, 2 * net.room)
+        net.calendar = <Entry*>realloc(net.calendar, net.room * sizeof(Entry))
+    heap = net.calendar
+    heap[i] = [at, net.entered, kind, who, what]
+    net.entered += 1
+    net.entries += 1
+    while i > 0 and earlier(&heap[i], &heap[(i - 1) // 2]):
+        swap(&heap[i], &heap[(i - 1) // 2])
+        i = (i - 1) // 2
+
+
+cdef Entry leave(Net* net) noexcept nogil:
+    """Take out what happens next."""
+    cdef Entry* heap = net.calendar
+    cdef Entry first = heap[0]
+    cdef int64_t i = 0, child
+    net.entries -= 1
+    heap[0] = heap[net.entries]
+    while True:
+        child = 2 * i + 1
+        if child >= net.entries:
+            return first
+        if child + 1 < net.entries and earlier(&heap[child + 1], &heap[child]):
+            child += 1
+        if not earlier(&heap[child], &heap[i]):
+            return first
+        swap(&heap[i], &heap[child])
+        i = child
+
+
+# ---- what happens to messages --------------------------------------------------------------
+
+cdef void arrive(Net* net, Envelope* message) noexcept nogil:
+    """The message has arrived: match it, or let it wait for its receive."""
+    cdef Envelope** at = &net.links[message.dst].coming
+    message.arrived = True
+    while at[0] != message:
+        at = &at[0].next_one
+    match_posted(net, at)
+
+
+cdef void match_posted(Net* net, Envelope** at) noexcept nogil:
+    cdef Posted** place = &net.links[at[0].dst].posted
+    cdef Posted* p
+    while place[0] != NULL:
+        p = place[0]
+        if not fits(p, at[0]):
+            place = &p.next_one
+            continue
+        if p.down:                          # failed for its engine, and not released: only its bytes change
+            if happens(&net.chance, net.rules.late_write):
+                memset(p.buffer, 0xA5, min(p.nbytes, at[0].nbytes))
+            return
+        place[0] = p.next_one
+        take(net, at, p)
+        free(p)
+        return
+
+
+cdef void crash(Net* net, int who) noexcept nogil:
+    """The engine's process is dead: of what it has sent, a beginning of each channel still arrives."""
+    cdef Envelope* m
+    cdef int i
+    net.dead[who] = True
+    for i in range(net.n):
+        m = net.links[i].coming
+        while m != NULL:
+            if m.src == who:
+                m.sending = NULL
+                if not m.arrived and happens(&net.chance, 0.5):
+                    lose_from(m)
+            m = m.next_one
+
+
+cdef void lose_from(Envelope* first) noexcept nogil:
+    """Neither this message nor a later one of its channel arrives."""
+    cdef Envelope* m = first
+    while m != NULL:
+        if m.src == first.src and m.channel == first.channel and not m.arrived:
+            m.lost = True
+        m = m.next_one
+
+
+cdef void report_down(Net* net, int observer, int peer) noexcept nogil:
+    """The observer's wire finds that the peer has failed."""
+    cdef Link* link = &net.links[observer]
+    cdef Posted* p = link.posted
+    cdef Envelope* m = net.links[peer].coming
+    cdef Down* d
+    if down_of(link, peer) != NULL:
+        return
+    d = <Down*>malloc(sizeof(Down))
+    d[0] = [peer, False, link.downs]
+    link.downs = d
+    link.news += 1
+    while p != NULL:
+        if p.src == peer:
+            p.transfer.handle = LOST
+            p.down = True
+        p = p.next_one
+    while m != NULL:
+        if m.src == observer and m.sending != NULL:
+            m.sending.handle = LOST
+        m = m.next_one
+
+
+cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil:
+    """What src sends to dst arrives after that time."""
+    cdef Cut* c = <Cut*>malloc(sizeof(Cut))
+    c[0] = [src, dst, until, net.cuts]
+    net.cuts = c
+
+
+cdef double cut_until(Net* net, int src, int dst) noexcept nogil:
+    cdef double until = 0
+    cdef Cut** at = &net.cuts
+    cdef Cut* c
+    while at[0] != NULL:
+        c = at[0]
+        if c.until <= net.now_s:                # over
+            at[0] = c.next_one
+            free(c)
+            continue
+        if c.src == src and c.dst == dst:
+            until = max(until, c.until)
+        at = &c.next_one
+    return until
+
+
+cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
+    """When all that is under way from src to dst has arrived."""
+    cdef double last = 0
+    cdef Envelope* m = net.links[dst].coming
+    while m != NULL:
+        if m.src == src and not m.lost:
+            last = max(last, m.arrives)
+        m = m.next_one
+    return last
+
+
+cdef int open_transfers(Net* net, int who) noexcept nogil:
+    """Receives that an engine has posted, and sends of it that nobody has taken."""
+    cdef int i, count = 0
+    cdef Posted* p = net.links[who].posted
+    cdef Envelope* m
+    while p != NULL:
+        count += 1
+        p = p.next_one
+    for i in range(net.n):
+        m = net.links[i].coming
+        while m != NULL:
+            count += m.src == who and m.sending != NULL
+            m = m.next_one
+    return count
+
+
+cdef class Network:
+    """n engines, and what is under way between them.
+
+    Args:
+        n: engines.
+        seed: of all that is left open.
+        latency_s, jitter: a message takes latency_s times 1 to 1 + jitter,
+        bytes_per_s: after those before it on the sender's link.
+        bytes_scale: bytes on the wire per byte of a chunk: few small chunks stand for a large model.
+        eager: probability that a message is copied when it is sent.
+        late: probability that a message takes up to 200 latencies.
+        late_write: probability that a message of a failed peer is still written into a buffer given up.
+        trace: keep the messages.
+    """
+
+    def __cinit__(self, int n, uint64_t seed, double latency_s, double jitter, double bytes_per_s,
+                  double bytes_scale=1.0, double eager=0.5, double late=0.0, double late_write=0.5, bint trace=False):
+        cdef Net* net = &self.net
+        memset(net, 0, sizeof(Net))
+        net.n = n
+        net.chance = seed
+        net.rules = [latency_s, jitter, bytes_per_s, bytes_scale, eager, late, late_write]
+        net.now_s = 1.0                     # not 0, which a goodbye takes for "not leaving"
+        net.links = <Link*>calloc(n, sizeof(Link))
+        net.dead = <char*>calloc(n, 1)
+        net.woken = <int*>calloc(n, sizeof(int))
+        if trace:
+            net.trace_room = 1024
+            net.trace = <Sent*>malloc(net.trace_room * sizeof(Sent))
+
+    def __dealloc__(self):
+        cdef Net* net = &self.net
+        cdef Cut* cut
+        cdef int i
+        for i in range(net.n):
+            free_link(&net.links[i])
+        free(net.links)
+        free(net.dead)
+        free(net.woken)
+        while net.cuts != NULL:
+            cut = net.cuts
+            net.cuts = cut.next_one
+            free(cut)
+        free(net.trace)
+        free(net.calendar)
+
+    def messages(self):
+        """The trace: (sent at, arrives at, from, to, channel, bytes, kind and number of a message
+        of control or of the agreement, else -1)."""
+        cdef int64_t i
+        cdef Sent* m
+        out = []
+        for i in range(self.net.traced):
+            m = &self.net.trace[i]
+            out.append((m.at, m.arrives, m.src, m.dst, m.channel, m.nbytes, m.kind, m.number))
+        return out
+
+
+cdef void free_link(Link* link) noexcept:
+    cdef Envelope* m
+    cdef Posted* p
+    cdef Down* d
+    while link.coming != NULL:
+        m = link.coming
+        link.coming = m.next_one
+        free(m.copy)
+        free(m)
+    while link.posted != NULL:
+        p = link.posted
+        link.posted = p.next_one
+        free(p)
+    while link.downs != NULL:
+        d = link.downs
+        link.downs = d.next_one
+        free(d)

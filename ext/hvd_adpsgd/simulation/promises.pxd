@@ -1,0 +1,10 @@
+# Promises and invariants of a simulated job.
+from hvd_adpsgd.engine.core cimport Core
+from hvd_adpsgd.simulation.state cimport JobState
+
+cdef object wrong_exchanges(int i, Core* e)
+cdef int check_turn(JobState job, int i) except -1
+cdef int check_over(JobState job, int i) except -1
+cdef int check_end(JobState job) except -1
+cdef int check_replaced(JobState job, int i, int n) except -1
+cdef int add_model(JobState job, int i, total) except -1

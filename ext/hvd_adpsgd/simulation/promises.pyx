@@ -1,0 +1,282 @@
+# cython: language_level=3
+# Why compiled: it reads the state of the engines after each turn.
+"""Promises and invariants of a simulated job: checked after every turn, when an engine ends, and at the end."""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+import numpy as np
+
+from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
+
+from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
+from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, Membership, has_departed
+from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
+from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
+from hvd_adpsgd.simulation.network cimport open_transfers
+from hvd_adpsgd.simulation.state cimport FLOAT32, FLOAT64, MEET, Actor, JobState
+
+
+cdef int check_turn(JobState job, int i) except -1:
+    """After a turn: what was merged, what was decided, and the owners' invariants."""
+    cdef Actor* a = &job.actors[i]
+    cdef Core* e = a.core
+    cdef Event* event
+    a.overdue |= parks(e)
+    while e.port.events_read < e.port.events_written:
+        event = &e.port.events[e.port.events_read % EVENTS]
+        if job.story is not None:
+            tell_event(job, i, event)
+        if event.kind == EVENT_MERGED and event.peer >= 0:
+            job.ledger.merged(i, event)
+            check_staleness(job, i, event)
+        elif event.kind == EVENT_PARKED:
+            covered(job.coverage, e, event.peer, SILENCE, True)
+        store(&e.port.events_read, e.port.events_read + 1)
+    if a.changes != e.port.peer_events:
+        a.changes = e.port.peer_events
+        note_left(job, i, e)
+    if e.port.fault == FAULT_GONE and not a.gave_up:
+        check_patience(job, i, a)
+    elif e.port.fault and not a.gave_up:
+        job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
+                  f"{e.port.fault_peer}")
+    check_exchanges(job, i, e)
+    if job.means is None:
+        return check_credit(job, i, a)
+    if e.mean.agreement.number != a.decided:
+        a.decided = e.mean.agreement.number
+        check_decision(job, e)
+    return 0
+
+
+cdef bint parks(Core* e):
+    """Whether chunks of a peer that is silent or has left may arrive: the trainer does not wait for those."""
+    cdef Exchange* x = e.pairs.running
+    while x != NULL and not x.parked:
+        x = x.next_one
+    return x != NULL
+
+
+cdef int check_staleness(JobState job, int i, Event* event) except -1:
+    """A chunk is applied at most `max_staleness` steps after its snapshot.
+
+    Or two: a snapshot that is taken between publish and offer is of the step before, and its chunk waits for the next
+    publish."""
+    cdef Actor* a = &job.actors[i]
+    cdef int64_t stale = a.step + (a.doing == MEET) - event.step
+    if job.max_staleness and stale > max(job.max_staleness, 2) and not a.overdue:
+        job.fail("option max_staleness", f"engine {i} merges chunk {event.chunk} of a snapshot {stale} steps old, allowed "
+                 f"are {max(job.max_staleness, 2)}")
+    return 0
+
+
+cdef int note_left(JobState job, int i, Core* e) except -1:
+    cdef int j
+    for j in range(job.n):
+        if e.membership.states[j] == LEFT:
+            job.left_at.setdefault((i, j), job.net.now_s)
+        elif e.membership.states[j] == FAILED and not job.actors[j].dead and not job.actors[j].over:
+            job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+    return 0
+
+
+cdef int check_patience(JobState job, int i, Actor* a) except -1:
+    """A mean lacks a peer that has left and whose process has not ended: the trainer raises, after some patience."""
+    cdef Core* e = a.core
+    cdef int peer = e.port.fault_peer
+    cdef double patience = e.pairs.deadline_s + 2 * e.leave_deadline_s
+    left_at = job.left_at.get((i, peer))
+    if e.membership.ended[peer] or left_at is None or job.net.now_s - left_at < patience:
+        job.fail("no fault", f"engine {i} gives up a mean for engine {peer}, which left at {left_at} s "
+                  f"(patience {patience:.3f} s)")
+    return 0
+
+
+cdef int check_exchanges(JobState job, int i, Core* e) except -1:
+    wrong = wrong_exchanges(i, e)
+    if wrong is not None:
+        promise, what = wrong
+        job.fail(promise, what)
+    return 0
+
+
+cdef object wrong_exchanges(int i, Core* e):
+    """At most one on each side, and one per peer; nothing runs at rest; the oldest snapshot is known to the trainer.
+
+    The invariant that is broken and how, or None."""
+    cdef Exchange* x = e.pairs.running
+    cdef Exchange* y
+    cdef int asked = 0, served = 0, k
+    cdef int64_t oldest = NO_STEP
+    cdef bint at_rest = load(&e.port.at_rest)
+    while x != NULL:
+        if x.phase == ASKED or x.phase == RUNNING or x.phase == CLOSING:
+            asked += x.active and not x.parked
+            served += not x.active and not x.parked
+            if at_rest and e.membership.states[x.peer] < LEFT:
+                return ("invariant (rest)", f"engine {i} is at rest with an exchange with {x.peer}")
+        y = x.next_one
+        while y != NULL:
+            if y.peer == x.peer and y.phase != IDLE and x.phase != IDLE:
+                return ("invariant (one exchange)", f"engine {i} has two with {x.peer}")
+            y = y.next_one
+        for k in range(LANES):
+            if x.phase == RUNNING and not x.parked and x.lanes[k].busy and not x.lanes[k].received:
+                oldest = min(oldest, x.lanes[k].step)
+        x = x.next_one
+    if asked > 1 or served > 1:
+        return ("invariant (one exchange)", f"engine {i} asks {asked} peers and serves {served}")
+    if oldest < load(&e.port.in_flight_step):
+        return ("invariant (staleness)", f"engine {i} has a snapshot of step {oldest} in flight and tells its trainer "
+                f"{load(&e.port.in_flight_step)}")
+    return None
+
+
+cdef int check_credit(JobState job, int i, Actor* a) except -1:
+    """Every exchange takes one, whoever asked."""
+    cdef Core* e = a.core
+    cdef Exchange* x = e.pairs.running
+    cdef int64_t begun = e.port.counters.exchanges_active + e.port.counters.exchanges_passive + e.port.counters.broken
+    while x != NULL:
+        begun += x.phase == RUNNING or x.phase == CLOSING
+        x = x.next_one
+    while a.begun < begun:
+        a.begun += 1
+        a.credit = max(a.credit - 1.0, -2.0 * max(e.port.rate, 1.0))
+    if a.begun > begun or a.credit != e.port.given.credit:
+        job.fail("invariant (credit)", f"engine {i} has {e.port.given.credit} after {begun} exchanges; due is {a.credit}")
+    return 0
+
+
+cdef int check_decision(JobState job, Core* e) except -1:
+    cdef int i
+    if e.mean.agreement.excluded:
+        return 0
+    failed = [i for i in range(job.n) if e.mean.agreement.last.failed[i]]
+    return job.ledger.same(job.ledger.decisions, e.mean.agreement.number - 1,
+                            (e.mean.agreement.last.outcome, bool(e.mean.agreement.last.equal), failed), "decision")
+
+
+cdef int check_replaced(JobState job, int i, int n) except -1:
+    """The mean that replaces the model: the same bits on all."""
+    mirror, slots, full = job.areas[i]
+    cdef int published = (<Store>job.stores[i]).published
+    for c in range(n):
+        if full[published, c] == 2:
+            job.ledger.same(job.ledger.means, (job.actors[i].mean, c), slots[published, c].tolist(), "mean of chunk")
+    return 0
+
+
+cdef int check_over(JobState job, int i) except -1:
+    """Who has left in time holds nothing."""
+    cdef Actor* a = &job.actors[i]
+    cdef Core* e = a.core
+    cdef Exchange* x = e.pairs.running
+    cdef int s, taken = 0
+    late = e.membership.leave_by and job.net.now_s > e.membership.leave_by
+    early = job.net.now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
+    if job.net.now_s > e.membership.leave_by + 10:
+        job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
+    unheard = 2 * job.net.now_s > e.membership.said_at + e.membership.leave_by      # see goodbye.pyx
+    if not unheard and not goodbye_is_known(job, i):
+        job.fail("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
+    while x != NULL:
+        taken += x.set >= 0
+        if x.phase != IDLE:
+            job.ledger.abandoned.add((i if x.active else x.peer, x.peer if x.active else i, x.number))
+        if x.phase != BROKEN and (not late and not x.parked and e.membership.states[x.peer] == ALIVE
+                                  or early and x.phase != IDLE and e.membership.states[x.peer] < LEFT):
+            job.fail("invariant (nothing under way)", f"engine {i} has left with an exchange with {x.peer} in phase "
+                      f"{x.phase}")
+        x = x.next_one
+    for s in range(SETS):
+        taken -= e.pairs.taken[s]
+    if taken:
+        job.fail("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange")
+    if (e.pairs.running == NULL and e.control.outgoing == NULL and not e.control.listening.in_use
+            and not e.mean.running and e.mean.letters == NULL and e.mean.abandoned == NULL and not e.mean.listening.in_use
+            and open_transfers(job.net, i)):
+        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(job.net, i)} posted")
+    return 0
+
+
+cdef bint goodbye_is_known(JobState job, int i):
+    """Whether some engine knows of it, or none is there that answers."""
+    cdef Membership* m = &job.actors[i].core.membership
+    cdef int j
+    cdef bint alone = True
+    for j in range(job.n):
+        if j != i and has_departed(job.actors[j].core.membership.departed, i):
+            return True
+        if j != i and not job.actors[j].dead and not job.actors[j].over:
+            alone = alone and (m.states[j] != ALIVE or m.mute[j])
+    return alone
+
+
+cdef int check_end(JobState job) except -1:
+    """At the end of the run."""
+    cdef int i, j
+    for i in range(job.n):
+        if not job.actors[i].dead and job.actors[i].step < job.actors[i].steps:
+            job.fail("promise 4 (survives)", f"engine {i} has ended after step {job.actors[i].step} of "
+                      f"{job.actors[i].steps}")
+        for j in range(job.n):
+            if job.actors[i].core.membership.states[j] == FAILED and not job.actors[j].dead \
+                    and not job.actors[j].over:
+                job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+    dead = [bool(job.actors[i].dead) for i in range(job.n)]
+    job.ledger.check_halves(dead)
+    if job.means is None or not any(dead):
+        check_mean(job)
+    return 0
+
+
+cdef int check_mean(JobState job) except -1:
+    """The sum of all models, also of those that have crashed, has moved by local updates and one-sided chunks only."""
+    total = np.zeros_like(job.expected)
+    for i in range(job.n):
+        add_model(job, i, total)
+    rounding = 1e-9 if job.dtype == FLOAT64 else 4e-3
+    off = np.abs(total - job.expected).max(axis=1)
+    for c in range(len(total)):
+        if not off[c] <= rounding + job.ledger.allowed(c):
+            job.fail(NOTHING_LOST, f"the sum of chunk {c} is off by {off[c]:.3g}, allowed are "
+                      f"{rounding + job.ledger.allowed(c):.3g}")
+    return 0
+
+
+cdef int add_model(JobState job, int i, total) except -1:
+    """A model with the corrections that it lacks."""
+    cdef Core* e = job.actors[i].core
+    cdef int c
+    cdef int64_t step
+    buffer = np.zeros(job.models[i].shape[1], job.wide())
+    cdef uintptr_t address = buffer.ctypes.data
+    for c in range(len(job.models[i])):
+        if c < e.memory.nchunks and chunk_at(e.memory, c).step >= 0:
+            if memory_snapshot_as(e.memory, c, FLOAT64 if job.dtype == FLOAT64 else FLOAT32, False, False,
+                                  <void*>address, NULL, &step):
+                buffer[:] = np.where(np.isnan(buffer), job.models[i][c] + pending(job, i, c), buffer)
+            total[c] += buffer
+        else:
+            total[c] += job.models[i][c]
+    return 0
+
+
+cdef object pending(JobState job, int i, int c):
+    """Corrections that a model lacks whose mirror is not finite."""
+    cdef Store chunks = job.stores[i]
+    mirror, slots, full = job.areas[i]
+    cdef int opened = chunks.memory.open, published = chunks.published
+    pending = slots[opened, c] * (full[opened, c] != 0)
+    if not chunk_at(&chunks.memory, c).absorbed:
+        pending = pending + slots[published, c] * (full[published, c] != 0)
+    return pending
+
+
+cdef void tell_event(JobState job, int i, Event* v):
+    names = {EVENT_MERGED: f"merges chunk {v.chunk} with {v.peer}", EVENT_PARKED: f"parks {v.peer}, which is silent",
+             EVENT_MEAN: "has the mean of all"}
+    job.tell(i, names.get(v.kind, f"exchange {v.number} with {v.peer} is over"))
+    job.timeline.append((i, v.kind, v.began, v.ended, {"peer": v.peer, "bytes": v.nbytes, "step": v.step}))

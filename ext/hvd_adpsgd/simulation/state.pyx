@@ -1,0 +1,60 @@
+# cython: language_level=3
+# Why compiled: every entry of the calendar passes through it.
+"""What the parts of a simulated job share: its engines and trainers, when each acts next, and what has happened."""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+import numpy as np
+
+from hvd_adpsgd.simulation.ledger import BrokenPromise
+
+from hvd_adpsgd.simulation.chance cimport between
+from hvd_adpsgd.simulation.network cimport enter
+
+cdef double NEVER = 1e300
+
+
+cdef class JobState:
+    """Engines, trainers, calendar and record of a Job."""
+
+    cdef void turn_at(self, int i, double at):
+        """Its next turn is at that time, if none is earlier."""
+        cdef Actor* a = &self.actors[i]
+        at = max(at, a.busy_until)
+        if a.dead or a.over or a.stopped or a.turn_at <= at:
+            return
+        a.turn_at = at
+        a.turns += 1
+        enter(self.net, at, TURN, i, <void*><uintptr_t>a.turns)
+
+    cdef void turn_soon(self, int i):
+        self.turn_at(i, self.net.now_s + between(&self.chance, 0, 15e-6 * self.slack))
+
+    cdef void again(self, int i, double seconds):
+        enter(self.net, self.net.now_s + seconds, ACT, i, NULL)
+
+    cdef int fail(self, promise, what) except -1:
+        raise BrokenPromise(promise, f"{what} (event {self.happened}, {self.net.now_s - 1:.6f} s)")
+
+    cdef void note(self, what):
+        self.met[what] = self.met.get(what, 0) + 1
+
+    cdef void tell(self, int i, what):
+        if self.story is not None:
+            self.story.append((self.net.now_s - 1.0, i, what))
+
+    cdef object wide(self):
+        """The type of corrections."""
+        return np.float64 if self.dtype == FLOAT64 else np.float32
+
+    cdef void add_chunks(self, int rank, int first, int last):
+        mirror, slots, full = self.areas[rank]
+        cdef uintptr_t mirrors = mirror.ctypes.data
+        cdef int c
+        places = [slot.ctypes.data for slot in slots]
+        flags = [row.ctypes.data for row in full]
+        for c in range(first, last):
+            at = [place + c * slots.strides[1] for place in places], [row + c for row in flags]
+            self.stores[rank].add_chunk(mirrors + c * mirror.strides[0], *at, mirror.shape[1], self.dtype)
+            if self.followers[rank] is not None:
+                self.followers[rank].add_chunk(0, *at, mirror.shape[1], self.dtype)

@@ -1,0 +1,280 @@
+# cython: language_level=3
+# Why compiled: it gives the engines their orders, as a trainer's process does.
+"""Trainers of a simulated job: steps, rounds and means, pauses, and when they leave."""
+
+from libc.stdint cimport int64_t
+
+import numpy as np
+
+from hvd_adpsgd.engine.core cimport Core
+from hvd_adpsgd.engine.membership cimport LEFT
+from hvd_adpsgd.engine.port cimport load
+from hvd_adpsgd.engine.store cimport Store
+from hvd_adpsgd.simulation.chance cimport between, draw
+from hvd_adpsgd.simulation.promises cimport check_replaced
+from hvd_adpsgd.simulation.state cimport (BEGIN_MEAN, DONE_STEPS, FLOAT16, FRESH, MEET, REST, STEP, WAIT, Actor, Doing,
+                                          JobState)
+
+
+cdef int act(JobState job, int i) except -1:
+    cdef Actor* a = &job.actors[i]
+    if a.doing == REST:
+        if a.after == STEP:
+            job.loops[i].pause(False)
+        a.doing = a.after
+        job.again(i, between(&job.chance, 50e-6, 500e-6))
+    elif a.doing == BEGIN_MEAN:
+        begin_mean(job, i)
+        go_on(job, i)
+    elif a.doing == WAIT:
+        a.in_round = False
+        a.doing = STEP
+        a.settling = job.means == "replace" or (job.tables is not None and job.after)
+        if job.means is not None and job.gossips and not a.settling:
+            job.loops[i].pause(False)
+        job.again(i, between(&job.chance, 20e-6, 200e-6))
+    elif a.doing == STEP or a.doing == FRESH:
+        begin_step(job, i)
+    elif a.doing == MEET:
+        a.doing = STEP
+        end_step(job, i)
+    return 0
+
+
+cdef void wait_for(JobState job, int i, Doing what):
+    """For its round, or for rest: every turn of the engine may bring it."""
+    job.actors[i].doing = what
+    job.actors[i].watches = True
+    watch(job, i)
+
+
+cdef void watch(JobState job, int i):
+    cdef Actor* a = &job.actors[i]
+    if round_over(job, a) if a.doing == WAIT else fresh(job, a) if a.doing == FRESH else load(&a.core.port.at_rest):
+        a.watches = False
+        job.again(i, between(&job.chance, 20e-6, 200e-6))
+
+
+cdef void begin_step(JobState job, int i):
+    """The corrections gathered so far become readable; then the gradient all-reduce of the node."""
+    cdef Actor* a = &job.actors[i]
+    if a.in_round:
+        wait_for(job, i, WAIT)
+    elif a.pauses:
+        a.pauses = False
+        a.after = STEP
+        begin_rest(job, i)
+    elif a.step >= a.steps and not a.settling:
+        a.doing = DONE_STEPS
+        a.done_at = job.net.now_s
+        leave_job(job, i, a.broken)
+    elif a.doing != FRESH and not fresh(job, a):
+        wait_for(job, i, FRESH)
+    else:
+        a.overdue |= load(&a.core.port.in_flight_step) < oldest_step(job, a)
+        job.stores[i].publish()
+        a.doing = MEET
+        job.again(i, a.node_s * between(&job.chance, 0.5, 1.5))
+
+
+cdef int64_t oldest_step(JobState job, Actor* a):
+    """Of a snapshot that may be in flight when a step is published, as Engine.publish has it."""
+    return a.step + 1 - job.max_staleness if job.max_staleness else 0
+
+
+cdef bint fresh(JobState job, Actor* a):
+    """Whether the step may be published; the trainer waits for at most the deadline of silent peers."""
+    if a.doing != FRESH:
+        a.patience = job.net.now_s + a.core.pairs.deadline_s
+    return load(&a.core.port.in_flight_step) >= oldest_step(job, a) or job.net.now_s > a.patience
+
+
+cdef void begin_rest(JobState job, int i):
+    job.loops[i].pause(True)
+    job.turn_soon(i)
+    wait_for(job, i, REST)
+
+
+cdef void end_step(JobState job, int i):
+    """A local update, the corrections, and the offer of the new model."""
+    cdef Actor* a = &job.actors[i]
+    cdef bint fit = True
+    if a.settling:
+        settle(job, i)
+        return
+    update(job, i)
+    if a.extend_at == a.step:
+        job.add_chunks(i, job.nchunks, job.nchunks + job.later)
+    absorb(job, i, a.step)
+    if a.extend_at == a.step:
+        job.loops[i].extend(len(job.stores[i]), 18)
+    if a.unfit:
+        a.unfit = False
+        job.areas[i][0][0, 0] = np.nan          # the mirror, until the next step
+        fit = job.tables is not None
+    offer(job, i, fit)
+    begin_round(job, i)
+    a.step += 1
+    if a.doing == STEP:
+        begin_step_later(job, i)
+
+
+cdef void offer(JobState job, int i, bint fit):
+    cdef Actor* a = &job.actors[i]
+    cdef double rate = a.core.port.rate
+    job.loops[i].offer(a.step, fit)
+    if job.reports_s > 0:
+        job.loops[i].report(f"{i} says {a.step}".encode())
+    a.credit = min(a.credit + rate, max(rate, 1.0))
+    if job.story is not None:
+        job.tell(i, f"offers step {a.step}")
+        job.timeline.append((i, "step", a.step_began, job.net.now_s, {"step": a.step}))
+        a.step_began = job.net.now_s
+    job.turn_at(i, job.net.now_s + between(&job.chance, 0, 50e-6))
+
+
+cdef int absorb(JobState job, int i, int64_t step) except -1:
+    cdef Store chunks = job.stores[i]
+    cdef int n = chunks.memory.nchunks
+    model = job.models[i]
+    if job.means == "replace" and job.checks:
+        check_replaced(job, i, n)
+    if job.followers[i] is None:
+        chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
+        return 0
+    follow(job, i)
+    behind = model.copy()
+    chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
+    job.late[i] = behind, n, chunks.published, model.copy()
+    return 0
+
+
+cdef int follow(JobState job, int i) except -1:
+    """Another learner of the node applies the slot of the step before, as late as it may."""
+    if job.late[i] is None:
+        return 0
+    model, n, slot, leaders = job.late[i]
+    job.followers[i].absorb(spans_of(n, model.shape[1]), addresses_of(model, n), slot, 0)
+    if model.tobytes() != leaders.tobytes():
+        job.fail("promise 5 (same in the node)", f"a late learner of super learner {i} has applied another correction "
+                 "than its leader")
+    return 0
+
+
+cdef void begin_step_later(JobState job, int i):
+    cdef Actor* a = &job.actors[i]
+    a.doing = STEP
+    job.again(i, a.step_s * a.slowed * (1 + a.spread * between(&job.chance, -1, 1)))
+
+
+cdef void settle(JobState job, int i):
+    """The round is over before the next gradient: its mean replaces the model, or its correction is added."""
+    cdef Actor* a = &job.actors[i]
+    a.settling = False
+    absorb(job, i, a.step - 1)
+    if job.means is None:
+        a.step -= 1
+        offer(job, i, True)
+        a.step += 1
+    elif job.gossips:
+        job.loops[i].pause(False)       # not before: the slot holds the mean, without corrections
+    begin_step_later(job, i)
+
+
+cdef void update(JobState job, int i):
+    """A gradient step: numbers that the sum keeps exactly."""
+    if job.still:
+        return
+    model = job.models[i]
+    change = ((draw(&job.chance) & 0xFF) - 127.5) / 256
+    before = model.astype(np.float64) if job.checks and job.dtype == FLOAT16 else None
+    model += model.dtype.type(change)
+    if job.checks:
+        job.expected += change if before is None else model - before      # 16 bits round the update
+
+
+cdef void begin_round(JobState job, int i):
+    cdef Actor* a = &job.actors[i]
+    if (a.step + 1) % job.period or a.step < job.warm_up or (job.means is None and job.tables is None):
+        return
+    if job.means is not None and job.gossips:
+        a.after = BEGIN_MEAN
+        begin_rest(job, i)
+        return
+    if job.means is not None:
+        begin_mean(job, i)
+    else:
+        begin_pairs(job, i, (a.step + 1) // job.period - 1)
+    go_on(job, i)
+
+
+cdef void go_on(JobState job, int i):
+    """With a round: wait for it at once, or compute meanwhile."""
+    if job.after:
+        wait_for(job, i, WAIT)
+    else:
+        job.actors[i].doing = STEP
+        if job.gossips:                # else the step that has begun the round goes on
+            begin_step_later(job, i)
+
+
+cdef void begin_pairs(JobState job, int i, int64_t number):
+    cdef Actor* a = &job.actors[i]
+    cdef int k
+    table = job.tables[i]
+    row = table[number % len(table)]
+    for k in range(2):
+        a.round_peers[k] = row[k]
+        a.round_met[k] = load(&a.core.port.met[a.round_peers[k]]) if row[k] >= 0 else 0
+    job.loops[i].begin_round(number + 1, row[0])
+    a.in_round = True
+
+
+cdef void begin_mean(JobState job, int i):
+    cdef Actor* a = &job.actors[i]
+    a.mean = job.loops[i].begin_mean(job.means == "replace")
+    a.in_round = True
+    job.turn_soon(i)
+
+
+cdef bint round_over(JobState job, Actor* a):
+    cdef int k, peer
+    if job.means is not None:
+        return load(&a.core.mean.finished) >= a.mean
+    for k in range(2):
+        peer = a.round_peers[k]
+        if peer >= 0 and load(&a.core.port.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
+            return False
+    return True
+
+
+cdef void leave_job(JobState job, int i, bint broken):
+    cdef Core* e = job.actors[i].core
+    e.port.given.broken = broken
+    e.port.given.leaving = True
+    job.turn_at(i, job.net.now_s + between(&job.chance, 0, 1e-3))
+
+
+cdef void give_up(JobState job, int i):
+    """The mean that it waits for lacks a peer which left early: its trainer raises, and it leaves as failed."""
+    cdef Actor* a = &job.actors[i]
+    a.gave_up = True
+    a.steps = a.step
+    a.doing = DONE_STEPS
+    a.done_at = job.net.now_s
+    leave_job(job, i, True)
+
+
+_spans = {}
+
+
+def spans_of(n, count):
+    """Spans of n chunks, each of one tensor."""
+    if (n, count) not in _spans:
+        _spans[n, count] = np.array([[c, 0, c, 0, count] for c in range(n)], np.int64)
+    return _spans[n, count]
+
+
+def addresses_of(model, n):
+    """Where the tensors of a model are."""
+    return model.ctypes.data + np.arange(n, dtype=np.uintp) * np.uintp(model.strides[0])

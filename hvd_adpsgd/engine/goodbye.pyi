@@ -1,0 +1,1 @@
+# Nothing for Python: the engine's thread only.
