@@ -1,0 +1,1 @@
+"""Many engines in one process, in virtual time."""

@@ -1,0 +1,201 @@
+"""Many seeds: run them, on all cores if wished, and report what was met."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
+from hvd_adpsgd.simulation.faults import FAULTS
+from hvd_adpsgd.simulation.ledger import BrokenPromise
+from hvd_adpsgd.simulation.scenario import Scenario, run
+
+__all__ = ["IMPOSSIBLE", "Failure", "Report", "explore", "run_block"]
+
+BLOCK = 250  # seeds of one task
+
+# (state, message) that cannot meet, and why.
+IMPOSSIBLE: dict[tuple[str, str], str] = {
+    ("none", "silence"): "there is nobody to be silent",
+    **{
+        (state, "silence"): "the peer is silent already, or has failed"
+        for state in ("parked", "closing, parked", "broken")
+    },
+    ("broken", "failure"): "a failure is told once, before transfers are looked at",
+    **{(state, "report"): "engines exchange no reports in these runs" for state in STATES},
+    **{
+        (state, "yes"): "an ASK has one answer, with which the exchange begins"
+        for state in ("running", "held", "parked", "closing", "closing, parked")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A seed that breaks a promise."""
+
+    seed: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.what}\n  replay: python -m hvd_adpsgd simulate --seed {self.seed}"
+
+
+@dataclass
+class Report:
+    """What runs have met; the sum of two is that of all of their runs."""
+
+    runs: int = 0
+    events: int = 0
+    exchanges: int = 0
+    means: int = 0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    coverage: Counter[tuple[str, str]] = field(default_factory=Counter)
+    strategies: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Count its runs too."""
+        self.runs += other.runs
+        self.events += other.events
+        self.exchanges += other.exchanges
+        self.means += other.means
+        self.seconds += other.seconds
+        self.faults += other.faults
+        self.coverage += other.coverage
+        self.strategies += other.strategies
+        self.failures += other.failures
+
+    def to_json(self) -> str:
+        """All of it, for `from_json`."""
+        pairs = [[*pair, count] for pair, count in self.coverage.items()]
+        failures = [vars(failure) for failure in self.failures]
+        return json.dumps({**vars(self), "coverage": pairs, "failures": failures})
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """The report that `to_json` wrote."""
+        values = json.loads(text)
+        values["coverage"] = Counter({(s, m): count for s, m, count in values["coverage"]})
+        for name in ("faults", "strategies"):
+            values[name] = Counter(values[name])
+        values["failures"] = [Failure(**failure) for failure in values["failures"]]
+        return Report(**values)
+
+    def never_met(self) -> list[tuple[str, str]]:
+        """Pairs of state and message that could meet and did not."""
+        pairs = [(state, message) for state in STATES for message in MESSAGES]
+        return [pair for pair in pairs if pair not in self.coverage and pair not in IMPOSSIBLE]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.runs} runs, {self.seconds:.0f} s of virtual time, {self.events} events, "
+            f"{self.exchanges} exchanges, {self.means} means of all by one engine, "
+            f"{len(self.failures)} broken promises",
+            "",
+            *_fault_table(self.faults),
+            "",
+            *_coverage_table(self.coverage),
+        ]
+        never = ", ".join(f"{message} in {state}" for state, message in self.never_met())
+        lines += ["", f"never met, and not known to be impossible: {never or 'none'}"]
+        return "\n".join([*lines, *map(str, self.failures)])
+
+
+def _fault_table(faults: Counter[str]) -> list[str]:
+    """Faults by kind, and by what the engine was in the middle of."""
+    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
+    for name, count in faults.items():
+        kind, _, phase = name.partition(" | ")
+        for part in phase.split(" + "):
+            by_kind[kind][part] += count
+    phases = sorted({phase for counts in by_kind.values() for phase in counts})
+    width = max(map(len, (*phases, "fault | phase")), default=0) + 1
+    rows = ["".join(["phase \\ fault".ljust(width), *(f"{kind:>10}" for kind in FAULTS)])]
+    for phase in phases:
+        rows.append(phase.ljust(width) + "".join(f"{by_kind[kind][phase]:>10}" for kind in FAULTS))
+    return rows
+
+
+def _coverage_table(coverage: Counter[tuple[str, str]]) -> list[str]:
+    rows = ["state \\ comes".ljust(17) + "".join(f"{message:>12}" for message in MESSAGES)]
+    for state in STATES:
+        cells = [coverage[state, message] for message in MESSAGES]
+        shown = [
+            "-" if (state, m) in IMPOSSIBLE and not c else str(c)
+            for m, c in zip(MESSAGES, cells, strict=True)
+        ]
+        rows.append(state.ljust(17) + "".join(f"{cell:>12}" for cell in shown))
+    return rows
+
+
+def run_block(seeds: Iterable[int]) -> Report:
+    """Run the scenarios of these seeds, one after the other."""
+    report = Report()
+    for seed in seeds:
+        scenario = Scenario.random(seed)
+        report.strategies[scenario.strategy] += 1
+        report.runs += 1
+        try:
+            job = run(scenario)
+        except BrokenPromise as broken:
+            report.failures.append(Failure(seed, str(broken)))
+            continue
+        numbers = job.summary()
+        report.events += numbers["events"]
+        report.exchanges += numbers["exchanges"]
+        report.means += numbers["means"]
+        report.seconds += numbers["seconds"]
+        report.faults.update(job.met)
+        report.coverage.update(job.covering())
+    return report
+
+
+def explore(
+    first: int,
+    last: int,
+    *,
+    workers: int | None = None,
+    progress: Callable[[Report], None] | None = None,
+    kept: Path | None = None,
+) -> Report:
+    """Run the seeds from `first` up to but not including `last`, on all cores.
+
+    With `kept`, the report is written there after every block, and a later call with the same `first`
+    continues behind the last block that is in it.
+
+    Args:
+        first: seed.
+        last: the seed behind the last one.
+        workers: processes; None: one per core.
+        progress: told after every block.
+        kept: file.
+    """
+    total = Report()
+    if kept is not None and kept.exists():
+        total = Report.from_json(kept.read_text())
+    blocks = [range(at, min(at + BLOCK, last)) for at in range(first + total.runs, last, BLOCK)]
+    workers = min(workers or os.cpu_count() or 1, len(blocks))
+    for report in _reports(blocks, workers):
+        total.add(report)
+        if kept is not None:
+            new = kept.with_name(f"{kept.name}.new")
+            new.write_text(total.to_json())
+            new.replace(kept)  # whole, whenever the run is interrupted
+        if progress is not None:
+            progress(total)
+    return total
+
+
+def _reports(blocks: list[range], workers: int) -> Iterator[Report]:
+    if workers <= 1:
+        yield from map(run_block, blocks)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(run_block, blocks)

@@ -1,0 +1,2 @@
+STATES: tuple[str, ...]
+MESSAGES: tuple[str, ...]

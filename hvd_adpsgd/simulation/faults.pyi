@@ -1,0 +1,1 @@
+FAULTS: tuple[str, ...]

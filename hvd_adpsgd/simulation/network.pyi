@@ -1,0 +1,23 @@
+from hvd_adpsgd.engine.wire import AnyClock, AnyWire
+
+class Network:
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        latency_s: float,
+        jitter: float,
+        bytes_per_s: float,
+        bytes_scale: float = 1.0,
+        eager: float = 0.5,
+        late: float = 0.0,
+        late_write: float = 0.5,
+        trace: bool = False,
+    ) -> None: ...
+    def messages(self) -> list[tuple[float, float, int, int, int, int, int, int]]: ...
+
+class SimulatedWire(AnyWire):
+    def __init__(self, network: Network, rank: int) -> None: ...
+
+class SimulatedClock(AnyClock):
+    def __init__(self, network: Network) -> None: ...

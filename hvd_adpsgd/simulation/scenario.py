@@ -1,0 +1,395 @@
+"""A job to simulate, as data: everything that a run needs, and a run of it.
+
+`Scenario.random(seed)` draws one from a seed; `run` lets real engines go through it in virtual time and
+checks the promises. A scenario that breaks one does so again, on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.chance import Chance
+from hvd_adpsgd.simulation.faults import FAULTS
+from hvd_adpsgd.simulation.job import Job
+from hvd_adpsgd.simulation.network import Network
+from hvd_adpsgd.strategies import Rounds, parse
+from hvd_adpsgd.strategies.plan import AFTER
+
+__all__ = [
+    "STRATEGIES",
+    "Fault",
+    "Learner",
+    "Scenario",
+    "digest",
+    "job_of",
+    "rounds_of",
+    "run",
+    "schedules",
+]
+
+GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
+STRATEGIES = (
+    *GOSSIP,
+    "random_pairs",  # the default, twice as often
+    "a2cid2",
+    "noloco:period=2",
+    "delay_by_one",
+    "delayed_gradients",
+    "periodic_averaging:period=3",
+    "periodic_averaging:period=2,block_momentum=0.5,warm_up=2",
+    "synchronous",
+    *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
+    *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
+)
+DTYPES = {"float32": 0, "float64": 1, "float16": 3}
+WIRES = {"": -1, "bfloat16": 2, "float16": 3}
+Table = list[tuple[int, int]]
+LONGEST_S = 200.0  # of a run, in virtual time
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one super learner; the meaning of `peers` and `value` is that of Job.strike.
+
+    Attributes:
+        at_s: seconds after the start.
+        kind: one of FAULTS.
+        who: the super learner.
+        peers: of cut and sever: the other one; of partition: those on its side.
+        value: of stop, cut, sever and partition: seconds; of slow: how many times slower.
+    """
+
+    at_s: float
+    kind: str
+    who: int
+    peers: tuple[int, ...] = ()
+    value: float = 0.0
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As Job.strike takes them."""
+        if self.kind in ("cut", "sever"):
+            return (self.peers[0], self.value)
+        if self.kind == "partition":
+            return (self.peers, self.value)
+        return (self.value,) if self.kind in ("stop", "slow") else ()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """One super learner.
+
+    Attributes:
+        rate: exchanges per step.
+        step_s: of a step; each one differs by up to `spread` of it.
+        node_s: of its all-reduce, 0 for a learner alone.
+        deadline_s: after which a silent peer is parked.
+    """
+
+    rate: float
+    step_s: float
+    spread: float
+    node_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job, its network and what happens to it.
+
+    Attributes:
+        seed: of all that the wire's contract and the trainers leave open.
+        strategy: a spec, as of the option `averaging`.
+        steps: of each super learner.
+        chunks, elements: of the model; `later` more chunks come with a parameter group.
+        dtype, wire: of the parameters and, "" for the same, of chunks on their way.
+        latency_s: of a message, times 1 to 1 + jitter.
+        late: probability that a message takes up to 200 latencies.
+        bytes_per_s: of each super learner's link.
+        slack: an engine's polls are up to this many times later than it wants.
+        detect_s: the end of a process is noticed by each peer within that time.
+        hosts: the host of each super learner; those of one share memory. () for no shared memory.
+        max_staleness: the option, 0 for none.
+        reports_s: seconds between the messages with which each tells a peer what is reported; 0: none.
+    """
+
+    seed: int
+    strategy: str
+    steps: int
+    chunks: int
+    later: int
+    elements: int
+    dtype: str
+    wire: str
+    latency_s: float
+    jitter: float
+    late: float
+    bytes_per_s: float
+    slack: float
+    detect_s: float
+    leave_deadline_s: float
+    learners: tuple[Learner, ...]
+    hosts: tuple[int, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    max_staleness: int = 0
+    reports_s: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """How many super learners."""
+        return len(self.learners)
+
+    @classmethod
+    def random(cls, seed: int) -> Scenario:
+        """The scenario of a seed, the same on every machine."""
+        c = Chance(seed)
+        strategy = c.choose(STRATEGIES)
+        n = c.integer(4 if strategy == "a2cid2" else 2, 8)
+        steps, step_s = c.integer(3, 24), c.magnitude(-3.5, -1.7)
+        chunks, later, elements = c.integer(1, 21), c.integer(0, 2), c.integer(1, 3)
+        latency_s, bytes_per_s = c.magnitude(-5, -3), c.magnitude(3, 9)
+        leave_deadline_s = c.magnitude(-2, 0.5)
+        if c.happens(0.3):  # exchanges last for steps, and the last ones are cut short
+            exchange_s = step_s * c.between(0.5, 10)
+            bytes_per_s = float(f"{8 * elements * chunks / exchange_s:.3g}")
+            leave_deadline_s = float(f"{exchange_s * c.between(0.3, 2):.3g}")
+        drawn = cls(
+            seed=seed,
+            strategy=strategy,
+            steps=steps,
+            chunks=chunks,
+            later=later,
+            elements=elements,
+            dtype=c.choose(("float64", "float64", "float32")),
+            wire=c.choose(("", "", "", "bfloat16", "float16")),
+            latency_s=latency_s,
+            jitter=c.between(0, 5),
+            late=c.choose((0.0, 0.0, 0.01, 0.1)),
+            bytes_per_s=bytes_per_s,
+            slack=c.between(1, 10),
+            detect_s=min(c.magnitude(-2, 0.3), leave_deadline_s),
+            leave_deadline_s=leave_deadline_s,
+            learners=tuple(_random_learner(c, step_s) for _ in range(n)),
+            hosts=tuple(c.integer(0, c.integer(0, n - 1)) for _ in range(n))
+            if c.happens(0.6)
+            else (),
+            faults=_random_faults(c, n, 1.3 * steps * step_s),
+        )
+        return _with_rare_things(drawn, Chance(2**40 + seed))
+
+    def to_json(self) -> str:
+        """In one line; the inverse of from_json."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Scenario:
+        """The scenario in a line of to_json.
+
+        Raises:
+            ConfigError: if it is none.
+        """
+        try:
+            found = json.loads(text)
+            found["learners"] = tuple(Learner(**each) for each in found["learners"])
+            found["faults"] = tuple(
+                Fault(**{**each, "peers": tuple(each["peers"])}) for each in found["faults"]
+            )
+            return cls(**{**found, "hosts": tuple(found["hosts"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"not a scenario: {text[:80]!r} ({error}). Pass what `simulate` has printed."
+            ) from error
+
+    def __str__(self) -> str:
+        """A description in a few lines."""
+        shared = f", hosts {list(self.hosts)}" if self.hosts else ", no shared memory"
+        lines = [
+            f"seed {self.seed}: {self.size} super learners, {self.strategy}, {self.steps} steps",
+            f"  {self.chunks} chunks (+ {self.later} later) of {self.elements} {self.dtype}"
+            f"{', on the wire ' + self.wire if self.wire else ''}{shared}",
+            f"  latency {self.latency_s} s (+ up to {self.jitter:g} times, {self.late:.0%} late), "
+            f"{self.bytes_per_s:g} bytes/s, "
+            f"slack {self.slack:g}, failures found within {self.detect_s} s"
+            f"{f', max_staleness {self.max_staleness}' if self.max_staleness else ''}"
+            f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}",
+        ]
+        lines += [
+            f"  {i}: {x.rate:g} exchanges per step of {x.step_s:g} s (+- {x.spread:.0%}), "
+            f"node {x.node_s:g} s, deadline {x.deadline_s:g} s"
+            for i, x in enumerate(self.learners)
+        ]
+        lines += [
+            f"  at {f.at_s:.6f} s: {f.kind} {f.who}"
+            f"{' with ' + ', '.join(map(str, f.peers)) if f.peers else ''}"
+            f"{f' ({f.value:g})' if f.value else ''}"
+            for f in sorted(self.faults, key=lambda f: f.at_s)
+        ]
+        return "\n".join(lines)
+
+
+# ---- drawing ------------------------------------------------------------------------------------
+
+
+def _random_learner(c: Chance, step_s: float) -> Learner:
+    return Learner(
+        rate=c.choose((0.3, 1.0, 2.0)),
+        step_s=step_s * c.choose((1, 1, 1, 5)),
+        spread=c.between(0, 0.5),
+        node_s=c.choose((0.0, step_s / 5)),
+        deadline_s=c.magnitude(-2, 0),
+    )
+
+
+def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
+    faults: list[Fault] = []
+    for _ in range(c.integer(0, 4)):
+        at_s, who = c.between(0, until_s), c.integer(0, n - 1)
+        kind = c.choose((*FAULTS, "crash", "crash"))
+        other = (who + c.integer(1, n - 1)) % n
+        if kind == "extend":
+            faults += [Fault(at_s + c.between(0, until_s / 10), kind, i) for i in range(n)]
+        elif kind in ("cut", "sever"):
+            faults.append(Fault(at_s, kind, who, (other,), c.magnitude(-3, 0.3)))
+        elif kind == "partition":
+            side = tuple(i for i in range(n) if i not in (who, other) and c.happens(0.5))
+            faults.append(Fault(at_s, kind, who, side, c.magnitude(-3, 0.3)))
+        elif kind == "stop":
+            faults.append(Fault(at_s, kind, who, (), c.magnitude(-3, 0.5)))
+        else:
+            faults.append(
+                Fault(at_s, kind, who, (), c.choose((5.0, 20.0)) if kind == "slow" else 0.0)
+            )
+    return tuple(faults)
+
+
+def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
+    """A bound of staleness; a second crash in the same decision; an answer later than a whole exchange."""
+    bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
+    faults = list(s.faults)
+    for fault in s.faults:
+        if fault.kind == "crash" and c.happens(0.3):
+            other = (fault.who + c.integer(1, s.size - 1)) % s.size
+            faults.append(Fault(fault.at_s + c.between(0, 20) * s.latency_s, "crash", other))
+    s = dataclasses.replace(s, max_staleness=c.choose(bounds), faults=tuple(faults))
+    if c.happens(0.05):
+        s = dataclasses.replace(s, chunks=1, later=0, bytes_per_s=1e9, late=0.3)
+    return s
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]:
+    """The rounds of a strategy, and of each super learner whom it asks and who asks it, by round."""
+    steps = [parse(strategy).plan(i, n).in_step for i in range(n)]
+    if steps[0] is None or steps[0].peers is None:
+        return steps[0], None
+    return steps[0], [
+        [(int(a), int(b)) for a, b in s.peers]
+        for s in steps
+        if s is not None and s.peers is not None
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def schedules(strategy: str, n: int) -> list[npt.NDArray[np.intc]]:
+    """Whom each super learner asks, in this order."""
+    kind = parse(strategy)
+    return [np.ascontiguousarray(kind.plan(i, n).schedule.ravel(), dtype=np.intc) for i in range(n)]
+
+
+def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
+    """The job of a scenario, not begun.
+
+    Args:
+        scenario: what it is.
+        trace: keep messages and what happens, for a chart.
+    """
+    s, n = scenario, scenario.size
+    network = Network(
+        n, 7 * s.seed + 1, s.latency_s, s.jitter, s.bytes_per_s, late=s.late, trace=trace
+    )
+    rounds, tables = rounds_of(s.strategy, n)
+    means = None
+    if rounds is not None and rounds.peers is None:
+        means = "replace" if rounds.replaces else "add"
+    job = Job(
+        network,
+        13 * s.seed + 5,
+        slack=s.slack,
+        tables=tables,
+        period=rounds.period if rounds else 1,
+        means=means,
+        after=rounds is not None and rounds.order == AFTER,
+        warm_up=rounds.warm_up if rounds else 0,
+        detect_s=s.detect_s,
+        trace=trace,
+        max_staleness=s.max_staleness,
+        reports_s=s.reports_s,
+    )
+    _add_learners(job, s)
+    if s.hosts:
+        job.share(s.hosts, 8 * s.elements)
+    for fault in s.faults:
+        job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
+    return job
+
+
+def _add_learners(job: Job, s: Scenario) -> None:
+    c = Chance(s.seed + 1)
+    in_pairs = rounds_of(s.strategy, s.size)[1] is not None
+    weight = parse(s.strategy).plan(0, s.size).weight
+    for i, learner in enumerate(s.learners):
+        model = np.array(
+            [c.integer(-1000, 1000) / 8 for _ in range((s.chunks + s.later) * s.elements)], s.dtype
+        ).reshape(-1, s.elements)
+        job.add(
+            schedules(s.strategy, s.size)[i],
+            weight,
+            learner.rate,
+            in_pairs,
+            model,
+            s.later,
+            DTYPES[s.dtype],
+            WIRES[s.wire],
+            8 * s.elements,
+            s.steps,
+            learner.step_s,
+            learner.spread,
+            learner.node_s,
+            learner.deadline_s,
+            s.leave_deadline_s,
+        )
+
+
+def run(scenario: Scenario, *, trace: bool = False) -> Job:
+    """Let the job run to its end.
+
+    Returns:
+        The job, for its numbers.
+
+    Raises:
+        BrokenPromise: if it breaks one.
+    """
+    job = job_of(scenario, trace=trace)
+    job.run(LONGEST_S)
+    return job
+
+
+def digest(jobs: Sequence[Job]) -> str:
+    """Of the numbers of runs, times to the microsecond: the same on every machine."""
+    numbers = [
+        {**job.summary(), "seconds": math.floor(job.summary()["seconds"] * 1e6)} for job in jobs
+    ]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]

@@ -1,0 +1,274 @@
+"""Many real engines in one process, in virtual time.
+
+python -m hvd_adpsgd simulate --seed N                replay a seed, with a description
+python -m hvd_adpsgd simulate --seeds A B             run seeds A up to B - 1: is any promise broken?
+python -m hvd_adpsgd simulate --super-learners 256 --model 350M --step 0.35s --network 10Gb/s,50us
+                                                      what a cluster would do
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvd_adpsgd.errors import AdpsgdError
+from hvd_adpsgd.simulation import exploration
+from hvd_adpsgd.simulation.calibration import Calibration
+from hvd_adpsgd.simulation.campaign import BLOCK, Report, explore
+from hvd_adpsgd.simulation.chart import chart, write_timeline
+from hvd_adpsgd.simulation.ledger import BrokenPromise
+from hvd_adpsgd.simulation.planner import Cluster, Outcome, draw, plan
+from hvd_adpsgd.simulation.scenario import LONGEST_S, Scenario, job_of
+from hvd_adpsgd.simulation.shrink import shrink
+from hvd_adpsgd.tools.simulate import units
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 if every promise was kept, 1 otherwise."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.super_learners is not None:
+            return _plan(args)
+        if args.seeds is not None:
+            return _explore(args)
+        if args.explore is not None:
+            return _every_interleaving(args.explore)
+        return _replay(args)
+    except AdpsgdError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("simulate: stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_adpsgd simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, metavar="N", help="replay the scenario of a seed")
+    what.add_argument(
+        "--scenario", metavar="JSON", help="replay a scenario that simulate has printed"
+    )
+    what.add_argument("--seeds", type=int, nargs=2, metavar=("A", "B"), help="run seeds A to B - 1")
+    what.add_argument(
+        "--explore", nargs="*", metavar="JOB", help="explore every interleaving of small jobs"
+    )
+    what.add_argument("--super-learners", type=int, metavar="N", help="plan a cluster of so many")
+    parser.add_argument(
+        "--keep",
+        metavar="FILE",
+        help="of --seeds: the report so far; the same call again continues it",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
+    parser.add_argument(
+        "--chart", action="store_true", help="draw the messages as a sequence chart"
+    )
+    parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of the chart")
+    parser.add_argument("--timeline", metavar="FILE", help="write a Chrome trace, as training does")
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="do not look for the smallest failure"
+    )
+    _add_plan_arguments(parser.add_argument_group("a cluster"))
+    return parser
+
+
+def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", default="100M", metavar="350M", help="float32 parameters")
+    group.add_argument("--step", default="0.35s", metavar="0.35s", help="time of a step")
+    group.add_argument(
+        "--network", default="10Gb/s,50us", metavar="10Gb/s,50us", help="of each host's link"
+    )
+    group.add_argument("--slow", default="0x1", metavar="1x10", help="one is ten times slower")
+    group.add_argument(
+        "--fail", default="0/h", metavar="0.01/h", help="failures of one super learner"
+    )
+    group.add_argument("--strategy", default="random_pairs", metavar="SPEC")
+    group.add_argument("--rate", type=float, default=1.0, metavar="R", help="exchanges per step")
+    group.add_argument(
+        "--minutes", type=float, default=10.0, metavar="M", help="of training (default 10)"
+    )
+    group.add_argument("--json", metavar="FILE", help="write all numbers")
+    group.add_argument(
+        "--figure", metavar="FILE", help="draw decay, staleness and steps (needs matplotlib)"
+    )
+    group.add_argument(
+        "--calibration", metavar="FILE", help="costs of averaging on a host, of `bench calibrate`"
+    )
+    group.add_argument("--random-seed", type=int, default=0, metavar="N")
+
+
+# ---- one run ------------------------------------------------------------------------------------
+
+
+def _replay(args: argparse.Namespace) -> int:
+    scenario = (
+        Scenario.random(args.seed) if args.scenario is None else Scenario.from_json(args.scenario)
+    )
+    broken = _told(scenario, args)
+    if broken is None:
+        return 0
+    if not args.no_shrink:
+        small = shrink(scenario)
+        print(f"\nthe smallest that breaks it too:\n  --scenario '{small.to_json()}'\n")
+        _told(small, argparse.Namespace(chart=True, lines=args.lines or 60, timeline=None))
+    return 1
+
+
+def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
+    """Run it, and print what it is and what came of it."""
+    print(scenario)
+    job = job_of(scenario, trace=bool(args.chart or args.timeline))
+    broken = None
+    try:
+        job.run(LONGEST_S)
+    except BrokenPromise as found:
+        broken = found
+    if args.chart:
+        print(f"\nms, by super learner\n{chart(job, scenario.size, args.lines)}\n")
+    if args.timeline:
+        write_timeline(job, scenario.size, args.timeline)
+        print(f"timeline: {Path(args.timeline)}")
+    print("".join(f"  {name} {value}" for name, value in job.summary().items()))
+    print(f"BROKEN: {broken}" if broken else "every promise kept")
+    return broken
+
+
+# ---- many ---------------------------------------------------------------------------------------
+
+
+def _explore(args: argparse.Namespace) -> int:
+    first, last = args.seeds
+    report = explore(
+        first,
+        last,
+        workers=args.workers,
+        progress=_progress(last - first),
+        kept=Path(args.keep) if args.keep else None,
+    )
+    print(report)
+    for failure in report.failures[:1]:
+        if not args.no_shrink:
+            small = shrink(Scenario.random(failure.seed))
+            print(f"\nthe smallest of seed {failure.seed}:\n  --scenario '{small.to_json()}'\n")
+            _told(small, argparse.Namespace(chart=True, lines=args.lines or 60, timeline=None))
+    return 1 if report.failures else 0
+
+
+def _progress(runs: int) -> Callable[[Report], None]:
+    """A line that counts, rewritten on a terminal and every ten seconds elsewhere."""
+    began = shown = time.monotonic()
+    before: int | None = None  # runs of earlier calls
+
+    def show(report: Report) -> None:
+        nonlocal shown, before
+        before = max(report.runs - BLOCK, 0) if before is None else before
+        now = time.monotonic()
+        if now - shown < (0.2 if sys.stderr.isatty() else 10) and report.runs < runs:
+            return
+        shown = now
+        rate = max(report.runs - before, 1) / max(now - began, 1e-9)
+        line = (
+            f"{report.runs} of {runs} seeds, {rate:.0f}/s, {(runs - report.runs) / rate:.0f} s left, "
+            f"{len(report.failures)} broken"
+        )
+        end = "\r" if sys.stderr.isatty() and report.runs < runs else "\n"
+        print(line.ljust(78), end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+# ---- every interleaving -------------------------------------------------------------------------
+
+
+def _every_interleaving(names: Sequence[str]) -> int:
+    explored = []
+    for job in exploration.chosen(names):
+        try:
+            explored.append(job.run(_counting(job.name)))
+        except BrokenPromise as broken:
+            print(f"{job.name}: BROKEN: {broken}")
+            return 1
+        print(f"{job.name}: {explored[-1].states:,} states, every promise kept", flush=True)
+    print(f"\n{exploration.table(explored)}")
+    return 0
+
+
+def _counting(name: str) -> Callable[[int], None]:
+    """A line that counts states, rewritten on a terminal and every ten seconds elsewhere."""
+    shown = time.monotonic()
+
+    def show(states: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown < (0.5 if sys.stderr.isatty() else 10):
+            return
+        shown = now
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"{name}: {states:,} states so far", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+# ---- a cluster ----------------------------------------------------------------------------------
+
+
+def _plan(args: argparse.Namespace) -> int:
+    bytes_per_s, latency_s = units.network(args.network)
+    slow, slow_factor = units.slow(args.slow)
+    cluster = Cluster(
+        super_learners=args.super_learners,
+        parameters=units.model(args.model),
+        step_s=units.seconds(args.step),
+        bytes_per_s=bytes_per_s,
+        latency_s=latency_s,
+        strategy=args.strategy,
+        minutes=args.minutes,
+        rate=args.rate,
+        slow=slow,
+        slow_factor=slow_factor,
+        failures_per_hour=units.failures(args.fail),
+        seed=args.random_seed,
+        calibration=Calibration.read(args.calibration) if args.calibration else None,
+    )
+    outcome = plan(cluster)
+    print(_told_plan(cluster, outcome))
+    if args.json:
+        Path(args.json).write_text(outcome.to_json(cluster))
+    if args.figure:
+        draw(outcome, args.figure)
+    return 0
+
+
+def _told_plan(cluster: Cluster, o: Outcome) -> str:
+    theory = ", in theory {:.3f} to {:.3f},".format(*o.decay_in_theory) if o.decay_in_theory else ""
+    decay = f"{o.decay:.3f}{theory}" if o.decay is not None else "not seen"
+    rows = [
+        ("steps kept", f"{o.steps_kept:.1%} of those without waiting, slow ones and failures"),
+        (
+            "synchronous",
+            f"{o.synchronous_kept:.1%} (model: ring all-reduce, checkpoints, restarts)",
+        ),
+        ("exchanges per step", f"{o.exchanges_per_step:.2f} of a super learner, asked and served"),
+        ("staleness", f"{o.staleness_mean:.1f} steps, 99 % within {o.staleness_99}"),
+        ("consensus decay", f"{decay} per exchange of a super learner, squared distance"),
+        (
+            "sent",
+            f"{o.bytes_per_s[0] / 1e6:.0f} MB/s per super learner, most {o.bytes_per_s[1] / 1e6:.0f}",
+        ),
+        ("connections", f"{o.peers[0]:.0f} per super learner, most {o.peers[1]}"),
+        ("failed", f"{o.failed} of {cluster.super_learners}"),
+        (
+            "simulated in",
+            f"{o.seconds_of_simulation:.1f} s, {o.us_per_turn:.2f} us per turn of an engine",
+        ),
+    ]
+    return "\n".join(f"{name:>20}  {value}" for name, value in rows)

@@ -1,0 +1,60 @@
+"""Sizes, times and rates as one writes them: 350M, 0.35s, 10Gb/s,50us, 1x10, 0.01/h."""
+
+from __future__ import annotations
+
+import re
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["failures", "model", "network", "seconds", "slow"]
+
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_RATES = {"Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "MB/s": 1e6, "GB/s": 1e9}
+
+
+def _number(text: str, units: dict[str, float], what: str, example: str) -> float:
+    found = re.fullmatch(r"([0-9.]+(?:e-?[0-9]+)?)\s*([A-Za-z/]*)", text.strip())
+    try:
+        if found is not None and found[2] in units and float(found[1]) >= 0:
+            return float(found[1]) * units[found[2]]
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"bad {what} {text!r}: allowed is a number with one of {', '.join(filter(None, units))}. "
+        f"Pass {example}, for instance."
+    )
+
+
+def model(text: str) -> float:
+    """Parameters: 350M."""
+    return _number(text, _COUNTS, "--model", "350M")
+
+
+def seconds(text: str) -> float:
+    """A time: 0.35s."""
+    return _number(text, _TIMES, "time", "0.35s")
+
+
+def network(text: str) -> tuple[float, float]:
+    """Bytes per second and latency of a link: 10Gb/s,50us."""
+    rate, _, latency = text.partition(",")
+    return (
+        _number(rate, _RATES, "--network", "10Gb/s,50us"),
+        _number(latency or "50us", _TIMES, "--network", "10Gb/s,50us"),
+    )
+
+
+def slow(text: str) -> tuple[int, float]:
+    """How many super learners are how many times slower: 1x10."""
+    found = re.fullmatch(r"(\d+)x([0-9.]+)", text)
+    if found is None:
+        raise ConfigError(
+            f"bad --slow {text!r}: allowed is HOW_MANYxHOW_MUCH. Pass 1x10, for instance."
+        )
+    return int(found[1]), float(found[2])
+
+
+def failures(text: str) -> float:
+    """Failures of one super learner per hour: 0.01/h."""
+    return _number(text, {"/h": 1.0, "/d": 1 / 24}, "--fail", "0.01/h")
