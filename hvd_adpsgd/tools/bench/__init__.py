@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARK", "add_arguments", "report", "run", "settings", "spread_of", "timed"]
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.watching.trace import merge
+
+__all__ = ["MARK", "add_arguments", "machine", "report", "run", "settings", "spread_of", "timed"]
 
 MARK = "HVD_ADPSGD_BENCH "
 
@@ -24,6 +27,8 @@ _MEANINGS = {
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
     "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
+    "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
+    "watching_cpu": "share of a core that watching uses, the largest of all learners",
     "idle": "share of a core that an idle engine uses",
     "decay.from_law": "largest difference to the law, models of size 1",
     "*.theory": "rate of the expectation, or a ratio of two",
@@ -34,6 +39,8 @@ _MEANINGS = {
     "*.butterfly_ms": "the same, summed by the butterfly",
     "*.butterfly_to_mpi": "ratio of the two, median of rounds",
     "*.mean_ms": "a mean of all beside nothing",
+    "step_ms": "a step's work on the model beside the optimizer: publish, apply, mirror",
+    "chunk_us": "of the engine for a chunk: snapshot and merge",
     "*.off_ms": "step of the plain optimizer",
     "*.delay_to_max": "delay_by_one / max(off, mean)",
     "*.delay_to_sum": "delay_by_one / (off + mean)",
@@ -59,6 +66,15 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "blocks": (5, ""),
             "steps": (20, "steps per block"),
             "straggler": (0.0, "one learner sleeps S seconds per step"),
+            "averaging": ("random_pairs", "a strategy"),
+        },
+    ),
+    "watching": (
+        "training steps, watched and recorded against not",
+        {
+            "learners": (2, ""),
+            "blocks": (9, ""),
+            "steps": (100, "steps per block"),
             "averaging": ("random_pairs", "a strategy"),
         },
     ),
@@ -93,6 +109,15 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "rounds": (9, ""),
         },
     ),
+    "calibrate": (
+        "what averaging costs beside the network, for simulate --calibration",
+        {
+            "mib": (164.6, "size of the model"),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "rounds": (9, ""),
+            "out": ("", "file to write"),
+        },
+    ),
 }
 
 
@@ -121,11 +146,28 @@ def run(args: argparse.Namespace) -> int:
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
     if asked.get("picture"):
         return _draw_overlap(asked)
-    result = _measure(asked)
+    if args.kind == "calibrate":
+        result = _calibrate(args)
+    elif args.kind == "watching":
+        with tempfile.TemporaryDirectory() as folder:
+            result = _measure(asked, HVD_ADPSGD_RECORD=folder)
+    else:
+        result = _measure(asked)
     if result is None:
         return 1
     print(json.dumps(result) if args.json else _table(result))
     return 0
+
+
+def _calibrate(args: argparse.Namespace) -> dict[str, Any] | None:
+    """In this process: nothing of it needs a second one."""
+    from hvd_adpsgd.tools.bench import calibrate
+
+    try:
+        return calibrate.measure(args)
+    except ConfigError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return None
 
 
 def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
@@ -136,7 +178,13 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
-    launcher = shutil.which("horovodrun", path=path) or "horovodrun"
+    launcher = shutil.which("horovodrun", path=path)
+    if launcher is None:
+        print(
+            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod.",
+            file=sys.stderr,
+        )
+        return None
     program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
     done = subprocess.run(
         [launcher, "-np", str(asked["learners"]), *program],
@@ -147,7 +195,7 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         sys.stderr.write(done.stdout)
         print(f"bench {kind} failed (exit status {done.returncode})", file=sys.stderr)
         return None
-    return {**json.loads(found[0]), "machine": _machine()}
+    return {**json.loads(found[0]), "machine": machine()}
 
 
 def _draw_overlap(asked: dict[str, Any]) -> int:
@@ -158,16 +206,20 @@ def _draw_overlap(asked: dict[str, Any]) -> int:
         traces, compute_ms = {}, 0.0
         for scheme in reversed(picture.SCHEMES):  # first what shows how long a mean takes alone
             traces[scheme] = os.path.join(folder, f"{scheme}.json")
+            own = os.path.join(folder, str(len(traces)))
+            os.mkdir(own)
             one = asked | {"learners": 2, "only": scheme, "compute_ms": compute_ms}
-            result = _measure(one, HVD_ADPSGD_TIMELINE=traces[scheme])
+            result = _measure(one, HVD_ADPSGD_TIMELINE=os.path.join(own, "trace.json"))
             if result is None:
                 return 1
+            merge([own], traces[scheme])
             compute_ms = compute_ms or 1.5 * result["mean_ms"]
         picture.draw(traces, asked["picture"])
     return 0
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Cores and processor."""
     names = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,87 @@
+"""What averaging costs on this machine beside the network: for `simulate --calibration FILE`.
+
+Run by `python -m hvd_adpsgd bench calibrate`, in one process. A step of the leader publishes, applies a full
+slot of corrections and fills the mirror; the engine takes a snapshot of each chunk and merges a received one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.simulation.calibration import Calibration
+from hvd_adpsgd.tools.bench import machine
+
+OWN_TYPE = -1  # of chunks on the wire
+WARM_UP = 2  # rounds; each touches one of the two slots for the first time
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, and write the file if one is asked for."""
+    found = calibrated(args.mib, args.chunk_kib, args.rounds)
+    if args.out:
+        found.write(args.out)
+    return {
+        "model_mib": found.model_nbytes / 2**20,
+        "chunk_kib": found.chunk_nbytes / 2**10,
+        "step_ms": 1e3 * found.step_s_per_byte * found.model_nbytes,
+        "chunk_us": 1e6 * found.chunk_s_per_byte * found.chunk_nbytes,
+        "machine": found.machine,
+    }
+
+
+def calibrated(mib: float, chunk_kib: int, rounds: int) -> Calibration:
+    """Measure a model of that size: medians over rounds."""
+    trial = Trial(int(mib * 2**18), chunk_kib * 1024)
+    found = [(trial.timed(trial.chunks), trial.timed(trial.step)) for _ in range(rounds + WARM_UP)]
+    chunks_s, step_s = (statistics.median(column[WARM_UP:]) for column in zip(*found, strict=True))
+    return Calibration(
+        step_s_per_byte=step_s / trial.nbytes,
+        chunk_s_per_byte=chunks_s / trial.nbytes,
+        machine=machine(),
+        model_nbytes=trial.nbytes,
+        chunk_nbytes=trial.chunk_nbytes,
+    )
+
+
+class Trial:
+    """A float32 model in a store, and what an engine and a trainer do with it."""
+
+    def __init__(self, count: int, chunk_nbytes: int) -> None:
+        self.model = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+        self.nbytes, self.chunk_nbytes = self.model.nbytes, chunk_nbytes
+        self.memory = ModelMemory(chunk_nbytes, None, True)
+        self.memory.extend([TensorSpec("model", self.model.shape, "float32")])
+        self._addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
+        self._sent = np.empty(chunk_nbytes, np.uint8)
+        self._received = np.zeros(chunk_nbytes, np.uint8)
+        self._step = 0
+        self.step()
+
+    @staticmethod
+    def timed(act: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
+
+    def step(self) -> None:
+        """What a leader does beside its optimizer."""
+        self.memory.publish()
+        self.memory.absorb(self._addresses, self._step)
+        self._step += 1
+
+    def chunks(self) -> None:
+        """What the engine does in an exchange, without the wire."""
+        chunks = [chunk for part in self.memory.layout.parts for chunk in part.chunks]
+        for i, chunk in enumerate(chunks):
+            nbytes = 4 * chunk.count
+            sent, received = self._sent[:nbytes], self._received[:nbytes]
+            self.memory.store.snapshot(i, OWN_TYPE, sent)
+            self.memory.store.merge(i, OWN_TYPE, 0.5, received, sent)

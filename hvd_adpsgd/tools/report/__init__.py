@@ -1,0 +1,46 @@
+"""A page of a run, from its record: one HTML file that needs no server and fetches nothing.
+
+python -m hvd_adpsgd report FOLDER [-o FILE]     FOLDER: of HVD_ADPSGD_RECORD; FILE: FOLDER/report.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_adpsgd.errors import AdpsgdError, ConfigError
+from hvd_adpsgd.watching.page import page
+from hvd_adpsgd.watching.record import read
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 if there is no record or the page cannot be written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_adpsgd report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", help="of the record")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: FOLDER/report.html")
+    args = parser.parse_args(arguments)
+    try:
+        print(_write(args.folder, Path(args.output or Path(args.folder, "report.html"))))
+    except AdpsgdError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(folder: str, output: Path) -> Path:
+    text = page(read(folder))
+    try:
+        output.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"no page: {str(output)!r} cannot be written ({error.strerror}). Name another file with -o."
+        ) from error
+    return output

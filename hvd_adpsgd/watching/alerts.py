@@ -1,0 +1,178 @@
+"""What is wrong with a run, as its reports show; each thing once, and again after it was over."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvd_adpsgd.watching.reports import Report, main_scalar
+
+__all__ = ["Alert", "Alerts"]
+
+APART_S = 60.0  # without an exchange
+SLOW = 0.5  # of the median speed
+OPERATIONS = 0.5  # share of time in operations over all learners
+LASTING_S = 30.0  # for so long slow, or in such operations; the first seconds of a run do not count
+RISE, FLAT = 3.0, 0.02  # of the distance; relative change of the loss
+HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0  # of distance and loss: kept, judged, sampled
+OVER_S = 300.0  # after which the same thing is told again
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: apart, slow, operations, left_out or drifting.
+        about: the super learner; None: all.
+        text: what, where, the value against its bound, the cure.
+    """
+
+    kind: str
+    about: int | None
+    text: str
+
+
+class Alerts:
+    """Judges the reports of all super learners.
+
+    Args:
+        names: host and learner of each super learner, by super_rank.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._seen: dict[tuple[str, int | None], float] = {}  # when it was last so
+        self._since: dict[str, dict[int, float]] = {}  # by kind, of whom: without a break
+        self._history: deque[tuple[float, float, float]] = deque()  # when, distance, loss
+
+    def check(
+        self, now_s: float, reports: Mapping[int, Report], alive: Collection[int]
+    ) -> list[Alert]:
+        """What is wrong now and was not told before.
+
+        Args:
+            now_s: a clock that is never set.
+            reports: the newest of each super learner that is known.
+            alive: super learners that are neither suspect, left nor failed.
+        """
+        living = {i: report for i, report in reports.items() if i in alive}
+        found = [
+            *self._apart(living),
+            *self._slow(now_s, living),
+            *self._operations(now_s, living),
+            *self._left_out(living),
+            *self._drifting(now_s, living),
+        ]
+        return [alert for alert in found if self._is_new(now_s, alert)]
+
+    def _is_new(self, now_s: float, alert: Alert) -> bool:
+        key = alert.kind, alert.about
+        before = self._seen.get(key, -math.inf)
+        self._seen[key] = now_s
+        return now_s - before > OVER_S
+
+    def _who(self, i: int) -> str:
+        return (
+            f"super learner {i} ({self._names[i]})"
+            if i < len(self._names)
+            else f"super learner {i}"
+        )
+
+    def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
+        """It trains, and for 60 s and twice the steps between exchanges there was none."""
+        if len(living) < 2:
+            return []
+        return [
+            Alert(
+                "apart",
+                i,
+                f"{self._who(i)} has had no exchange for {r.apart_s:.0f} s and {r.apart_steps} "
+                f"steps (bound: {APART_S:.0f} s): its model drifts from the others. Look at "
+                "its network; SIGUSR1 makes it write its state.",
+            )
+            for i, r in living.items()
+            if r.apart_s >= APART_S and r.apart_steps > 2 * max(r.due_steps, 1.0)
+        ]
+
+    def _slow(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
+        speeds = {i: r.steps_per_s for i, r in living.items() if math.isfinite(r.steps_per_s)}
+        median = statistics.median(speeds.values()) if len(speeds) > 1 else 0.0
+        slow = {i for i, speed in speeds.items() if 0 < speed < SLOW * median}
+        return [
+            Alert(
+                "slow",
+                i,
+                f"{self._who(i)} makes {speeds[i]:.3g} steps/s, less than half of the median "
+                f"({median:.3g}), for {now_s - since:.0f} s. The others do not wait for it. Look at that "
+                "host: other jobs, its clock speed, its data loading.",
+            )
+            for i, since in self._lasting("slow", now_s, slow).items()
+        ]
+
+    def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
+        """Of those who are so now, who have been for long, and since when."""
+        before = self._since.get(kind, {})
+        self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
+        return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}
+
+    def _operations(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
+        busy = {i for i, r in living.items() if r.global_operations > OPERATIONS}
+        return [
+            Alert(
+                "operations",
+                i,
+                f"{self._who(i)} spends {living[i].global_operations:.0%} of its time in operations over all "
+                f"learners (bound: {OPERATIONS:.0%}), waiting for the slowest. Call them less often, or with "
+                "process_set=hvd.super_learner.",
+            )
+            for i in self._lasting("operations", now_s, busy)
+        ]
+
+    def _left_out(self, living: Mapping[int, Report]) -> list[Alert]:
+        return [
+            Alert(
+                "left_out",
+                i,
+                f"{self._who(i)}: {r.left_out} chunks of its model are never averaged: a value was not "
+                "finite in the last 8 exchanges of each. A warning of that learner names the tensors.",
+            )
+            for i, r in living.items()
+            if r.left_out
+        ]
+
+    def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
+        """The distance has risen threefold within ten minutes, and the loss has not moved."""
+        distances = [r.distance for r in living.values() if math.isfinite(r.distance)]
+        losses = [found[1] for r in living.values() if (found := main_scalar(r))]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        if not distances or not losses:
+            return []
+        if not self._history or now_s >= self._history[-1][0] + EVERY_S:
+            self._history.append((now_s, statistics.median(distances), statistics.fmean(losses)))
+        while self._history[0][0] < now_s - HISTORY_S:
+            self._history.popleft()
+        return self._risen(now_s)
+
+    def _risen(self, now_s: float) -> list[Alert]:
+        if now_s - self._history[0][0] < SHORTEST_S:
+            return []
+        quarter = max(1, len(self._history) // 4)
+        old, new = list(self._history)[:quarter], list(self._history)[-quarter:]
+        before, after = (statistics.median(d for _, d, _ in part) for part in (old, new))
+        loss, lately = (statistics.fmean(x for _, _, x in part) for part in (old, new))
+        if before <= 0 or after < RISE * before or abs(lately - loss) > FLAT * abs(loss):
+            return []
+        return [
+            Alert(
+                "drifting",
+                None,
+                f"the consensus distance has risen from {before:.3g} to {after:.3g} in "
+                f"{(now_s - self._history[0][0]) / 60:.0f} min, {after / before:.1f} times (bound: "
+                f"{RISE:g}), while the loss stays at {lately:.4g}: the models drift apart. Raise "
+                "HVD_ADPSGD_EXCHANGES_PER_STEP, lower the learning rate, or use gossip_pga.",
+            )
+        ]

@@ -1,0 +1,180 @@
+"""The dashboard of a run: when and where its page is open. server.py answers the requests."""
+
+from __future__ import annotations
+
+import hmac
+import importlib.util
+import logging
+import re
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
+
+from hvd_adpsgd.errors import ConfigError, MissingRequirementError
+from hvd_adpsgd.watching.board import Board
+
+if TYPE_CHECKING:
+    from hvd_adpsgd.watching.server import Server
+
+__all__ = ["Address", "Dashboard", "Token"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+_ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
+_SHORTEST = 16  # characters of a token
+_BACKLOG = 32
+_END_S = 2.0
+
+
+class Address(NamedTuple):
+    """Where the page is open."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From [host]:port; without a host the loopback interface.
+
+        Raises:
+            ConfigError: for another form, or a port over 65535.
+        """
+        found = _ADDRESS.fullmatch(text.strip())
+        if found is None or int(found[3]) > 65535:
+            raise ConfigError(
+                f"no dashboard: HVD_ADPSGD_DASHBOARD is {text!r}, allowed is [host]:port with a port of 0 to "
+                "65535. Set it to :8265 for this host alone, 0.0.0.0:8265 for all its interfaces, or "
+                "[::1]:8265 for an IPv6 address."
+            )
+        return cls(found[1] or found[2] or "127.0.0.1", int(found[3]))
+
+    def listener(self) -> socket.socket:
+        """A socket that listens there.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        return socket.create_server(self, family=family, backlog=_BACKLOG)
+
+    def url(self, token: str) -> str:
+        """The page's URL; for all interfaces with the name of this host."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}/?token={quote(token, safe='')}"
+
+
+class Token:
+    """What a request must carry.
+
+    Args:
+        given: the token, at least 16 characters; None: a random one.
+
+    Raises:
+        ConfigError: for a shorter one. The message does not contain it.
+    """
+
+    def __init__(self, given: str | None = None):
+        if given is not None and len(given) < _SHORTEST:
+            raise ConfigError(
+                f"no dashboard: HVD_ADPSGD_DASHBOARD_TOKEN has {len(given)} characters, needed are at least "
+                f"{_SHORTEST}. Set a longer one (openssl rand -hex 16), or none for a random one."
+            )
+        self.text = given if given is not None else secrets.token_urlsafe(32)
+
+    def is_that(self, other: str) -> bool:
+        """Whether they are equal, in a time that does not depend on where they differ."""
+        return hmac.compare_digest(self.text.encode(), other.encode("utf-8", "replace"))
+
+
+class Dashboard:
+    """The page of one leader; open while this leader is the first living one.
+
+    Args:
+        address: [host]:port.
+        token: see Token.
+        board: what the page shows.
+        record: folder of the record, for the tables of the other super learners.
+
+    Raises:
+        ConfigError: for a bad address or token.
+        MissingRequirementError: if a package that serves the page is not installed.
+    """
+
+    def __init__(self, address: str, token: str | None, board: Board, record: str | None = None):
+        self.address, self.token = Address.parse(address), Token(token)
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise MissingRequirementError(
+                f"no dashboard: HVD_ADPSGD_DASHBOARD is set and {', '.join(missing)} is not installed. Run: "
+                "python -m pip install 'hvd_adpsgd[dashboard]', or unset it."
+            )
+        self._board, self._record = board, record
+        self._server: Server | None = None
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._told = False
+        self._broken = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread is not None
+
+    def open(self) -> None:
+        """Open the page, unless it is open; a port in use is warned about once, and may be tried again."""
+        if self.is_open or self._broken:
+            return
+        try:
+            listener = self.address.listener()
+        except OSError as error:
+            if not self._told:
+                log.warning(
+                    "no dashboard at %s port %d (%s). Training continues, and the address is tried again. "
+                    "Free it, or set HVD_ADPSGD_DASHBOARD to another one.",
+                    self.address.host,
+                    self.address.port,
+                    (error.strerror or str(error)).partition(" (while")[0],
+                )
+            self._told = True
+            return
+        self.address = Address(self.address.host, listener.getsockname()[1])
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve,
+            args=(listener, self._over),
+            daemon=True,
+            name="hvd_adpsgd.dashboard",
+        )
+        self._thread.start()
+        log.warning(
+            "the dashboard of this run is on host %s: %s",
+            socket.gethostname(),
+            self.address.url(self.token.text),
+            extra={"is_shown": True},  # no event of the page itself
+        )
+
+    def _serve(self, listener: socket.socket, over: threading.Event) -> None:
+        """Serve until `over`. close() sets it, then stops the server; this makes the server, then looks."""
+        try:
+            from hvd_adpsgd.watching.server import Server
+
+            with listener:
+                self._server = server = Server(self._board, self.token, self._record)
+                if not over.is_set():
+                    server.run(listener)
+        except Exception as error:
+            self._broken = True
+            log.error("the dashboard ends, training continues: %s", error, exc_info=True)
+
+    def close(self) -> None:
+        """Close the page; bounded, idempotent."""
+        if self._thread is None:
+            return
+        self._over.set()
+        if self._server is not None:
+            self._server.stop()
+        self._thread.join(_END_S)
+        self._thread = self._server = None

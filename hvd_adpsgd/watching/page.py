@@ -1,0 +1,300 @@
+"""A page of a run: one HTML text with its pictures in it, without scripts, that fetches nothing."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from hvd_adpsgd.watching import svg
+from hvd_adpsgd.watching.record import Event, Run
+from hvd_adpsgd.watching.reports import PARTS, Report
+from hvd_adpsgd.watching.svg import Mark, Series
+from hvd_adpsgd.watching.table import Row, rows
+
+__all__ = ["live", "page", "style"]
+
+_BAD = ("failed", "suspect", "alert")
+_SHOWN_EVENTS = 200
+_SHOWN_SCALARS = 12
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --soft: #57606a;
+        --bad: #cf222e; --warn: #bc4c00; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --paper: #0d1117; --faint: #30363d; --soft: #9198a1;
+          --bad: #ff7b72; --warn: #ffa657; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 1360px; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 0 0 .3rem; }
+.grid2 { display: grid; gap: 1.2rem;
+         grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+section { border: 1px solid var(--faint); border-radius: 8px; padding: .8rem; min-width: 0;
+          margin-top: 1.2rem; }
+.grid2 section { margin-top: 0; }
+.grid2 { margin-top: 1.2rem; }
+.wide { overflow-x: auto; }
+p { margin: .2rem 0; color: var(--soft); }
+h1, h2, p { overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+.grid { stroke: var(--faint); fill: none; } .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.mark { stroke-dasharray: 3 3; stroke-width: 1.5; } .bad { stroke: var(--bad); } .good { stroke: #8c959f; }
+.bar, .cell { fill: #2f81f7; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { text-align: right; padding: .15rem .6rem; white-space: nowrap;
+         border-bottom: 1px solid var(--faint); }
+th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) { text-align: left; }
+ul { list-style: none; margin: 0; padding: 0; max-height: 20rem; overflow-y: auto; }
+li { padding: .1rem 0; overflow-wrap: anywhere; } time { color: var(--soft); margin-right: .6rem; }
+.key { display: inline-flex; align-items: center; gap: .35rem; margin-right: .9rem; font-size: .85rem; }
+.swatch { width: .8rem; height: .8rem; border-radius: 2px; display: inline-block; }
+@media (max-width: 600px) { svg text { font-size: 19px; } }
+.warn { color: var(--warn); } .fail { color: var(--bad); }
+"""
+_PALETTE = ("#2f81f7", "#d4731c", "#2da44e", "#bf3989", "#8250df", "#1b9e9e", "#9a6700", "#768390")
+
+
+def page(run: Run) -> str:
+    """The page of a run."""
+    last_s = max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
+    table = rows(run, last_s)
+    sections = "".join(_charts(run))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_headline(run)}</title><style>{style()}</style></head><body>"
+        f"<header><h1>{_headline(run)}</h1><p>{_about(run, last_s)}</p></header>"
+        f'{_section("Super learners", _table(table), "wide")}<div class="grid2">{sections}</div>'
+        f"{_section('Events', _events(run.events))}</body></html>\n"
+    )
+
+
+def live(run: Run, now_s: float) -> dict[str, str]:
+    """The parts of a page that changes, by the names of their places, in their order.
+
+    Args:
+        run: what is known.
+        now_s: the time (time.time).
+    """
+    parts = {
+        "head": f"<h1>{_headline(run)}</h1><p>{_about(run, now_s)}</p>",
+        "table": _section("Super learners", _table(rows(run, now_s)), "wide"),
+    }
+    parts |= {f"chart{k}": chart for k, chart in enumerate(_charts(run))}
+    return parts | {"events": _section("Events", _events(run.events[::-1]))}
+
+
+def style() -> str:
+    """The style of a page."""
+    return _STYLE + "".join(
+        f".line.c{i}{{stroke:{c}}}.part.c{i},.swatch.c{i}{{fill:{c};background:{c}}}"
+        for i, c in enumerate(_PALETTE)
+    )
+
+
+def _headline(run: Run) -> str:
+    return html.escape(f"Run of {run.about.get('script') or 'a script'}")
+
+
+def _about(run: Run, last_s: float) -> str:
+    began = _began(run)
+    steps = max((t.reports[-1].step for t in run.tracks.values() if t.reports), default=0)
+    text = (
+        f"{len(run.tracks)} super learners, averaging {run.about.get('averaging', '?')}; {_clock(began)} to "
+        f"{_clock(last_s)}, {(last_s - began) / 60:.1f} min, {steps} steps"
+    )
+    return html.escape(text)
+
+
+def _began(run: Run) -> float:
+    return min((t.reports[0].time_s for t in run.tracks.values() if t.reports), default=0.0)
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _section(title: str, body: str, kind: str = "", note: str = "") -> str:
+    """A titled part of the page; "" without a body."""
+    if not body:
+        return ""
+    note = f"<p>{note}</p>" if note else ""
+    return f'<section class="{kind}"><h2>{html.escape(title)}</h2>{note}{body}</section>'
+
+
+def _table(found: Sequence[Row]) -> str:
+    head = (
+        "#",
+        "host",
+        "state",
+        "step",
+        "steps/s",
+        "staleness p50/p95",
+        "distance",
+        "exchanges/s",
+        "MB/s",
+        "loss",
+    )
+    out = "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"
+    kinds = {"ok": "", "left": "", "SLOW": "warn", "SUSPECT": "warn"}
+    for row in found:
+        cells = (
+            str(row.super_learner),
+            row.host,
+            row.state,
+            str(row.step),
+            svg.number(row.steps_per_s),
+            f"{row.staleness_p50}/{row.staleness_p95}",
+            svg.number(row.distance),
+            svg.number(row.exchanges_per_s),
+            svg.number(row.sent_per_s / 1e6),
+            svg.number(row.loss),
+        )
+        kind = kinds.get(row.state, "fail")
+        out += (
+            f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
+        )
+    return out + "</table>"
+
+
+def _events(events: Sequence[Event]) -> str:
+    shown = [
+        f'<li class="{"fail" if event.what in _BAD else ""}"><time>{_clock(event.time_s)}</time>'
+        f"{html.escape(event.what)}: {html.escape(event.text)}</li>"
+        for event in events[-_SHOWN_EVENTS:]
+    ]
+    return f"<ul>{''.join(shown)}</ul>" if shown else ""
+
+
+# ---- charts -------------------------------------------------------------------------------------
+
+
+def _charts(run: Run) -> list[str]:
+    """The charts that there is something to show in."""
+    plots = _Plots(run)
+    names = _scalar_names(run)
+    out = [section for name in names for section in plots.both(name, _scalar(name))]
+    out += plots.both("consensus distance", lambda report: report.distance, log=True)
+    out += [
+        plots.over_time("steps per second", lambda report: report.steps_per_s),
+        plots.over_time("exchanges per second", lambda report: report.exchanges_per_s),
+        _section("Who exchanges with whom", _heat_map(run), note=_told_by(run)),
+        _section("Staleness of corrections", _staleness(run), note=_told_by(run)),
+        _section("Where the time goes, last 10 s", _shares(run)),
+    ]
+    return [section for section in out if "<svg" in section]
+
+
+class _Plots:
+    """Charts of a number of all super learners, as sections.
+
+    Args:
+        run: the record.
+    """
+
+    def __init__(self, run: Run):
+        self._run, self._began, self._key = run, _began(run), _key(run)
+        lasted = max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
+        self._unit, self._unit_s = _unit(lasted - self._began)
+        self._marks = [
+            Mark(self._time(e.time_s), f"{e.what}: {e.text}", e.what in _BAD) for e in run.events
+        ]
+
+    def _time(self, time_s: float) -> float:
+        return (time_s - self._began) / self._unit_s
+
+    def both(
+        self, title: str, value: Callable[[Report], float], log: bool = False
+    ) -> tuple[str, str]:
+        """Over steps, and over time."""
+        series = _series(self._run, lambda report: float(report.step), value)
+        chart = svg.lines(title, series, "step", log=log)
+        return (
+            _section(f"{title}, over steps", chart + self._key),
+            self.over_time(f"{title}, over time", value, log),
+        )
+
+    def over_time(self, title: str, value: Callable[[Report], float], log: bool = False) -> str:
+        """With the events as marks."""
+        series = _series(self._run, lambda report: self._time(report.time_s), value)
+        label = f"time ({self._unit})"
+        return _section(
+            title, svg.lines(title, series, label, log=log, marks=self._marks) + self._key
+        )
+
+
+def _unit(seconds: float) -> tuple[str, int]:
+    """A unit of time for so long, and its seconds."""
+    for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 300 * size:
+            return unit, size
+    return "days", 86400
+
+
+def _series(run: Run, x: Callable[[Report], float], y: Callable[[Report], float]) -> list[Series]:
+    return [
+        Series(f"super learner {i}", [(x(report), y(report)) for report in track.reports])
+        for i, track in sorted(run.tracks.items())
+    ]
+
+
+def _scalar(name: str) -> Callable[[Report], float]:
+    return lambda report: report.scalars.get(name, float("nan"))
+
+
+def _scalar_names(run: Run) -> list[str]:
+    """Names of logged scalars: losses first."""
+    names = {name for t in run.tracks.values() for r in t.reports[-1:] for name in r.scalars}
+    return sorted(names, key=lambda name: ("loss" not in name.lower(), name))[:_SHOWN_SCALARS]
+
+
+def _key(run: Run) -> str:
+    """Which colour is which super learner; "" for many, whose lines say it when pointed at."""
+    if len(run.tracks) > svg.COLOURS:
+        return ""
+    return "".join(
+        f'<span class="key"><span class="swatch c{k}"></span>{i}</span>'
+        for k, i in enumerate(sorted(run.tracks))
+    )
+
+
+def _heat_map(run: Run) -> str:
+    who = sorted(run.tracks)
+    counts = [[run.tracks[i].peers.get(j, 0) for j in who] for i in who]
+    return svg.heat_map(
+        "exchanges by pair", [str(i) for i in who], counts, "row: by its count; column: with whom"
+    )
+
+
+def _told_by(run: Run) -> str:
+    """Whose tables are known, if not those of all."""
+    known = [str(i) for i, track in sorted(run.tracks.items()) if track.peers]
+    if len(known) == len(run.tracks):
+        return ""
+    return f"Of super learner {', '.join(known)} only: the others have no file in the record here."
+
+
+def _staleness(run: Run) -> str:
+    total: Counter[int] = Counter()
+    for track in run.tracks.values():
+        total.update(track.staleness)
+    return svg.bars("staleness", total, "steps between snapshot and correction (63: or more)")
+
+
+def _shares(run: Run) -> str:
+    """The parts of the step; operations over all learners are in it or beside it."""
+    found = []
+    for i, track in sorted(run.tracks.items()):
+        if track.reports:
+            parts = [getattr(track.reports[-1], part) for part in PARTS]
+            found.append((str(i), [*parts, max(0.0, 1.0 - sum(parts))]))
+    names = [part.replace("_", " ") for part in PARTS] + ["forward, backward, rest"]
+    key = "".join(
+        f'<span class="key"><span class="swatch c{k}"></span>{name}</span>'
+        for k, name in enumerate(names)
+    )
+    return svg.shares("parts of a step", found, names) + key

@@ -1,0 +1,160 @@
+"""What a super learner says of itself, once per second: numbers, and their form in an engine's message."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["NAME_NBYTES", "PARTS", "REPORT_NBYTES", "Report", "decode", "encode", "main_scalar"]
+
+# shares of the time
+PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
+REPORT_NBYTES = 200  # of a report in a message
+NAME_NBYTES = 32  # of a scalar's name in a message; the rest is cut off
+_FORM = 1  # first byte; other forms are not read
+_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBII")
+_SCALAR = struct.Struct("<f")
+_LARGEST = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one super learner is at one moment. "Lately" is over the last 10 s.
+
+    Attributes:
+        time_s: of the report, on the host's clock (time.time).
+        step: steps made.
+        steps_per_s: lately.
+        staleness_p50, staleness_p95: of corrections lately, in steps; 63 stands for more too.
+        distance: consensus distance, estimated from the exchanges lately; NaN before the first.
+        exchanges: that are over, means of all counted too.
+        exchanges_per_s, sent_per_s: exchanges, and bytes sent, per second, lately.
+        apart_s, apart_steps: seconds and steps since the last exchange was over.
+        due_steps: steps between exchanges that the strategy asks for.
+        inner_allreduce, optimizer, collect, offer, global_operations: share of time in parts of the step and
+            in operations over all learners, lately, in [0, 1].
+        left_out: chunks of the model that the last 8 exchanges could not average.
+        nonfinite_steps: steps after which the model was not finite.
+        scalars: what the script logs.
+    """
+
+    time_s: float = 0.0
+    step: int = 0
+    steps_per_s: float = math.nan
+    staleness_p50: int = 0
+    staleness_p95: int = 0
+    distance: float = math.nan
+    exchanges: int = 0
+    exchanges_per_s: float = math.nan
+    sent_per_s: float = math.nan
+    apart_s: float = 0.0
+    apart_steps: int = 0
+    due_steps: float = 1.0
+    inner_allreduce: float = 0.0
+    optimizer: float = 0.0
+    collect: float = 0.0
+    offer: float = 0.0
+    global_operations: float = 0.0
+    left_out: int = 0
+    nonfinite_steps: int = 0
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Report:
+        """The inverse of to_dict; names that are not known are passed over, None is NaN."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        numbers: dict[str, Any] = {
+            name: math.nan if value is None else value
+            for name, value in found.items()
+            if name in known
+        }
+        scalars = {
+            str(name): math.nan if value is None else float(value)
+            for name, value in (found.get("scalars") or {}).items()
+        }
+        numbers["scalars"] = scalars
+        return cls(**numbers)
+
+
+def encode(report: Report) -> bytes:
+    """The report as the engine carries it, at most REPORT_NBYTES: scalars that do not fit are left out."""
+    out = _NUMBERS.pack(
+        _FORM,
+        report.time_s,
+        report.step,
+        _float32(report.steps_per_s),
+        min(report.staleness_p50, 255),
+        min(report.staleness_p95, 255),
+        _float32(report.distance),
+        report.exchanges,
+        _float32(report.exchanges_per_s),
+        _float32(report.sent_per_s),
+        _float32(report.apart_s),
+        min(report.apart_steps, _LARGEST),
+        _float32(report.due_steps),
+        *(
+            _percent(share)
+            for share in (
+                report.inner_allreduce,
+                report.optimizer,
+                report.collect,
+                report.offer,
+                report.global_operations,
+            )
+        ),
+        min(report.left_out, _LARGEST),
+        min(report.nonfinite_steps, _LARGEST),
+    )
+    for name, value in report.scalars.items():
+        short = name.encode("utf-8", "replace")[:NAME_NBYTES]
+        if len(out) + 1 + len(short) + _SCALAR.size <= REPORT_NBYTES:
+            out += bytes([len(short)]) + short + _SCALAR.pack(_float32(value))
+    return out
+
+
+def decode(data: bytes) -> Report | None:
+    """The report in a message; None if it is of another form or cut off."""
+    if len(data) < _NUMBERS.size or data[0] != _FORM:
+        return None
+    values = list(_NUMBERS.unpack_from(data))[1:]
+    values[12:17] = [percent / 100 for percent in values[12:17]]
+    scalars, at = {}, _NUMBERS.size
+    while at < len(data):
+        end = at + 1 + data[at]
+        if end + _SCALAR.size > len(data):
+            return None
+        (value,) = _SCALAR.unpack_from(data, end)
+        scalars[data[at + 1 : end].decode("utf-8", "replace")] = value
+        at = end + _SCALAR.size
+    names = [f.name for f in dataclasses.fields(Report)][: len(values)]
+    return Report(**dict(zip(names, values, strict=True)), scalars=scalars)
+
+
+def _float32(value: float) -> float:
+    """The value, infinite where it is too large for four bytes."""
+    try:
+        struct.pack("<f", value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return value
+
+
+def _percent(share: float) -> int:
+    return round(100 * min(max(share, 0.0), 1.0)) if math.isfinite(share) else 0
+
+
+def main_scalar(report: Report) -> tuple[str, float] | None:
+    """Name and value of the loss: of "loss", else of the first scalar so named in part; None without one."""
+    names = [name for name in report.scalars if "loss" in name.lower()]
+    if not names:
+        return None
+    name = "loss" if "loss" in names else names[0]
+    return name, report.scalars[name]

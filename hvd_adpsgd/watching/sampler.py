@@ -1,0 +1,135 @@
+"""From the counters of a learner to its reports: rates and shares over the last seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.watching.reports import PARTS, Report
+
+__all__ = ["WINDOW_S", "Sample", "Sampler"]
+
+WINDOW_S = 10.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The counters of a leader at one moment; all but the last three only grow.
+
+    Attributes:
+        monotonic_s: the moment, on a clock that is never set.
+        step: steps made.
+        parts_s: seconds by part of the step, and in operations over all learners.
+        engine: the engine's counters (loop.Loop.counters); None without an engine.
+        due_steps, left_out, nonfinite_steps, scalars: see Report.
+    """
+
+    monotonic_s: float
+    step: int
+    parts_s: Mapping[str, float]
+    engine: Mapping[str, Any] | None = None
+    due_steps: float = 1.0
+    left_out: int = 0
+    nonfinite_steps: int = 0
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+class Sampler:
+    """Makes reports from samples, one after the other.
+
+    Args:
+        super_size: number of super learners.
+    """
+
+    def __init__(self, super_size: int):
+        self._n = super_size
+        self._samples: deque[Sample] = deque()
+        self._distance = math.nan
+        self._exchanged: tuple[int, float, int] | None = None  # exchanges; when, and at which step
+
+    def report(self, sample: Sample, time_s: float) -> Report:
+        """The report of this moment."""
+        samples = self._samples
+        if samples and _is_anew(samples[-1], sample):
+            samples.clear()
+            self._exchanged = None
+        samples.append(sample)
+        while len(samples) > 2 and samples[1].monotonic_s <= sample.monotonic_s - WINDOW_S:
+            samples.popleft()
+        first = samples[0]
+        seconds = sample.monotonic_s - first.monotonic_s
+        shares: dict[str, Any] = {
+            part: _rate(sample.parts_s.get(part, 0.0) - first.parts_s.get(part, 0.0), seconds, 0.0)
+            for part in PARTS
+        }
+        return Report(
+            time_s=time_s,
+            step=sample.step,
+            steps_per_s=_rate(sample.step - first.step, seconds),
+            due_steps=sample.due_steps,
+            left_out=sample.left_out,
+            nonfinite_steps=sample.nonfinite_steps,
+            scalars=dict(sample.scalars),
+            **shares,
+            **self._of_engine(first, sample, seconds),
+        )
+
+    def _of_engine(self, first: Sample, last: Sample, seconds: float) -> dict[str, Any]:
+        if first.engine is None or last.engine is None:
+            return {}
+        old, new = first.engine, last.engine
+        exchanges = _exchanges(new)
+        if self._exchanged is None or self._exchanged[0] != exchanges:
+            self._exchanged = exchanges, last.monotonic_s, last.step
+        _, when, step = self._exchanged
+        lately = np.array(new["staleness"]) - np.array(old["staleness"])
+        return {
+            "exchanges": exchanges,
+            "exchanges_per_s": _rate(exchanges - _exchanges(old), seconds),
+            "sent_per_s": _rate(new["bytes_sent"] - old["bytes_sent"], seconds),
+            "apart_s": last.monotonic_s - when,
+            "apart_steps": last.step - step,
+            "staleness_p50": _percentile(lately, 0.5),
+            "staleness_p95": _percentile(lately, 0.95),
+            "distance": self._consensus_distance(old, new),
+        }
+
+    def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
+        """From the exchanges lately, else the last mean of all, else the last value."""
+        compared = new["compared"] - old["compared"]
+        if compared > 0:
+            square = (new["square"] - old["square"]) / compared
+            if square >= 0:  # the sums are read without a lock
+                self._distance = consensus_from_exchanges(square, self._n)
+        elif new["compared"] == 0 and new["means"]:
+            self._distance = math.sqrt(new["mean_square"])
+        return self._distance
+
+
+def _is_anew(before: Sample, now: Sample) -> bool:
+    """Whether an engine or an optimizer has come, gone, or taken the place of another: counters restart."""
+    if before.engine is None or now.engine is None:
+        return before.engine is not now.engine or now.step < before.step
+    return now.step < before.step or _exchanges(now.engine) < _exchanges(before.engine)
+
+
+def _exchanges(counters: Mapping[str, Any]) -> int:
+    return int(counters["exchanges_active"] + counters["exchanges_passive"] + counters["means"])
+
+
+def _rate(count: float, seconds: float, without: float = math.nan) -> float:
+    return count / seconds if seconds > 0 else without
+
+
+def _percentile(histogram: Sequence[int] | np.ndarray, share: float) -> int:
+    """The least value that at least this share of the counts does not exceed; 0 without counts."""
+    sums = np.cumsum(histogram)
+    if not len(sums) or sums[-1] <= 0:
+        return 0
+    return int(np.searchsorted(sums, share * sums[-1]))

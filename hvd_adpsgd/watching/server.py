@@ -1,0 +1,236 @@
+"""Answers requests for the dashboard: the page, its events, metrics. Needs starlette and uvicorn.
+
+A request needs the token. The page is drawn and escaped here, at most once per pause for all viewers, and
+only while there is one; the pause is so long that drawing takes at most 1 % of a core. Beyond 32 connections
+a request is refused; beyond 64 a connection is closed unread: the training needs the descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import html
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import quote
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.watching import page
+from hvd_adpsgd.watching.board import Board
+from hvd_adpsgd.watching.dashboard import Token
+from hvd_adpsgd.watching.prometheus import exposition
+from hvd_adpsgd.watching.record import Run, read
+
+__all__ = ["Server", "application"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_ANSWERED, _OPEN = 32, 64  # connections
+_HEADERS_NBYTES = 16 << 10
+_REQUEST_S = 10.0  # for the headers of a request
+_PAUSE_S, _REST = 1.0, 100  # between two drawings: at least, and in times of what one takes
+_TAIL_NBYTES = 20_000  # of each file of the record
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",  # one request each: none waits in an open connection
+}
+_SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>hvd_adpsgd</title><link rel="stylesheet" href="style.css?token=TOKEN">
+<script src="dashboard.js?token=TOKEN" defer></script></head><body>
+<header id="head"><h1>A run</h1></header><p id="status" role="status">connecting</p>
+<main><div id="table"></div><div id="charts" class="grid2"></div><div id="events"></div></main>
+<noscript><p>This page needs JavaScript.</p></noscript></body></html>
+"""
+_STYLE = ".grid2 > div { min-width: 0; } #status { font-size: .85rem; } #status.fail { color: var(--bad); }"
+
+
+class Server:
+    """Serves on one listening socket, until it is stopped.
+
+    Args:
+        board: what is shown.
+        token: what a request must carry.
+        record: folder of the record, or None.
+    """
+
+    def __init__(self, board: Board, token: Token, record: str | None = None):
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                application(board, token, record),
+                http=_Bounded,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",  # what strangers send is not for the log of the job
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=_ANSWERED + 1,
+                h11_max_incomplete_event_size=_HEADERS_NBYTES,
+                timeout_graceful_shutdown=0,
+            )
+        )
+
+    def run(self, listener: socket.socket) -> None:
+        """Serve until stop()."""
+        self._uvicorn.run([listener])
+
+    def stop(self) -> None:
+        self._uvicorn.should_exit = True
+
+
+class _Bounded(H11Protocol):
+    """A connection; closed unread if there are too many, and if no request comes."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > _OPEN:
+            transport.abort()
+        else:
+            self._late = self.loop.call_later(_REQUEST_S, self._end_without_request)
+
+    def _end_without_request(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.abort()
+
+
+def application(board: Board, token: Token, record: str | None = None) -> ASGIApp:
+    """The dashboard as an ASGI application. Arguments: see Server."""
+    drawing = _Drawing(board, record)
+    here = Path(__file__).parent
+    script = (here / "dashboard.js").read_text("utf-8")
+    grafana = (here / "grafana.json").read_text("utf-8")
+    shell = _SHELL.replace("TOKEN", html.escape(quote(token.text, safe="")))
+
+    async def metrics(_: Request) -> Response:
+        text, kind = await asyncio.to_thread(lambda: exposition(drawing.run(), time.time()))
+        return Response(text, headers={"content-type": kind})
+
+    async def events(_: Request) -> Response:
+        return StreamingResponse(drawing.stream(), media_type="text/event-stream")
+
+    def fixed(path: str, text: str, kind: str) -> Route:
+        async def answer(_: Request) -> Response:
+            return Response(text, media_type=kind)
+
+        return Route(path, answer)
+
+    routes = [
+        fixed("/", shell, "text/html"),
+        fixed("/dashboard.js", script, "text/javascript"),
+        fixed("/style.css", page.style() + _STYLE, "text/css"),
+        fixed("/grafana.json", grafana, "application/json"),
+        Route("/events", events),
+        Route("/metrics", metrics),
+    ]
+    return _Guard(Starlette(routes=routes), token)
+
+
+class _Guard:
+    """Refuses requests without the token, and adds the headers to every answer."""
+
+    def __init__(self, app: ASGIApp, token: Token):
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        app = self._app if self._permits(Request(scope)) else _REFUSAL
+        await app(scope, receive, send_with_headers)
+
+    def _permits(self, request: Request) -> bool:
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self._token.is_that(bearer.strip()):
+            return True
+        return self._token.is_that(request.query_params.get("token", ""))
+
+
+_REFUSAL = PlainTextResponse(
+    "The token is missing or wrong: the log of the job has the whole address.\n", 403
+)
+
+
+class _Drawing:
+    """The parts of the page, drawn once for all viewers."""
+
+    def __init__(self, board: Board, record: str | None):
+        self._board, self._record = board, record
+        self._parts: dict[str, str] = {}
+        self._next_s, self._pause_s = 0.0, _PAUSE_S
+        self._lock = asyncio.Lock()
+        self._told = False  # of an error
+
+    def run(self) -> Run:
+        """What is known, with the tables of the other super learners if their files are here."""
+        run = self._board.run()
+        if self._record is None:
+            return run
+        try:
+            others = read(self._record, _TAIL_NBYTES).tracks
+        except (ConfigError, OSError):
+            return run
+        for i, track in run.tracks.items():
+            other = others.get(i)
+            if other and other.reports and other.reports[-1].time_s >= track.reports[0].time_s:
+                peers, staleness = track.peers or other.peers, track.staleness or other.staleness
+                run.tracks[i] = dataclasses.replace(track, peers=peers, staleness=staleness)
+        return run
+
+    async def parts(self) -> dict[str, str]:
+        """By the names of their places; as they were, if that is less than a pause ago."""
+        async with self._lock:
+            if time.monotonic() >= self._next_s:
+                self._parts = await asyncio.to_thread(self._draw)
+        return self._parts
+
+    def _draw(self) -> dict[str, str]:
+        began, parts = time.thread_time(), self._parts
+        try:
+            parts = page.live(self.run(), time.time())
+        except Exception as error:  # of our own making: the viewers see the page stand still
+            if not self._told:
+                log.error("the dashboard cannot be drawn: %s", error, exc_info=True)
+            self._told = True
+        self._pause_s = max(_PAUSE_S, _REST * (time.thread_time() - began))
+        self._next_s = time.monotonic() + self._pause_s
+        return parts
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events for one viewer: the parts that have changed, as JSON."""
+        sent: dict[str, str] = {}
+        while True:
+            parts = await self.parts()
+            changed = {name: text for name, text in parts.items() if sent.get(name) != text}
+            yield f"data: {json.dumps({'order': list(parts), 'parts': changed})}\n\n"
+            sent = parts
+            await asyncio.sleep(max(0.1, self._next_s - time.monotonic()))

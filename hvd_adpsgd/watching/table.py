@@ -1,0 +1,136 @@
+"""The state of each super learner now, as a row, from the record of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_adpsgd.watching.record import Run, Track
+from hvd_adpsgd.watching.reports import Report, main_scalar
+
+__all__ = ["Row", "rows", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SILENT_S = 10.0  # without a report, at least
+_STATES = {"suspect": "SUSPECT", "left": "left", "failed": "FAILED"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One super learner.
+
+    Attributes:
+        super_learner: its super_rank.
+        host: and leader.
+        state: ok, SLOW, SUSPECT, SILENT, FAILED, left.
+        since_s: for so long, but for ok and SLOW.
+        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, sent_per_s: see Report.
+        apart_s: since its last exchange.
+        loss, losses: the last value, and those before, oldest first.
+        age_s: of the report.
+    """
+
+    super_learner: int
+    host: str
+    state: str
+    since_s: float
+    step: int
+    steps_per_s: float
+    staleness_p50: int
+    staleness_p95: int
+    distance: float
+    exchanges_per_s: float
+    sent_per_s: float
+    apart_s: float
+    loss: float
+    losses: tuple[float, ...]
+    age_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: None for numbers that are not finite; without the losses before."""
+        found = asdict(self)
+        del found["losses"]
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+        }
+
+
+def rows(run: Run, now_s: float) -> list[Row]:
+    """A row for each super learner that has reported, by super_rank.
+
+    Args:
+        run: the record.
+        now_s: the time (time.time) of the table.
+    """
+    fresh = {
+        i: track.reports[-1].steps_per_s
+        for i, track in run.tracks.items()
+        if track.reports and now_s - track.reports[-1].time_s < _silent_s(track)
+    }
+    speeds = [speed for speed in fresh.values() if math.isfinite(speed)]
+    median = statistics.median(speeds) if len(speeds) > 1 else 0.0
+    return [
+        _row(run, i, track, track.reports[-1], median, now_s)
+        for i, track in sorted(run.tracks.items())
+        if track.reports
+    ]
+
+
+def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: float) -> Row:
+    state, since_s = _state(run, i, track, median, now_s)
+    found = main_scalar(last)
+    name = found[0] if found else ""
+    losses = tuple(r.scalars[name] for r in track.reports[-200:] if name in r.scalars)
+    return Row(
+        super_learner=i,
+        host=track.name,
+        state=state,
+        since_s=since_s,
+        step=last.step,
+        steps_per_s=last.steps_per_s,
+        staleness_p50=last.staleness_p50,
+        staleness_p95=last.staleness_p95,
+        distance=last.distance,
+        exchanges_per_s=last.exchanges_per_s,
+        sent_per_s=last.sent_per_s,
+        apart_s=last.apart_s,
+        loss=found[1] if found else math.nan,
+        losses=losses,
+        age_s=now_s - last.time_s,
+    )
+
+
+def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
+    """What the last event about it says; without one, what its reports say."""
+    last = track.reports[-1]
+    told = [
+        e for e in run.events if e.about == i and e.what in (*_STATES, "alive", "joined", "start")
+    ]
+    if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:
+        return _STATES[told[-1].what], now_s - told[-1].time_s
+    if now_s - last.time_s >= _silent_s(track):
+        return "SILENT", now_s - last.time_s
+    if last.steps_per_s < 0.5 * median:
+        return "SLOW", 0.0
+    return "ok", 0.0
+
+
+def _silent_s(track: Track) -> float:
+    return max(_SILENT_S, 5 * track.every_s)
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """The values as bars, in at most so many characters; each is the mean of its share of them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    n = min(width, len(finite))
+    parts = [finite[k * len(finite) // n : (k + 1) * len(finite) // n] for k in range(n)]
+    means = [statistics.fmean(part) for part in parts]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)

@@ -1,0 +1,388 @@
+"""The timeline of a run: a Chrome trace of each learner, bounded in size, and all of them in one file.
+
+    trace.3.json      the newest records of learner 3, a JSON array with one event per line
+    trace.3.old.json  those before, once the file had grown to half of its bound
+
+The first event of a file tells which learner and which job it is of, and the unix time at which its clock
+shows 0. No torch; clocks are arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["TRACKS", "Merged", "Timeline", "learner_path", "merge"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+TRACKS = {"trainer": 0, "engine": 1}
+FLUSH_EVENTS = 256
+_HEAD = "hvd_adpsgd"  # name of the first event
+_BEGIN, _END = "[\n", "\n]\n"
+_LONGEST = 1000  # characters of that event
+_FOREIGN_PID = (
+    1_000_000  # first process id of another program's trace; those of learners are their ranks
+)
+_UNIX_US = 1e15  # times above are unix times in microseconds: before 2001 there was no torch
+
+
+def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
+    """The file of one learner: trace.json becomes trace.3.json."""
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.{rank}{whole.suffix}")
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """Writer of a Chrome trace; opens in Perfetto.
+
+    Each append overwrites the closing "]" and writes it again, so the file is valid JSON at any time, also
+    after the process fails. A file that has grown to half of the bound is renamed to NAME.old.json, in place
+    of the one before, and a new one begins: between half of the bound and all of it, the newest records stay.
+
+    Args:
+        path: the file; an earlier one is overwritten.
+        rank: the learner's rank among all, the trace's process id.
+        origin_s: the clock's reading that becomes time 0.
+        unix_s: the unix time of that moment.
+        job: of this launch, a number that is equal on all its learners; None: not known.
+        label: name of the process in the viewer; default "learner <rank>".
+        limit_nbytes: of both files together; None: no bound.
+        continues: an earlier file becomes NAME.old.json.
+
+    Raises:
+        ConfigError: if the file cannot be created.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int,
+        origin_s: float = 0.0,
+        unix_s: float = 0.0,
+        job: float | None = None,
+        label: str = "",
+        limit_nbytes: int | None = None,
+        continues: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.rank = rank
+        self.origin_s = origin_s
+        self._half = limit_nbytes // 2 if limit_nbytes is not None else math.inf
+        self._lock = threading.Lock()
+        self._head = [_line(_named(_HEAD, rank, 0, {"unix_s": unix_s, "job": job}))]
+        self._lines = list(self._head)
+        self._file: int | None = None
+        try:
+            if continues and self.path.exists():
+                os.replace(self.path, self._old)
+            else:
+                self._old.unlink(missing_ok=True)
+            self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"no timeline: by HVD_ADPSGD_TIMELINE the file of learner {rank} is {str(self.path)!r}, "
+                f"which cannot be created ({error.strerror}). Name a file in a folder that exists on every "
+                "host and may be written to."
+            ) from error
+        self.name_process(rank, label or f"learner {rank}")
+        self.flush()
+
+    @property
+    def _old(self) -> Path:
+        return self.path.with_name(f"{self.path.stem}.old{self.path.suffix}")
+
+    def name_process(self, rank: int, label: str) -> None:
+        """Name a process and its tracks in the viewer. The simulation has several in one file."""
+        names = [_named("process_name", rank, 0, {"name": label})]
+        names += [_named("thread_name", rank, tid, {"name": t}) for t, tid in TRACKS.items()]
+        names.append(_named("process_sort_index", rank, 0, {"sort_index": rank}))
+        self._head += map(_line, names)
+        for event in names:
+            self._append(event)
+
+    def complete(
+        self,
+        name: str,
+        track: str,
+        began_s: float,
+        ended_s: float,
+        *,
+        rank: int | None = None,
+        **args: Any,
+    ) -> None:
+        """Add an event that began and ended, both readings of the clock.
+
+        Args:
+            name: what happened.
+            track: "trainer" or "engine".
+            began_s: beginning.
+            ended_s: end, not before the beginning.
+            rank: the process; default: that of the file.
+            **args: shown with the event; numbers and text.
+        """
+        pid = self.rank if rank is None else rank
+        event = {"name": name, "ph": "X", "pid": pid, "tid": TRACKS[track]}
+        event["ts"] = round((began_s - self.origin_s) * 1e6, 3)
+        event["dur"] = round((ended_s - began_s) * 1e6, 3)
+        if args:
+            event["args"] = {key: _plain(value) for key, value in args.items()}
+        self._append(event)
+
+    def flush(self) -> None:
+        """Write what is buffered, in one append.
+
+        If the file system refuses (a full disk, say), the timeline ends there, with a warning.
+        """
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the rest and close the file; idempotent."""
+        with self._lock:
+            self._flush()
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _append(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is None:  # closed, or given up
+                return
+            self._lines.append(_line(event))
+            if len(self._lines) >= FLUSH_EVENTS:
+                self._flush()
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines or self._file is None:
+            return
+        try:
+            nbytes = sum(map(len, lines)) + 2 * len(lines) + len(_END)
+            if self._size and self._size + nbytes > self._half:
+                self._turn_over()
+                lines = self._head + lines
+            self._write((",\n" if self._size else _BEGIN) + ",\n".join(lines))
+        except OSError as error:
+            log.warning("timeline %s ends here, training continues: %s.", self.path, error.strerror)
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def _turn_over(self) -> None:
+        """The file becomes the old one, and a new one begins."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        os.replace(self.path, self._old)
+        self._open()
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._size = 0  # without the closing bracket
+
+    def _write(self, text: str) -> None:
+        """Append, in place of the closing bracket."""
+        assert self._file is not None
+        data = text.encode()
+        at, end = self._size, data + _END.encode()
+        while end:  # a short write happens only when the disk is nearly full or a signal comes
+            written = os.pwrite(self._file, end, at)
+            at, end = at + written, end[written:]
+        self._size += len(data)
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"), allow_nan=False)
+
+
+def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    """A metadata event."""
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: NumPy scalars as numbers, NaN, infinity and others as text."""
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, float) and not math.isfinite(number):
+        return str(number)
+    return number if isinstance(number, (bool, int, float, str)) else str(number)
+
+
+# ---- merging ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merged file holds.
+
+    Attributes:
+        learners: by rank.
+        profiles: files of torch's profiler.
+        events: number of events that have a duration or a moment.
+        left_out: traces of earlier launches, and files of folders that are no traces.
+    """
+
+    learners: tuple[int, ...]
+    profiles: tuple[Path, ...]
+    events: int
+    left_out: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A trace, and the unix time of its time 0."""
+
+    path: Path
+    unix_ns: int
+    job: float | None = None
+    rank: int | None = None  # None: of torch's profiler
+
+
+def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Merged:
+    """Write all traces into one, on one clock that begins with the earliest one.
+
+    Each trace names the unix time of its time 0, so learners of one host are aligned exactly, and learners of
+    different hosts as exactly as the hosts' clocks (NTP).
+
+    Args:
+        paths: files of HVD_ADPSGD_TIMELINE and of torch's profiler (export_chrome_trace), or folders of
+            them. Of several launches the newest is taken; what is no trace in a folder is left out.
+        output: a Chrome trace, for Perfetto.
+
+    Raises:
+        ConfigError: if there is no trace, a named file is none, or the output cannot be written.
+    """
+    sources, left_out = _sources(paths, Path(output))
+    if not sources:
+        raise ConfigError(
+            f"no timeline in {', '.join(str(path) for path in paths)}: no trace of a learner was found. "
+            "Start the run with HVD_ADPSGD_TIMELINE=FOLDER/trace.json, and name that folder or its files."
+        )
+    zero_ns = min(source.unix_ns for source in sources)
+    events, ahead = 0, '{"displayTimeUnit":"ms","traceEvents":[\n'
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            for number, source in enumerate(sources):
+                for event in _shifted(source, number, (source.unix_ns - zero_ns) / 1e3):
+                    file.write(ahead + json.dumps(event, separators=(",", ":")))
+                    ahead = ",\n"
+                    events += event.get("ph") != "M"
+            file.write("\n]}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"no merged timeline: {os.fspath(output)!r} cannot be written ({error.strerror}). Name another "
+            "file with -o."
+        ) from error
+    return Merged(
+        learners=tuple(sorted({one.rank for one in sources if one.rank is not None})),
+        profiles=tuple(one.path for one in sources if one.rank is None),
+        events=events,
+        left_out=tuple(left_out),
+    )
+
+
+def _sources(
+    paths: Sequence[str | os.PathLike[str]], output: Path
+) -> tuple[list[_Source], list[Path]]:
+    """The traces in order, and the files of folders that are left out."""
+    found: list[_Source] = []
+    left_out: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(_source(path))
+            continue
+        for file in sorted(path.glob("*.json")):
+            if not (output.exists() and file.samefile(output)):
+                try:
+                    found.append(_source(file))
+                except ConfigError:
+                    left_out.append(file)
+    newest = max((one.job for one in found if one.job is not None), default=None)
+    left_out += [one.path for one in found if one.job not in (None, newest)]
+    return [one for one in found if one.job in (None, newest)], left_out
+
+
+def _source(path: Path) -> _Source:
+    try:
+        with open(path, encoding="utf-8") as file:
+            first, second = file.read(len(_BEGIN)), file.readline(_LONGEST)
+        if first == _BEGIN and f'"{_HEAD}"' in second:
+            head = json.loads(second.rstrip(",\n"))
+            args = head["args"]
+            return _Source(path, round(1e9 * args["unix_s"]), args["job"], int(head["pid"]))
+        unix_ns = _unix_of_profile(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not JSON of that form"
+        raise ConfigError(
+            f"not a timeline: {str(path)!r} cannot be read ({reason}). Pass files that HVD_ADPSGD_TIMELINE "
+            "or torch's profiler has written."
+        ) from error
+    return _Source(path, unix_ns)
+
+
+def _unix_of_profile(path: Path) -> int:
+    """Unix time of time 0 of a profiler's trace, in nanoseconds.
+
+    Raises:
+        ValueError: if the file is none, or its times are on a clock that it does not name.
+    """
+    whole = json.loads(path.read_text("utf-8"))
+    if "baseTimeNanoseconds" in whole:
+        return int(whole["baseTimeNanoseconds"])
+    times = [e["ts"] for e in whole["traceEvents"] if e.get("ph") == "X"]
+    if not times or min(times) < _UNIX_US:
+        raise ValueError("no unix time")
+    return 0
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a learner's file, one per line; a line that is cut off is passed over."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            text = line.strip().rstrip(",")
+            if text.startswith("{"):
+                try:
+                    event = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(event, dict):
+                    yield event
+
+
+def _shifted(source: _Source, number: int, by_us: float) -> Iterator[dict[str, Any]]:
+    """The events of a trace on the common clock; those of a profiler as processes of their own."""
+    if source.rank is not None:
+        for event in _lines(source.path):
+            if event.get("name") != _HEAD:
+                yield _later(event, by_us)
+        return
+    pids: dict[Any, int] = {}
+    for event in json.loads(source.path.read_text("utf-8"))["traceEvents"]:
+        if "pid" in event:
+            pid = pids.setdefault(event["pid"], _FOREIGN_PID * (number + 1) + len(pids))
+            event = {**event, "pid": pid}
+        if isinstance(event.get("id"), int):  # of an arrow; other traces count from 0, too
+            event["id"] += number << 40
+        if event.get("name") == "process_name" and event.get("ph") == "M":
+            event["args"] = {"name": f"{source.path.stem}: {event['args'].get('name')}"}
+        yield _later(event, by_us)
+
+
+def _later(event: dict[str, Any], by_us: float) -> dict[str, Any]:
+    return {**event, "ts": round(event["ts"] + by_us, 3)} if "ts" in event else event

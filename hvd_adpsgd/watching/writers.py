@@ -1,0 +1,182 @@
+"""hvd.log_to: what is known of a run, as scalars in TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.watching.reports import Report
+
+__all__ = ["EACH", "Outlet", "Scalar", "scalars"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+EACH = 64  # super learners that have scalars of their own; of more, only the means are sent
+_CLOSE_S = 5.0  # longest wait for a call of the writer that is under way
+_NAMES = (
+    "step",
+    "steps_per_s",
+    "staleness_p50",
+    "staleness_p95",
+    "distance",
+    "exchanges_per_s",
+    "sent_per_s",
+    "global_operations",
+    "left_out",
+    "nonfinite_steps",
+)
+
+
+class Scalar(NamedTuple):
+    """A point of a curve."""
+
+    tag: str
+    value: float
+    step: int
+
+
+Send = Callable[[list[Scalar], int], object]
+
+
+# ---- what is sent -------------------------------------------------------------------------------
+
+
+def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
+    """The points of some reports: hvd_adpsgd/NAME/SUPER_LEARNER, and hvd_adpsgd/NAME, the mean of all.
+
+    Numbers that are not known yet (NaN) are left out; what the script logs is sent even then.
+
+    Args:
+        known: reports by super_rank.
+        own: of this super learner, whose step is that of the means.
+    """
+    found: list[Scalar] = []
+    values: dict[str, list[float]] = {}
+    for i, report in sorted(known.items()):
+        for name, value in _numbers(report):
+            values.setdefault(name, []).append(value)
+            if len(known) <= EACH:
+                found.append(Scalar(f"hvd_adpsgd/{name}/{i}", value, report.step))
+    for name, each in values.items():
+        found.append(Scalar(f"hvd_adpsgd/{name}", sum(each) / len(each), own.step))
+    found.append(Scalar("hvd_adpsgd/super_learners", float(len(known)), own.step))
+    return found
+
+
+def _numbers(report: Report) -> Iterator[tuple[str, float]]:
+    """By name: what the script logs, and what is measured. A measured number keeps its name."""
+    for name, value in report.scalars.items():
+        if name not in _NAMES:
+            yield name, value
+    for name in _NAMES:
+        value = float(getattr(report, name))
+        if not math.isnan(value):
+            yield name, value
+
+
+# ---- where it is sent ---------------------------------------------------------------------------
+
+
+class Outlet:
+    """Sends scalars to a writer, now and then. An exception of the writer ends it, with one warning.
+
+    Args:
+        writer: has add_scalar(tag, value, step), as torch's SummaryWriter, or log(numbers, step=...), as a
+            run of Weights & Biases.
+        every_s: between two sendings, at least.
+
+    Raises:
+        ConfigError: if it is no such writer, or every_s is negative or no number.
+    """
+
+    def __init__(self, writer: Any, every_s: float):
+        if not isinstance(every_s, (int, float)) or not 0 <= every_s < math.inf:
+            raise ConfigError(
+                f"hvd.log_to(every_s={every_s!r}): allowed are seconds >= 0. Pass 10, for instance."
+            )
+        self._kind = type(writer).__name__
+        self._send: Send | None = _sender(writer)
+        self._every_s = every_s
+        self._due_s = -math.inf
+        self._sent: Mapping[int, Report] = {}
+        self._lock = threading.Lock()  # held while the writer is called
+
+    def close(self) -> None:
+        """Send nothing more. Waits for a call that is under way, at most 5 s."""
+        self._send = None
+        if self._lock.acquire(timeout=_CLOSE_S):
+            self._lock.release()
+
+    def send(
+        self,
+        now_s: float,
+        reports: Mapping[int, Report],
+        own: int,
+        alive: Collection[int],
+        *,
+        last: bool = False,
+    ) -> None:
+        """Send what the reports of surviving super learners say, if it is time.
+
+        Args:
+            now_s: a clock that is never set.
+            reports: by super_rank.
+            own: this super learner.
+            alive: the surviving super learners.
+            last: it is time.
+        """
+        if reports is self._sent or (now_s < self._due_s and not last):
+            return
+        self._due_s, self._sent = now_s + self._every_s, reports
+        known = {i: report for i, report in reports.items() if i in alive or i == own}
+        with self._lock:
+            try:
+                if self._send is not None:
+                    self._send(scalars(known, reports[own]), reports[own].step)
+            except Exception as error:
+                self._send = None
+                log.warning(
+                    "hvd.log_to: %s raises %s (%s). Nothing more is sent to it, training continues. If the "
+                    "script closes it before hvd.shutdown(), call hvd.log_to(None) first.",
+                    self._kind,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def _sender(writer: Any) -> Send:
+    """How scalars reach this writer."""
+    if not isinstance(writer, type):
+        if _takes(getattr(writer, "add_scalar", None), "tag", 0.0, 0):
+            return lambda found, step: [writer.add_scalar(*one) for one in found]
+        if _takes(getattr(writer, "log", None), {}, step=0):
+            return lambda found, step: _log(writer, found, step)
+    kind = f"the class {writer.__name__}" if isinstance(writer, type) else type(writer).__name__
+    raise ConfigError(
+        f"hvd.log_to({kind}): it has neither add_scalar(tag, value, step) nor log(numbers, step=...). Pass a "
+        "torch.utils.tensorboard.SummaryWriter(), a run that wandb.init() returns, or None."
+    )
+
+
+def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
+    """Whether it can be called so. logging.Logger has a method log, too, with other arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError:
+        return False
+    except ValueError:  # compiled, without a signature
+        return True
+    return True
+
+
+def _log(run: Any, found: list[Scalar], step: int) -> None:
+    """One row of a run. Weights & Biases drops a row whose step is below one that it has seen."""
+    seen = getattr(run, "step", 0)
+    run.log({one.tag: one.value for one in found}, step=max(step, seen if type(seen) is int else 0))
