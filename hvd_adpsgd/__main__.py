@@ -1,4 +1,4 @@
-"""python -m hvd_adpsgd: measure, examine this machine, and build Horovod."""
+"""python -m hvd_adpsgd: measure, simulate, watch a run, examine this machine, and build Horovod."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvd_adpsgd import __version__
 
 
 def main() -> int:
-    # What these two are for may be missing where they run, so bench, which needs it, comes after.
+    # What these are for may be missing where they run, so bench, which needs it, comes after.
     if sys.argv[1:2] == ["build-horovod"]:
         from hvd_adpsgd.tools import build_horovod
 
@@ -18,6 +18,22 @@ def main() -> int:
         from hvd_adpsgd.tools import doctor
 
         return doctor.main(sys.argv[2:])
+    if sys.argv[1:2] == ["simulate"]:
+        from hvd_adpsgd.tools import simulate
+
+        return simulate.main(sys.argv[2:])
+    if sys.argv[1:2] == ["top"]:
+        from hvd_adpsgd.tools import top
+
+        return top.main(sys.argv[2:])
+    if sys.argv[1:2] == ["report"]:
+        from hvd_adpsgd.tools import report
+
+        return report.main(sys.argv[2:])
+    if sys.argv[1:2] == ["timeline"]:
+        from hvd_adpsgd.tools import timeline
+
+        return timeline.main(sys.argv[2:])
     return _measure()
 
 
@@ -29,6 +45,14 @@ def _measure() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_arguments(commands.add_parser("bench", help="measure exchanges or training steps"))
     commands.add_parser("doctor", help="is this environment fit? what cures it?", add_help=False)
+    commands.add_parser("top", help="a table of a run, while it lasts", add_help=False)
+    commands.add_parser("report", help="a page of a run from its record", add_help=False)
+    commands.add_parser("timeline", help="one trace of all learners", add_help=False)
+    commands.add_parser(
+        "simulate",
+        help="many engines in one process: replay a seed, plan a cluster",
+        add_help=False,
+    )
     commands.add_parser(
         "build-horovod", help="build Horovod 0.28.1 for the installed torch and MPI", add_help=False
     )

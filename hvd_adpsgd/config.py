@@ -108,17 +108,20 @@ class OptionRow(NamedTuple):
     meaning: str
 
 
-def _option(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) -> Any:
-    """A dataclass field that carries its Option."""
-    return field(default=default, metadata={"option": Option(kind, unit, meaning, **bounds)})
+def _option(
+    default: Any, kind: type, unit: str, meaning: str, *, secret: bool = False, **bounds: Any
+) -> Any:
+    """A dataclass field that carries its Option; the value of a secret one is not printed."""
+    option = Option(kind, unit, meaning, **bounds)
+    return field(default=default, repr=not secret, metadata={"option": option})
 
 
 @dataclass(frozen=True)
 class Config:
     """All options, checked; immutable, comparable, printable.
 
-    Args: the fields below. Each has an environment name, `HVD_ADPSGD_` and the field's name in
-        capitals. `Config.table()` lists unit, range and meaning of each.
+    The arguments are the fields below. Each has an environment name, `HVD_ADPSGD_` and the field's name in
+    capitals. `Config.table()` lists unit, range and meaning of each.
 
     Raises:
         ConfigError: if a value is of the wrong kind or out of its range.
@@ -142,7 +145,7 @@ class Config:
         1.0,
         float,
         "exchanges/step",
-        "exchanges a super learner takes part in per step on average, active and passive together",
+        "exchanges per step on average, whether this or the other super learner started them",
         low=0,
         low_open=True,
         high=64,
@@ -151,7 +154,7 @@ class Config:
         None,
         int,
         "steps",
-        "wait when a correction would be older than this; None: never wait for another node",
+        "wait when a correction would be older than this; None: never wait for another super learner",
         low=1,
         high=10**9,
         optional=True,
@@ -160,7 +163,7 @@ class Config:
         None,
         str,
         "",
-        "16-bit format of models on the wire; None: the model's own",
+        "16-bit format of models in messages; None: the model's own",
         choices=("float16", "bfloat16"),
         optional=True,
     )
@@ -168,7 +171,8 @@ class Config:
         "mpi",
         str,
         "",
-        "how a mean of all super learners is summed: MPI's all-reduce, or pairwise in log2 n stages",
+        "how a mean of all super learners is summed: MPI's all-reduce, or pairwise in log2 n stages; "
+        "with ULFM (failures are survived) always pairwise",
         choices=("mpi", "butterfly"),
     )
     same_host: str = _option(
@@ -197,7 +201,7 @@ class Config:
         1.0,
         float,
         "s",
-        "silence after which a peer is suspected and passed over",
+        "silence after which exchanges with a peer stop, until it answers again",
         low=0.05,
         high=3600,
     )
@@ -205,7 +209,7 @@ class Config:
         5.0,
         float,
         "s",
-        "longest wait for other learners when one leaves",
+        "longest wait for other learners when one ends; for exchanges with silent peers half of it",
         low=0.05,
         high=3600,
     )
@@ -220,15 +224,53 @@ class Config:
         None,
         str,
         "path",
-        "folder for the state that SIGUSR1 makes a learner write; None: that for temporary files",
+        "folder for the state that SIGUSR1 makes a learner write; None: the one for temporary files",
+        optional=True,
+    )
+    report_s: float = _option(
+        1.0,
+        float,
+        "s",
+        "interval at which super learners report to each other how they are; 0: never",
+        low=0,
+        high=3600,
+    )
+    record: str | None = _option(
+        None,
+        str,
+        "path",
+        "folder for the record of the run, for `python -m hvd_adpsgd top` and `report`; None: none",
+        optional=True,
+    )
+    dashboard: str | None = _option(
+        None,
+        str,
+        "",
+        "[host]:port of the dashboard, without a host on the loopback interface; None: no dashboard",
+        optional=True,
+    )
+    dashboard_token: str | None = _option(
+        None,
+        str,
+        "",
+        "token of the dashboard, at least 16 characters; None: a random one",
+        secret=True,
         optional=True,
     )
     timeline: str | None = _option(
         None,
         str,
         "path",
-        "file for a Chrome trace of all learners; None: no trace",
+        "file for Chrome traces, one of each learner: trace.json becomes trace.0.json, ...; None: none",
         optional=True,
+    )
+    timeline_mib: int = _option(
+        16,
+        int,
+        "MiB",
+        "most that the trace of one learner takes; its oldest records go first",
+        low=1,
+        high=65536,
     )
     log_level: str = _option(
         "warning",

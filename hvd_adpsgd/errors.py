@@ -17,6 +17,7 @@ __all__ = [
     "InnerOnlyError",
     "LaunchError",
     "LearnerFailedError",
+    "MissingRequirementError",
     "ModelMismatchError",
     "NonFiniteModelError",
     "NotInitializedError",
@@ -41,6 +42,14 @@ class ConfigError(AdpsgdError, ValueError):
 
     Raised when a Config is made, when the environment is read, and when a strategy is parsed or
     constructed: before training, on every learner alike. Correct the named variable or argument.
+    """
+
+
+class MissingRequirementError(AdpsgdError, ImportError):
+    """torch, Horovod or MPI is not installed, or does not load.
+
+    Raised when `hvd_adpsgd.torch` is imported, and by init() for MPI. The message names the command
+    that installs what is missing.
     """
 
 

@@ -51,7 +51,7 @@ class WarmupAnneal(_Resumable):
     A warm-up of one step (W = 1) starts at lr x scale.
 
     As with all torch schedulers, load_state_dict brings scale and steps_per_epoch of the saved run with
-    it. To go on with another number of learners, set these attributes after it.
+    it. To continue with another number of learners, set these attributes after it.
 
     Args:
         optimizer: its rates are those of a single learner; one per parameter group.

@@ -34,7 +34,7 @@ __all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PER_LEARNER = ("log_level", "state_dir")  # options in which learners may differ
+_PER_LEARNER = ("dashboard_token", "log_level", "state_dir")  # options in which learners may differ
 
 
 def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = None) -> World:
@@ -177,7 +177,8 @@ def _cut(
     rank = everyone.Get_rank()
     super_rank = next(i for i, group in enumerate(groups) if rank in group)
     inner, outer = communicators.split(everyone, super_rank, rank == groups[super_rank][0])
-    comms = Communicators(everyone, everyone.Dup(), host, inner, outer)
+    plain, goodbye = everyone.Dup(), everyone.Dup()
+    comms = Communicators(everyone, plain, goodbye, host, inner, outer)
     return World.make(config, placements, groups, rank, comms)
 
 
@@ -207,7 +208,7 @@ def merge_super_learners(world: World) -> World:
     if gone:
         raise WorldError(
             f"merge_super_learners(): learners {gone} of {world.size} have failed, and one super learner "
-            "needs all of its learners. Restart the job, or average with a strategy that goes on without "
+            "needs all of its learners. Restart the job, or average with a strategy that continues without "
             "them (random_pairs)."
         )
     if not _stop_horovod(world.config.leave_deadline_s):
@@ -220,7 +221,8 @@ def merge_super_learners(world: World) -> World:
     merged = _cut(world.collectives.comm, world.host, world.config, world.placements, (everyone,))
     merged.teardown.inherit(world.teardown)
     _start_horovod(merged, None)
-    shutdown.free(world.inner, world.outer)
+    plain = world.collectives.close(world.config.leave_deadline_s)
+    shutdown.free(world.inner, world.outer, plain)
     worlds.put(merged)
     return merged
 
@@ -245,13 +247,15 @@ def shut_down() -> None:
     if not worlds.is_initialized():
         return
     world, seconds = worlds.current(), _leave_deadline_s()
+    finished = _finish_operations(world, seconds)
     worlds.put(None)
     failures = list(world.teardown.run_stops())
     ends = time.monotonic() + seconds
-    stopped = _stop_horovod(seconds)
+    stopped = _stop_horovod(seconds) and finished
     # engines stop before the barrier, frees come after it: freed earlier, a peer's operations would fail
     if world.teardown.meet(stopped, ends):
-        comms = (world.outer, world.inner, world.host, world.collectives.comm)
+        plain = world.collectives.close(seconds) if finished else None
+        comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
         shutdown.mark(False)
     if failures:
@@ -263,6 +267,19 @@ def _leave_deadline_s() -> float:
     return config.leave_deadline_s
 
 
+def _finish_operations(world: World, seconds: float) -> bool:
+    """Wait for operations over all learners that threads are in, at most so long."""
+    finished = world.collectives.finish(seconds)
+    if not finished:
+        exit_state.stuck = True
+        log.warning(
+            "an operation over all learners was not complete %g s after shutdown() began: not all learners "
+            "have called it. It is left behind.",
+            seconds,
+        )
+    return finished
+
+
 def _stop_horovod(seconds: float) -> bool:
     """Stop Horovod's world; False if it still waits for a learner after `seconds`.
 
@@ -270,11 +287,12 @@ def _stop_horovod(seconds: float) -> bool:
     """
     import horovod.torch as horovod
 
-    exit_state.stuck = not shutdown.returns(horovod.shutdown, seconds)
-    if exit_state.stuck:
+    stopped = shutdown.returns(horovod.shutdown, seconds)
+    if not stopped:
+        exit_state.stuck = True
         log.warning(
             "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
             "It is left behind.",
             seconds,
         )
-    return not exit_state.stuck
+    return stopped

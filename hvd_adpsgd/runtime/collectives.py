@@ -1,4 +1,4 @@
-"""Collectives of all learners: they wait asleep, and continue over the surviving learners.
+"""Operations over all learners: they wait asleep, and continue over the surviving learners.
 
 mpi4py does not keep the buffers of a non-blocking collective alive. The caller holds them in variables
 until the request completes; with a temporary array MPI reads or writes freed memory, without an error.
@@ -7,29 +7,40 @@ until the request completes; with a temporary array MPI reads or writes freed me
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
 import logging
 import pickle
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
-from hvd_adpsgd.errors import CollectiveMismatchError, PeerFailedError
-from hvd_adpsgd.runtime.global_operations import counted
+from hvd_adpsgd import errors
+from hvd_adpsgd.engine.agreement import Decision
+from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, PeerFailedError, TransportError
+from hvd_adpsgd.runtime.global_operations import Caller, counted
 from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.runtime.messages import (
+    COMPLETE,
+    NO_ERROR,
+    Attempt,
+    AttemptAbandonedError,
+    Messages,
+    failed_comm_ranks,
+    is_failure,
+)
+from hvd_adpsgd.runtime.turns import Turns
 
-__all__ = ["Collectives", "allgather_object", "failed_comm_ranks", "wait"]
+__all__ = ["Call", "Collectives", "allgather_object", "failed_comm_ranks", "wait"]
 
 T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-AGREEMENTS = 5  # attempts before a result of 0 is accepted
-_LOOKS = 16  # Open MPI polls the launcher in every 8th call
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
+_FLUSH_S = 1.0
 
 
 def wait(request: Any, ends: float | None = None) -> bool:
@@ -66,44 +77,72 @@ def allgather_object(comm: Any, value: Any) -> list[Any]:
     ]
 
 
-def failed_comm_ranks(comm: Any) -> set[int]:
-    """Ranks in `comm` known to have exited without MPI_Finalize; empty without ULFM."""
-    from mpi4py import MPI
+class Call(NamedTuple):
+    """What one learner calls; must be equal on all, but for `private`.
 
-    if not ulfm_enabled():
-        return set()
-    with contextlib.suppress(MPI.Exception):
-        for _ in range(_LOOKS):  # MPI detects failures only inside its calls
-            MPI.COMM_SELF.Iprobe()
-        failed = comm.Get_failed()
-        ranks = range(failed.Get_size())
-        return set(failed.Translate_ranks(ranks, comm.Get_group()))
-    return set()
+    Attributes:
+        kind: name of the operation.
+        name: the user's name for it.
+        tensors: (name, dtype, shape) of each; of an allgather without the first dimension.
+        root: whose value counts, if the operation has a root.
+        op: how values are combined, if they are.
+        factors: prescale_factor, postscale_factor.
+        private: values that are not compared with those of peers.
+    """
+
+    kind: str
+    name: str | None = None
+    tensors: tuple[tuple[str | None, str, tuple[int, ...]], ...] = ()
+    root: int | None = None
+    op: str | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+    private: Any = None
+
+
+class _Header(NamedTuple):
+    """What each learner sends first: its call, with a digest in place of the tensors, and who calls."""
+
+    call: Call
+    tensors: int  # how many
+    digest: bytes
+    caller: str
 
 
 class Collectives:
     """Operations over all learners, repeated over the surviving learners after a failure.
 
     Some learners may detect a failure while others complete the operation, and none can tell whether its
-    peers have a result. So each operation ends with an agreement:
+    peers have a result. So each attempt ends with an agreement (engine/agreement):
 
-        1. a learner that detects a failure revokes the communicator, so that no peer blocks on it;
-        2. all learners agree whether the operation succeeded on all;
-        3. if not, the surviving learners shrink the communicator and repeat the operation.
+        1. all learners exchange what they call; a mismatch is an error on all of them;
+        2. they do it, over plain messages (runtime/messages); a learner that detects a failure, or fails
+           itself, leaves the attempt and tells its peers, which leave it too;
+        3. all learners agree whether all have the result, and who has failed;
+        4. if not, the surviving learners make another attempt; after an error all of them raise.
+
+    Every call takes part in as many agreements on all learners, also one that raises. So the learners stay
+    in step after an error, and their next operations meet.
+
+    Threads: operations of several threads run one after the other, as they are asked for. Their order must be
+    the same on all learners; where it is not, they raise CollectiveMismatchError on all.
 
     Attributes:
-        comm: the learners that survived the last operation.
-        ranks: ranks of these learners in the job, by rank in `comm`.
+        comm: MPI communicator of all learners, also of those that have failed since. For users and for
+            benchmarks: no operation here uses it.
+        ranks: ranks in the job of the learners that operations include.
         on_failure: "continue" or "raise", once learners have failed.
         joining: this is a joining learner that has not joined yet.
-        before: called before each operation.
+        before: called before each operation, on the thread that asks for it.
+        turns: of operations; for those that another thread runs later.
 
-    Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013.
+    Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
+        repeats over shrunk communicators).
     """
 
     def __init__(
         self,
         comm: Any,
+        plain: Any,
         rank: int,
         ranks: tuple[int, ...],
         size: int,
@@ -111,94 +150,218 @@ class Collectives:
         on_failure: str,
         joining: bool,
     ):
-        self.comm, self.ranks = comm, ranks
-        self.on_failure, self.joining = on_failure, joining
+        self.on_failure = on_failure
         self.before: list[Callable[[], object]] = []
         self._rank, self._size, self._membership = rank, size, membership
+        self.turns = Turns()
+        self._preparing = threading.RLock()
+        self._inside: int | None = None  # the thread
+        self._earlier: list[Messages] = []  # with buffers that MPI may still read
+        self.comm, self.messages = comm, Messages(plain)
+        self.ranks, self._ranks, self.joining = ranks, ranks, joining
 
-    def run(self, doing: str, operation: Callable[[Any], T]) -> T:
-        """Run an operation; all learners call this. `comm` and `ranks` shrink when learners have failed.
+    def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...]) -> None:
+        """Use these communicators, which include a super learner that has joined.
 
         Args:
-            doing: what is done, for messages.
-            operation: receives the communicator. Must not change its input, because it may be repeated.
-                An exception of its own it must raise on all learners.
+            comm: see the attributes.
+            plain: a duplicate for messages of operations, used for nothing else.
+            ranks: in the job, by rank in both.
+        """
+        if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
+            self._earlier.append(self.messages)
+        self.comm, self.messages = comm, Messages(plain)
+        self.ranks, self._ranks, self.joining = ranks, ranks, False
+
+    def finish(self, seconds: float) -> bool:
+        """Wait for the operations that threads have asked for; False if they take longer."""
+        number = self.turns.take()
+        try:
+            return self.turns.wait(number, seconds)
+        finally:
+            self.turns.leave(number)
+
+    def close(self, seconds: float) -> Any | None:
+        """The private communicator, with nothing more on its way, to be freed; None if it is in use.
+
+        All learners call this together, after their last operation.
+        """
+        ends = time.monotonic() + seconds
+        number = self.turns.take()
+        try:
+            if not self.turns.wait(number, seconds):  # a thread is in an operation
+                return None
+            return self.messages.comm if self.messages.close(ends) else None
+        finally:
+            self.turns.leave(number)
+
+    def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
+        """Run an operation; all learners call this. `ranks` shrinks when learners have failed.
+
+        Args:
+            call: what is done; a word if there is nothing to compare but that.
+            operation: receives an Attempt, with the calls of all learners. Must not change its input, because
+                it may be repeated.
 
         Returns:
             What the operation returns.
 
         Raises:
+            CollectiveMismatchError: on all learners, if their calls differ.
             PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
-            PeerFailedError, TransportError: if MPI fails and ULFM is off.
+            LearnerFailedError: if the others have declared this learner failed.
+            TransportError: on all learners, if MPI fails on one.
+            Exception: what the operation raises; on the other learners the same class if it is one of ours,
+                TransportError if not.
         """
-        with counted(doing):
-            for call in list(self.before):
-                call()
-            return self._run(doing, operation)
+        call = Call(call) if isinstance(call, str) else call
+        assert self._inside != threading.get_ident(), (
+            "an operation over all learners inside another one"
+        )
+        with counted(call.kind) as caller:
+            self.prepare()
+            with self.turns.turn():
+                self._inside = threading.get_ident()
+                try:
+                    return self._run(call, caller, operation)
+                finally:
+                    self._inside = None
+
+    def prepare(self) -> None:
+        """Do what must come before an operation; not in one that was prepared where it was asked for."""
+        if self.turns.is_taken():
+            return
+        with self._preparing:
+            for prepare in list(self.before):
+                prepare()
 
     def gather(self, doing: str, value: Any) -> list[Any]:
-        """The values of all learners, by rank; a collective, see `run` and `gather_in`."""
-        return self.run(doing, lambda comm: self.gather_in(comm, doing, value))
+        """The values of the learners in `ranks`, in that order; a collective, see `run`.
 
-    def gather_in(self, comm: Any, doing: str, value: Any) -> list[Any]:
-        """Inside an operation: the values of all learners, by rank.
-
-        Every operation begins with it, so that learners in different operations raise instead of blocking.
-
-        Raises:
-            CollectiveMismatchError: on all learners, if they are not in the same operation.
+        Without that of a learner that gave one and is among the failed of the same decision.
         """
-        told = allgather_object(comm, (doing, value))
-        for rank, (other, _) in zip(self.ranks, told, strict=True):
-            if other != told[0][0]:
-                raise CollectiveMismatchError(
-                    f"operations over all learners differ: learner {self.ranks[0]} is in {told[0][0]}, "
-                    f"learner {rank} in {other}. Call the same operations in the same order on all learners."
-                )
-        return [value for _, value in told]
+        told = self.run(
+            Call(doing, private=value),
+            lambda attempt: dict(
+                zip(attempt.ranks, (c.private for c in attempt.calls), strict=True)
+            ),
+        )
+        return [told[rank] for rank in self.ranks]
 
-    def _run(self, doing: str, operation: Callable[[Any], T]) -> T:
-        if not ulfm_enabled():
-            with mpi_failures(doing):
-                return operation(self.comm)
-        comm = self.comm
+    # ---- attempts -----------------------------------------------------------------------------
+
+    def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
+        self._finish_interrupted()
         while True:
-            outcome = _attempt(comm, functools.partial(self._checked, doing, operation))
-            if _all_agree(comm, outcome is not None):
-                assert outcome is not None
-                return outcome()
-            comm = _without_failed(comm)
+            outcome = _Outcome[T]()
+            number = self._attempt(call, caller, operation, outcome)
+            decision = self.messages.decision(number)
+            assert decision is not None
+            has_fewer = self._continue_without(decision, call.kind)
+            if decision.flag & NO_ERROR == 0:
+                raise outcome.error or self._foreign(call.kind, number)
+            if decision.flag & COMPLETE:
+                return outcome.get()
+            if not has_fewer:
+                raise TransportError(
+                    f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
+                )
 
-    def _checked(self, doing: str, operation: Callable[[Any], T], comm: Any) -> T:
-        if comm is not self.comm:
-            self._continue_with(comm, doing)
-        if self.on_failure == "raise" and not self.joining:
-            self._require_all_learners(doing)
-        return operation(comm)
+    def _attempt(
+        self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
+    ) -> int:
+        """Attempt the operation and vote; returns the number of the decision."""
+        from mpi4py import MPI
 
-    def _continue_with(self, comm: Any, doing: str) -> None:
-        """Continue with `comm`, which the surviving learners share."""
-        ranks = tuple(allgather_object(comm, self._rank))
-        gone = sorted(set(self.ranks) - set(ranks))
-        self.comm, self.ranks = comm, ranks
+        places = [self._ranks.index(rank) for rank in self.ranks]
+        attempt = Attempt(self.messages, places, self.ranks)
+        try:
+            self._require_all_learners(call.kind)
+            _compare(attempt, call, caller)
+            outcome.result = operation(attempt)
+            attempt.flush()
+        except CollectiveMismatchError as error:  # on all alike
+            outcome.error = error
+        except AttemptAbandonedError as left:
+            if not left.is_told:
+                attempt.abandon()
+            return self.messages.vote(0 if left.reason else NO_ERROR)
+        except MPI.Exception as error:
+            if is_failure(error):
+                self.messages.look_for_failures()
+                attempt.abandon()
+                return self.messages.vote(NO_ERROR)
+            outcome.error = TransportError(
+                f"{call.kind}: MPI failed on learner {self._rank} ({error.Get_error_string()}). No learner "
+                "has failed. Start the job again.",
+                code=error.Get_error_class(),
+            )
+            outcome.error.__cause__ = error
+        except Exception as error:
+            outcome.error = error
+        except (
+            BaseException
+        ) as error:  # a signal: the others are told, and this learner does not wait
+            attempt.abandon(error)
+            self.messages.vote(0)
+            raise
+        return self._vote(attempt, outcome.error)
+
+    def _vote(self, attempt: Attempt, error: Exception | None) -> int:
+        if error is None or isinstance(error, CollectiveMismatchError):
+            return self.messages.vote(COMPLETE | NO_ERROR)
+        attempt.abandon(error)
+        return self.messages.vote(0)
+
+    def _finish_interrupted(self) -> None:
+        """An operation that a signal ended here has no decision yet."""
+        core = self.messages.agreement
+        if core.voted:
+            decision = self.messages.decision(core.number)
+            assert decision is not None
+            self._continue_without(decision, "an interrupted operation")
+
+    def _foreign(self, doing: str, number: int) -> Exception:
+        """The error of another learner."""
+        reason = self.messages.reason(number)
+        if reason is None:
+            return TransportError(
+                f"{doing}: it failed on another learner, whose own error tells why."
+            )
+        name, text, rank = reason
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, AdpsgdError):
+            return kind(text)
+        return TransportError(f"{doing}: learner {rank} raised {name}: {text}")
+
+    def _continue_without(self, decision: Decision, doing: str) -> bool:
+        """Leave out the learners that have failed; whether there are new ones."""
+        failed = {self._ranks[place] for place in decision.failed}
+        gone = sorted(failed.intersection(self.ranks))
+        if not gone:
+            return False
+        self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
         self._membership.mates_ended(gone)
-        if self._rank == ranks[0]:
+        if self._rank == self.ranks[0]:
             log.warning(
-                "%s: learners %s are gone; operations over all learners go on with the other %d.",
+                "%s: learners %s are gone; operations over all learners continue with the other %d.",
                 doing,
                 gone,
-                len(ranks),
+                len(self.ranks),
             )
+        return True
 
     def _require_all_learners(self, doing: str) -> None:
-        """Raise PeerFailedError if learners have failed; all learners of `comm` raise alike."""
+        """Raise PeerFailedError if learners have failed; all learners raise alike."""
         gone = self.gone()
-        if gone:
+        if gone and self.on_failure == "raise" and not self.joining:
             raise PeerFailedError(
                 f"{doing}: learners {sorted(gone)} of {self._size} are gone, and HVD_ADPSGD_ON_FAILURE or "
-                'hvd.on_failure says "raise". Save the model and restart, or go on with the others '
+                'hvd.on_failure says "raise". Save the model and restart, or continue with the others '
                 'inside `with hvd.on_failure("continue")`.'
             )
+
+    # ---- who is there -------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def instead(self, on_failure: str) -> Iterator[None]:
@@ -209,75 +372,101 @@ class Collectives:
         finally:
             self.on_failure = before
 
+    def living_group(self) -> Any:
+        """MPI group of the learners that operations include, ordered by rank."""
+        everyone = self.comm.Get_group()
+        group = everyone.Incl([self._ranks.index(rank) for rank in self.ranks])
+        everyone.Free()
+        return group
+
     def gone(self) -> set[int]:
         """Learners that operations no longer include."""
         return set(range(self._size)) - set(self.ranks)
 
     def ended(self) -> set[int]:
         """Learners whose process is known to have exited. Does not block."""
-        return self.gone() | {self.ranks[i] for i in failed_comm_ranks(self.comm)}
-
-    def meet(self, comm: Any, ranks: tuple[int, ...]) -> None:
-        """Continue with `comm`, which includes a super learner that has joined."""
-        self.comm, self.ranks, self.joining = comm, ranks, False
+        return self.gone() | {self._ranks[i] for i in failed_comm_ranks(self.comm)}
 
 
-def _attempt(comm: Any, operation: Callable[[Any], T]) -> Callable[[], T] | None:
-    """A call that returns or raises the operation's outcome; None if MPI failed."""
-    from mpi4py import MPI
+class _Outcome(Generic[T]):
+    """What an attempt gave on this learner."""
 
-    try:
-        result = operation(comm)
-    except MPI.Exception:
-        with contextlib.suppress(MPI.Exception):  # a peer has revoked it already
-            comm.Revoke()
-        return None
-    except Exception as error:
-        return _raiser(error)
-    return lambda: result
+    def __init__(self) -> None:
+        self.result: T | None = None
+        self.error: Exception | None = None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.result  # type: ignore[return-value]
 
 
-def _raiser(error: Exception) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
+# ---- what all learners call -----------------------------------------------------------------------
 
 
-def _all_agree(comm: Any, success: bool) -> bool:
-    """Whether all learners of `comm` survive and succeeded; the same answer on all surviving learners.
+def _compare(attempt: Attempt, call: Call, caller: Caller) -> None:
+    """Exchange the calls of all learners, into attempt.calls.
 
-    A result of 0 is repeated: while another thread sends messages, Open MPI 5.0's agreement sometimes
-    returns 0 on all ranks although all ranks contributed 1.
+    Raises:
+        CollectiveMismatchError: on all learners alike, if they differ.
     """
-    for _ in range(AGREEMENTS):
-        answer = _agreement(comm, success)
-        if answer is not False:
-            return bool(answer)
-    return False
+    described = hashlib.blake2b(repr(call.tensors).encode(), digest_size=8).digest()
+    where = f"{caller.file}:{caller.line}"
+    mine = _Header(call._replace(tensors=()), len(call.tensors), described, where)
+    headers: list[_Header] = [_Header(Call(*h[0]), *h[1:]) for h in attempt.gather(_plain(mine))]
+    first = headers[0]
+    for i, other in enumerate(headers):
+        what = _difference(first, other)
+        if what is not None:
+            told = attempt.gather(call.tensors) if what == "tensors" else None
+            raise _mismatch(what, attempt.ranks, headers, i, told)
+    attempt.calls = tuple(header.call for header in headers)
 
 
-def _agreement(comm: Any, success: bool) -> bool | None:
-    """One agreement; None, on all learners alike, if a learner has failed."""
-    from mpi4py import MPI
-
-    flag = np.array([success], dtype=np.intc)
-    try:
-        wait(comm.Iagree(flag))
-    except MPI.Exception:
-        return None
-    return bool(flag[0])
+def _plain(header: _Header) -> tuple[Any, ...]:
+    """For pickle, which is faster with tuples of its own."""
+    return (tuple(header.call), *header[1:])
 
 
-def _without_failed(comm: Any) -> Any:
-    """A communicator of the surviving learners; all of them call this after the same agreement.
+def _difference(first: _Header, other: _Header) -> str | None:
+    for what in ("kind", "name", "root", "op", "factors"):
+        if getattr(first.call, what) != getattr(other.call, what):
+            return what
+    if first.tensors != other.tensors:
+        return "number of tensors"
+    return None if first.digest == other.digest else "tensors"
 
-    Shrink blocks, but Ishrink of Open MPI 5.0 fails on a revoked communicator.
-    """
-    from mpi4py import MPI
 
-    with mpi_failures("going on without failed learners"):
-        smaller = comm.Shrink()
-        smaller.Set_errhandler(MPI.ERRORS_RETURN)
-        comm.Free()
-    return smaller
+def _mismatch(
+    what: str,
+    ranks: Sequence[int],
+    headers: Sequence[_Header],
+    i: int,
+    tensors: list[Any] | None,
+) -> CollectiveMismatchError:
+    first, other = headers[0], headers[i]
+    callers = (
+        f"Called at {first.caller} on learner {ranks[0]}, at {other.caller} on learner {ranks[i]}."
+    )
+    if what == "kind":
+        return CollectiveMismatchError(
+            f"operations over all learners differ: learner {ranks[0]} is in {first.call.kind}, "
+            f"learner {ranks[i]} in {other.call.kind}. {callers} Call the same operations in the same order "
+            "on all learners; from several threads, from one at a time."
+        )
+    if tensors is not None:
+        k = next(k for k, (a, b) in enumerate(zip(tensors[0], tensors[i], strict=True)) if a != b)
+        what, mine, theirs = f"tensor {k}", _text(tensors[0][k]), _text(tensors[i][k])
+    elif what == "number of tensors":
+        mine, theirs = str(first.tensors), str(other.tensors)
+    else:
+        mine, theirs = str(getattr(first.call, what)), str(getattr(other.call, what))
+    return CollectiveMismatchError(
+        f"{first.call.kind}: {what} differs: {mine} on learner {ranks[0]}, {theirs} on learner {ranks[i]}. "
+        f"{callers} Call the same operations in the same order, with equal arguments, on all learners."
+    )
+
+
+def _text(described: tuple[str | None, str, tuple[int, ...]]) -> str:
+    name, dtype, shape = described
+    return f"{name or 'a tensor'} of {dtype}, shape {list(shape)}"

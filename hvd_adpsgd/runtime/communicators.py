@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_adpsgd.errors import ConfigError, LaunchError
+from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError
 from hvd_adpsgd.runtime.shutdown import exit_state
 
 __all__ = ["load_mpi", "of_host", "of_learners", "require_mpi_launcher", "split"]
@@ -38,6 +38,7 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
 
     Raises:
         LaunchError: if MPI is finalized, or its thread level is lower.
+        MissingRequirementError: if mpi4py loads no MPI library.
     """
     import mpi4py
 
@@ -47,8 +48,7 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
         if start is not None:
             mpi4py.rc.initialize = False
         exit_state.finalizes = True
-    from mpi4py import MPI
-
+    MPI = _library()
     if MPI.Is_finalized():
         raise LaunchError(
             "init(): MPI is finalized in this process, and cannot be started twice. Call "
@@ -59,6 +59,18 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _require_threads(MPI)
+    return MPI
+
+
+def _library() -> Any:
+    """mpi4py.MPI; it loads the MPI library."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MissingRequirementError(
+            f"init(): mpi4py loads no MPI library: {error}. Install the MPI that Horovod was built "
+            "with, or python -m pip install 'hvd_adpsgd[mpi]' and python -m hvd_adpsgd build-horovod."
+        ) from error
     return MPI
 
 
@@ -86,11 +98,11 @@ def of_learners(mpi: Any, comm: Any) -> Any:
 
 
 def _named_communicator(mpi: Any, comm: Any) -> Any:
+    _require_company(mpi.COMM_WORLD.Get_size(), os.environ)
     if isinstance(comm, mpi.Comm):
         return comm.Dup()
     ranks = [] if comm is None else _checked_ranks(comm, mpi.COMM_WORLD)
     if not ranks:
-        _require_company(mpi.COMM_WORLD.Get_size(), os.environ)
         return mpi.COMM_WORLD.Dup()
     return mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.Get_group().Incl(ranks))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["counted", "end_step", "totals"]
+__all__ = ["Caller", "counted", "end_step", "on_behalf", "totals", "waited"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -48,22 +48,44 @@ _inside = threading.local()  # an operation that consists of others
 
 
 @contextlib.contextmanager
-def counted(operation: str) -> Iterator[None]:
-    """Count what is done inside as one operation over all learners; inside another, as part of that."""
-    if getattr(_inside, "is_counted", False):
-        yield
+def counted(operation: str) -> Iterator[Caller]:
+    """Count what is done inside as one operation over all learners; inside another, as part of that.
+
+    Yields:
+        The operation that the user calls, and from where.
+    """
+    outer = getattr(_inside, "caller", None)
+    if outer is not None:
+        yield outer
         return
     caller, began = _caller(operation, sys._getframe(1)), time.monotonic()
-    _inside.is_counted = True
+    _inside.caller = caller
     try:
-        yield
+        yield caller
     finally:
-        _inside.is_counted = False
+        _inside.caller = None
         seconds = time.monotonic() - began
         _tally.operations += 1
         _tally.seconds += seconds
         times, before = _tally.callers.get(caller, (0, 0.0))
         _tally.callers[caller] = times + 1, before + seconds
+
+
+@contextlib.contextmanager
+def on_behalf(caller: Caller) -> Iterator[None]:
+    """What this thread does inside is part of an operation that was counted where it was asked for."""
+    _inside.caller = caller
+    try:
+        yield
+    finally:
+        _inside.caller = None
+
+
+def waited(caller: Caller, seconds: float) -> None:
+    """The caller has waited for an operation that it had asked for."""
+    times, before = _tally.callers.get(caller, (0, 0.0))
+    _tally.callers[caller] = times, before + seconds
+    _tally.seconds += seconds
 
 
 def _caller(operation: str, frame: FrameType | None) -> Caller:
@@ -92,13 +114,14 @@ def end_step(warns: bool) -> None:
     _tally.has_warned = True
     most = max(callers, key=lambda caller: callers[caller])
     log.warning(
-        "%s at %s:%d is over all learners and was called %d times in %d steps: %.1f s lost waiting for the "
-        "slowest learner. Call it less often than every 10 steps, or inside the super learner only "
-        "(process_set=hvd.super_learner, where the operation takes one).",
-        *most,
-        callers[most][0],
+        "%d operations over all learners in %d steps: %.1f s lost waiting for the slowest learner. %s at "
+        "%s:%d is %d of them, %.1f s. Call it less often than every 10 steps, or inside the super "
+        "learner only (process_set=hvd.super_learner, where the operation takes one).",
+        sum(times for times, _ in callers.values()),
         WINDOW,
-        callers[most][1],
+        sum(seconds for _, seconds in callers.values()),
+        *most,
+        *callers[most],
     )
 
 

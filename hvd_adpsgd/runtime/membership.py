@@ -19,11 +19,11 @@ log = logging.getLogger("hvd_adpsgd")
 
 _REPEATED_S = 5.0  # a super learner that fails so soon may not have logged a peer's failure
 _NEWS = {
-    PeerState.SUSPECT: "is silent{where}. Averaging passes over it until it answers; raise "
+    PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
-    PeerState.ALIVE: "answers again{where}. Averaging goes on with it.",
-    PeerState.LEFT: "has left{where}. Averaging goes on among the others.",
-    PeerState.FAILED: "has failed{where}. Training goes on without it.",
+    PeerState.ALIVE: "answers again{where}. Averaging continues with it.",
+    PeerState.LEFT: "has left{where}. Averaging continues among its peers.",
+    PeerState.FAILED: "has failed{where}. Training continues without it.",
 }
 
 
@@ -42,7 +42,7 @@ class Membership:
     def __init__(self, groups: Sequence[Sequence[int]], names: Sequence[str], own: int):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
-        self._groups, self._names = groups, names
+        self._groups, self.names = groups, names
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -63,7 +63,7 @@ class Membership:
         for i, state in news:
             if (i, state) not in self._told:
                 self._told.add((i, state))
-                line = f"super learner {i} ({self._names[i]}) {_NEWS[state].format(where=where)}"
+                line = f"super learner {i} ({self.names[i]}) {_NEWS[state].format(where=where)}"
                 self._tell(i, state, line)
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()

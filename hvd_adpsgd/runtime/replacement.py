@@ -47,6 +47,7 @@ __all__ = [
     "JoinInfo",
     "JoiningLearner",
     "MergedComms",
+    "Side",
     "SpawnedReplacement",
     "connect",
     "enter",
@@ -90,6 +91,7 @@ class MergedComms:
 
     Attributes:
         comm: all learners, ordered by rank.
+        plain: a duplicate of `comm`, for operations over all learners.
         ranks: the job's ranks of these learners.
         goodbye: a duplicate of `comm`, for shutdown.
         outer: the leaders; None on learners that are not leaders.
@@ -97,6 +99,7 @@ class MergedComms:
     """
 
     comm: Any
+    plain: Any
     ranks: tuple[int, ...]
     goodbye: ShutdownBarrier
     outer: Any
@@ -104,8 +107,9 @@ class MergedComms:
 
     def adopt(self, world: World) -> None:
         """Replace `world` by one with these communicators; worlds.current returns it from now on."""
-        world.teardown.join(self.goodbye, world.collectives.comm, world.outer)
-        world.collectives.meet(self.comm, self.ranks)
+        old = world.collectives
+        world.teardown.join(self.goodbye, old.comm, old.messages.comm, world.outer)
+        world.collectives.meet(self.comm, self.plain, self.ranks)
         world.membership.meet(self.members)
         worlds.put(dataclasses.replace(world, outer=self.outer, members=self.members))
 
@@ -429,7 +433,8 @@ class JoiningLearner:
         comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         told = self.welcome
-        comms = Communicators(comm, comm.Dup(), comm.Dup(), comm.Dup(), None)
+        plain, goodbye, host, inner = (comm.Dup() for _ in range(4))
+        comms = Communicators(comm, plain, goodbye, host, inner, None)
         rank = told.groups[told.super_rank][comm.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
@@ -507,6 +512,45 @@ def _merged(between: Any, high: bool) -> Any:
     return comm
 
 
+class Side:
+    """A communicator of the surviving learners, over which they meet a joining one.
+
+    MPI_Comm_accept needs one without failed processes. MPI_Comm_create_group fails beside failed processes,
+    and MPIX_Comm_shrink is built on MPI's agreement, which may crash. So it is made from a group, with the
+    launcher's help. Whether the learners have met they agree over plain messages.
+
+    Args:
+        world: of this learner.
+
+    Attributes:
+        comm: the communicator; None before `make`.
+    """
+
+    def __init__(self, world: World):
+        self.comm: Any = None
+        self._group = world.collectives.living_group()
+        # unique among the communicators that the same learners make
+        self._tag = f"hvd_adpsgd.side.{world.collectives.messages.agreement.number}"
+
+    def make(self) -> Any:
+        """Make it, with all surviving learners; may block without bound."""
+        from mpi4py import MPI
+
+        self.comm = MPI.Intracomm.Create_from_group(
+            self._group, self._tag, errhandler=MPI.ERRORS_RETURN
+        )
+        self._group.Free()
+        return self.comm
+
+    def revoke(self) -> None:
+        """End what waits on it."""
+        from mpi4py import MPI
+
+        with contextlib.suppress(MPI.Exception):
+            if self.comm is not None:
+                self.comm.Revoke()
+
+
 def connect(side: Any, world: World, port: str | None, root: int, accepts: bool) -> MergedComms:
     """Make the communicators of the surviving learners and one joining learner; waits for all of them.
 
@@ -525,11 +569,11 @@ def connect(side: Any, world: World, port: str | None, root: int, accepts: bool)
     merged = _merged(between, high=not accepts)
     comm = merged.Split(0, world.rank)
     outer = comm.Split(0 if world.is_leader else MPI.UNDEFINED, world.rank)
-    goodbye = comm.Dup()
-    for made in (comm, goodbye):
+    plain, goodbye = comm.Dup(), comm.Dup()
+    for made in (comm, plain, goodbye):
         made.Set_errhandler(MPI.ERRORS_RETURN)
     merged.Free()
     ranks = tuple(allgather_object(comm, world.rank))
     members = tuple(i for i, group in enumerate(world.groups) if group[0] in ranks)
     outer = None if outer == MPI.COMM_NULL else outer
-    return MergedComms(comm, ranks, ShutdownBarrier(goodbye, ranks), outer, members)
+    return MergedComms(comm, plain, ranks, ShutdownBarrier(goodbye, ranks), outer, members)

@@ -21,17 +21,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import ulfm_enabled
+from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
+from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
-from hvd_adpsgd.runtime.collectives import failed_comm_ranks, wait
 from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.runtime.messages import Messages, failed_comm_ranks, gather_once
 
 __all__ = [
     "FAILED_STATUS",
@@ -52,6 +53,7 @@ FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysex
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # between polls for learners that have exited
+_FLUSH_S = 0.5  # longest wait until MPI has sent what an ending process has said last
 _LAUNCHERS = ("prterun", "mpirun")
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
 # $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
@@ -85,6 +87,11 @@ class ShutdownBarrier:
         """Learners known to have exited without MPI_Finalize."""
         return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
 
+    @functools.cached_property
+    def messages(self) -> Messages:
+        """Over `comm`."""
+        return Messages(self.comm)
+
 
 @dataclass
 class ExitState:
@@ -94,14 +101,13 @@ class ExitState:
         finalizes: MPI_Finalize is ours, not mpi4py's.
         watched: `at_exit` was called.
         has_begun: init() was successful once.
-        stuck: a Horovod shutdown did not return.
+        stuck: a thread is left behind in Horovod, or in an operation over all learners.
         failed: learners known here to have failed, or to leave because of a failure.
         has_failures: whether any learner has, known here or to another learner.
         goodbye: the barrier that the last shutdown, or init(), did not complete; None if it did.
         ends: deadline of that shutdown, of time.monotonic.
         is_over: the script has ended; exit handlers run.
         exit_status: the argument of sys.exit.
-        farewells: buffers that MPI may still write to.
     """
 
     finalizes: bool = False
@@ -114,7 +120,6 @@ class ExitState:
     ends: float = 0.0
     is_over: bool = False
     exit_status: object = None
-    farewells: list[Any] = field(default_factory=list)
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: freeing and finalizing would wait for the failed learners."""
@@ -212,9 +217,9 @@ class Teardown:
         if not clean:
             self._note_dead_mates()
         exit_state.failed = self._membership.failed_ranks()
-        exit_state.has_failures = bool(exit_state.failed)
+        exit_state.has_failures = bool(exit_state.failed) or not stopped
         if not clean:
-            exit_state.has_failures = _any_failure(barrier, bool(exit_state.failed), ends)
+            exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
         exit_state.goodbye, exit_state.ends = None if clean else barrier, ends
         return clean
 
@@ -232,6 +237,7 @@ class Teardown:
         free(*self.owned, *comms)
         if self._is_mixed:
             _meet(self._barrier, False, time.monotonic() + seconds)
+        self._barrier.messages.close(time.monotonic() + seconds)
         free(self._barrier.comm)
 
 
@@ -244,34 +250,33 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
         ends: deadline, of time.monotonic.
 
     Returns:
-        Their ranks; None if some learner does not come in time.
+        Their ranks; None if some learner has failed or does not come in time. Learners that do not time out
+        have the same answer.
     """
-    from mpi4py import MPI
-
-    mine, total = np.zeros((2, len(barrier.ranks)), dtype=np.int32)
-    mine[barrier.comm.Get_rank()] = fails
-    # held before the request is posted, for good: after a timeout MPI may still write to them
-    exit_state.farewells.append((mine, total))
     try:
-        request = barrier.comm.Iallreduce(mine, total)
-        if not wait(request, max(ends, time.monotonic())):
-            return None
-        return {barrier.ranks[i] for i in np.flatnonzero(total)}
-    except MPI.Exception as error:
+        with mpi_failures("shutdown"):
+            told = gather_once(barrier.messages, fails, ends)
+    except TransportError as error:
         log.info("leaving without the others: %s", error)
         return None
+    if told is None:
+        return None
+    return {rank for rank, fails in zip(barrier.ranks, told, strict=True) if fails}
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
     """Whether any learner at the barrier knows of a failure; `mine` if the agreement times out."""
-    from mpi4py import MPI
-
-    none = np.array([not mine], dtype=np.intc)
-    exit_state.farewells.append(none)
-    with contextlib.suppress(MPI.Exception):  # some have exited: the result is valid all the same
-        if not wait(barrier.comm.Iagree(none), max(ends, time.monotonic())):
-            return mine
-    return mine or not none[0]
+    messages = barrier.messages
+    if messages.agreement.voted:  # the barrier timed out
+        return mine
+    try:
+        with mpi_failures("shutdown"):
+            decision = messages.decision(messages.vote(not mine), ends)
+            messages.flush(ends=time.monotonic() + _FLUSH_S)  # this process may end next
+    except TransportError as error:
+        log.info("leaving without the others: %s", error)
+        return mine
+    return mine or (decision is not None and not decision.flag)
 
 
 def free(*communicators: Any) -> None:
@@ -360,6 +365,10 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
 
     With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
     """
+    if (
+        exit_state.stuck and ulfm_enabled()
+    ):  # MPI_Finalize under a thread that uses MPI ends the job
+        return False
     if exit_state.goodbye is None:
         return returns(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:

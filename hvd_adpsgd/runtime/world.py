@@ -54,14 +54,16 @@ class Communicators:
     """The communicators of a learner: mpi4py's, errors returned.
 
     Attributes:
-        all, goodbye: all learners; until it has joined, only those of a joining super learner. Shutdown
-            alone uses `goodbye`, so that its barrier never matches another operation.
+        all, plain, goodbye: all learners; until it has joined, only those of a joining super learner.
+            Operations over all learners alone use `plain`, shutdown alone uses `goodbye`: their messages
+            never match another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
         outer: the leaders; None on learners that are not leaders.
     """
 
     all: Any
+    plain: Any
     goodbye: Any
     host: Any
     inner: Any
@@ -159,7 +161,14 @@ class World:
             hostname=mine.hostname,
             membership=membership,
             collectives=Collectives(
-                comms.all, rank, ranks, len(placements), membership, config.on_failure, joining
+                comms.all,
+                comms.plain,
+                rank,
+                ranks,
+                len(placements),
+                membership,
+                config.on_failure,
+                joining,
             ),
             teardown=Teardown(
                 ShutdownBarrier(comms.goodbye, ranks),

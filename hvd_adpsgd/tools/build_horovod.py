@@ -75,7 +75,8 @@ class Change(NamedTuple):
 # status on (128 + n for signal n). The file named by ADPSGD_LEARNER exists from hvd.init() until the
 # learner has left; see runtime/shutdown.py. The launcher signals both: SIGUSR1 is for the learner.
 KEEPER = (
-    'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; ADPSGD_LEARNER="$f" "$@"; s=$?; '
+    'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '  # of an earlier process
+    'ADPSGD_LEARNER="$f" "$@"; s=$?; '
     '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
 )
 

@@ -7,6 +7,12 @@ this starts neither MPI nor Horovod; `init` does.
 
 from __future__ import annotations
 
+from hvd_adpsgd.torch.requirements import require_torch_and_horovod
+
+# Before the imports below: theirs would fail with an error that names no cure.
+require_torch_and_horovod()
+
+# ruff: noqa: E402
 from horovod.torch import compression, mpi_lib_v2, sync_batch_norm
 
 from hvd_adpsgd.errors import CollectiveMismatchError
@@ -27,6 +33,18 @@ from hvd_adpsgd.strategies import (
     SynchronousGossip,
 )
 from hvd_adpsgd.torch import elastic, functions, mpi_ops
+from hvd_adpsgd.torch.asynchronous import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    synchronize,
+)
 from hvd_adpsgd.torch.basics import (
     cross_rank,
     cross_size,
@@ -54,6 +72,9 @@ from hvd_adpsgd.torch.collectives import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
     join,
 )
 from hvd_adpsgd.torch.horovod_ops import (
@@ -68,32 +89,20 @@ from hvd_adpsgd.torch.horovod_ops import (
     Sum,
     SyncBatchNorm,
     add_process_set,
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
     alltoall,
     alltoall_async,
-    broadcast_async,
-    broadcast_async_,
     ccl_built,
     check_extension,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    poll,
     reducescatter,
     reducescatter_async,
     remove_process_set,
@@ -101,7 +110,6 @@ from hvd_adpsgd.torch.horovod_ops import (
     sparse_allreduce_async,
     start_timeline,
     stop_timeline,
-    synchronize,
 )
 from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
 from hvd_adpsgd.torch.model_average import average_model, averaged, consensus_distance
@@ -109,6 +117,7 @@ from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.torch.pausing import averaging_paused
 from hvd_adpsgd.torch.replacement import replace_failed
 from hvd_adpsgd.torch.reports import metrics
+from hvd_adpsgd.torch.watching import log, log_to
 
 __all__ = [
     "A2CiD2",
@@ -187,6 +196,8 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "log",
+    "log_to",
     "metrics",
     "mpi_built",
     "mpi_enabled",

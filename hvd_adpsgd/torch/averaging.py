@@ -24,7 +24,7 @@ from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
-from hvd_adpsgd.torch.node import in_node
+from hvd_adpsgd.torch.node import in_node, node_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.timeline import StepRecord
@@ -81,41 +81,47 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
-        self.engine = self.make_engine(world.outer, world.members)
+        self.engine = self.make_engine(world.outer, world.members, self._gather_from_leaders)
         world.teardown.at_shutdown(self.stop)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
         _live.append(self)
 
-    def make_engine(self, outer: Any, members: Sequence[int]) -> Engine:
+    def _gather_from_leaders(self, value: Any) -> list[Any]:
+        """The values of all leaders, by rank in `outer`; None for one that has failed. A collective."""
+        world = self.world
+        mine = (world.super_rank, value) if world.is_leader else None
+        told = dict(filter(None, world.collectives.gather("averaging", mine)))
+        return [told.get(peer) for peer in world.members or range(world.super_size)]
+
+    def make_engine(
+        self,
+        outer: Any,
+        members: Sequence[int],
+        gather: Callable[[Any], list[Any]] | None = None,
+    ) -> Engine:
         """An engine for these tensors, started. All learners of all super learners make it together.
 
         Args:
             outer: the leaders; None on learners that are not leaders, and on joining leaders until they
                 have joined: without it the engine has no thread.
             members: the leaders' super learners, by rank in `outer`; () means all.
+            gather: see Engine.start.
         """
         world = self.world
-        if outer is not None:
-            from mpi4py import MPI
-
-            with mpi_failures("averaging"):
-                outer = outer.Dup()
-            outer.Set_errhandler(MPI.ERRORS_RETURN)
-        names = [f"{world.placements[g[0]].hostname}, learner {g[0]}" for g in world.groups]
         engine = Engine(
             inner=world.inner,
             outer=outer,
             plan=self.plan,
             config=self.spec.config,
-            names=names,
+            names=world.membership.names,
             members=members,
         )
-        for specs in self.specs:
-            engine.memory.extend(specs)
-        engine.start()
+        with mpi_failures("averaging"):
+            for specs in self.specs:
+                engine.memory.extend(specs)
+        engine.start(None if world.collectives.joining else gather)
         atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
-        world.teardown.owned += engine.communicators
         return engine
 
     def require_running(self) -> None:
@@ -286,7 +292,7 @@ class Averaging:
 
     def meet_in_node(self) -> None:
         """Barrier in the node: afterwards the published slot is readable, the other one is not read."""
-        with mpi_failures("average_model, in the node"):
+        with node_failures(self), mpi_failures("in the node"):
             wait(self.world.inner.Ibarrier())
         self.engine.memory.all_met()
 
@@ -300,6 +306,12 @@ class Averaging:
         if corrected:
             self.parameters.write_back()
         return finite
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were replaced while averaging is paused: drop what rounding to 16 bits holds back of them."""
+        replaced = {id(tensor) for tensor in tensors}
+        mine = enumerate(self.parameters.tensors)
+        self.engine.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
 
     # ---- beside the step ---------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
 from hvd_adpsgd.runtime import bootstrap, replacement
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.torch import watching
 
 __all__ = [
     "cross_rank",
@@ -51,7 +52,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     global _given
     given = (comm, process_sets, config)
     if worlds.is_initialized():
-        if given not in (_given, (None, None, None)):
+        if not _repeats(given):
             raise AlreadyInitializedError(
                 f"init() on learner {rank()}: hvd_adpsgd is initialized already, with other arguments. "
                 "Call hvd.shutdown() first, or drop the second call."
@@ -62,6 +63,13 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     else:
         bootstrap.init(config, comm=comm, process_sets=process_sets)
     _given = given
+    watching.start(worlds.current())
+
+
+def _repeats(given: tuple[Any, ...]) -> bool:
+    """Whether arguments of init() say what is so already: they are left out, or are those given before."""
+    config = worlds.current().config
+    return given[:2] in (_given[:2], (None, None)) and given[2] in (None, _given[2], config)
 
 
 def shutdown() -> None:

@@ -1,16 +1,17 @@
 """Operations over all learners, with Horovod's signatures and conventions.
 
 With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super
-learners they go through MPI: all learners first exchange what they call, so that a mismatch
-is an error on all of them instead of a hang, and learners that failed are left out.
+learners they go through plain messages: all learners first exchange what they call, so that a
+mismatch is an error on all of them instead of a hang, and learners that failed are left out.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import horovod.torch as horovod
@@ -18,15 +19,18 @@ import numpy as np
 import torch
 from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
 from horovod.torch.mpi_ops import handle_average_backwards_compatibility
+from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import (
+    AdpsgdError,
     CollectiveMismatchError,
     ConfigError,
     InnerOnlyError,
     PeerFailedError,
 )
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
 from hvd_adpsgd.torch.node import horovods
@@ -43,36 +47,19 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "global_process_set",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
     "join",
 ]
 
+T = TypeVar("T")
 Parameters = dict[str, torch.Tensor] | list[torch.Tensor] | list[tuple[str, torch.Tensor]]
 
-_PIECE = 2**28  # elements per MPI call, whose counts are 32-bit integers
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_TOLD = 1024  # bytes up to which a tensor travels with its call
+_COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # the others by np.add
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
-
-
-class Call(NamedTuple):
-    """What one learner calls; must be equal on all, but for `private`.
-
-    Attributes:
-        kind: name of the operation.
-        name: the user's name for it.
-        tensors: (name, dtype, shape) of each; of an allgather without the first dimension.
-        root: whose value counts, if the operation has a root.
-        op: how values are combined, if they are.
-        factors: prescale_factor, postscale_factor.
-        private: values that are not compared with those of peers.
-    """
-
-    kind: str
-    name: str | None = None
-    tensors: tuple[tuple[str | None, str, tuple[int, ...]], ...] = ()
-    root: int | None = None
-    op: str | None = None
-    factors: tuple[float, float] = (1.0, 1.0)
-    private: Any = None
 
 
 # ---- reduce -------------------------------------------------------------------------------------
@@ -110,13 +97,14 @@ def allreduce(
         ConfigError: for another dtype or op.
     """
     inner = inner_process_set(process_set, "allreduce")
+    _require_tensor("allreduce", tensor)
     if inner is not None:
         return horovod.allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, inner
         )
-    how = _Reduction(_checked_op(op, average), prescale_factor, postscale_factor, name)
+    how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
     compressed, context = compression.compress(tensor)
-    return compression.decompress(_Allreduce.apply(compressed, how), context)
+    return compression.decompress(_Allreduce.apply(how, compressed)[0], context)
 
 
 def allreduce_(
@@ -130,76 +118,214 @@ def allreduce_(
 ) -> torch.Tensor:
     """Combine a tensor over all learners in place; see allreduce. Returns `tensor`."""
     inner = inner_process_set(process_set, "allreduce_")
+    _require_tensor("allreduce_", tensor)
     if inner is not None:
         return horovod.allreduce_(
             tensor, average, name, op, prescale_factor, postscale_factor, inner
         )
-    how = _Reduction(_checked_op(op, average), prescale_factor, postscale_factor, name)
-    tensor.detach().copy_(_reduce(tensor, how))
-    return tensor
+    how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
+    return reduce_([tensor], how)[0]
 
 
-class _Reduction(NamedTuple):
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[torch.Tensor]:
+    """Combine several tensors over all learners in one operation; differentiable. See allreduce.
+
+    Returns:
+        Tensors like `tensors`.
+    """
+    inner = inner_process_set(process_set, "grouped_allreduce")
+    require_tensors("grouped_allreduce", tensors)
+    if inner is not None:
+        return list(
+            horovod.grouped_allreduce(
+                tensors, average, name, compression, op, prescale_factor, postscale_factor, inner
+            )
+        )
+    how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    reduced = _Allreduce.apply(how, *compressed)
+    return [compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Sequence[torch.Tensor]:
+    """Combine several tensors over all learners in place; see grouped_allreduce. Returns `tensors`."""
+    inner = inner_process_set(process_set, "grouped_allreduce_")
+    require_tensors("grouped_allreduce_", tensors)
+    if inner is not None:
+        horovod.grouped_allreduce_(
+            tensors, average, name, op, prescale_factor, postscale_factor, inner
+        )
+        return tensors
+    how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
+    return reduce_(tensors, how)
+
+
+def _require_tensor(doing: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"{doing} got a {type(tensor).__name__}, allowed is a tensor. Pass `torch.as_tensor(...)`, one "
+            "tensor a call, or use allgather_object or broadcast_object for other values."
+        )
+
+
+def require_tensors(doing: str, tensors: Any) -> None:
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        raise ConfigError(
+            f"{doing} got {tensors!r:.40}, allowed is a list of at least one tensor. Pass [tensor, ...]."
+        )
+    for tensor in tensors:
+        _require_tensor(doing, tensor)
+
+
+class Reduction(NamedTuple):
+    """How tensors are combined; `kind` is the operation that the user calls."""
+
+    kind: str
     op: Any
     prescale: float
     postscale: float
     name: str | None
 
 
+def reduction(
+    kind: str, average: bool | None, name: str | None, op: Any, prescale: float, postscale: float
+) -> Reduction:
+    """What Horovod's arguments mean.
+
+    Raises:
+        InnerOnlyError: for hvd.Adasum.
+        ConfigError: for another op.
+    """
+    return Reduction(kind, _checked_op(kind, op, average), prescale, postscale, name)
+
+
 class _Allreduce(torch.autograd.Function):
     """Its gradient is the same reduction of the gradients, as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, how: _Reduction) -> torch.Tensor:
+    def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how = how
-        return _reduce(tensor, how)
+        return tuple(reduce(tensors, how))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Allreduce.apply(grads[0], ctx.how._replace(name=None)), None
+        return None, *_Allreduce.apply(ctx.how._replace(name=None), *grads)
 
 
-def _checked_op(op: Any, average: bool | None) -> Any:
+def _checked_op(kind: str, op: Any, average: bool | None) -> Any:
     op = handle_average_backwards_compatibility(op, average)
     if op == Adasum:
         world = worlds.current()
         raise InnerOnlyError(
-            f"allreduce(op=hvd.Adasum) on learner {world.rank}: Adasum works in one super learner, "
+            f"{kind}(op=hvd.Adasum) on learner {world.rank}: Adasum works in one super learner, "
             f"this job has {world.super_size}. Use hvd.Average or hvd.Sum, or start the job as one "
             f"super learner: {one_super_learner(world)}"
         )
     if op not in _OP_NAMES:
         raise ConfigError(
-            f"allreduce(op={op!r}): allowed are hvd.{', hvd.'.join(_OP_NAMES.values())}. Pass one "
+            f"{kind}(op={op!r}): allowed are hvd.{', hvd.'.join(_OP_NAMES.values())}. Pass one "
             "of these."
         )
     return op
 
 
-def _reduce(tensor: torch.Tensor, how: _Reduction) -> torch.Tensor:
-    world = worlds.current()
-    factors = (how.prescale, how.postscale)
+def reduce_(tensors: Sequence[torch.Tensor], how: Reduction) -> Sequence[torch.Tensor]:
+    """Combine them over all learners in place. Returns `tensors`."""
+    for tensor, reduced in zip(tensors, reduce(tensors, how), strict=True):
+        tensor.detach().copy_(reduced)
+    return tensors
+
+
+def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor]:
+    """The tensors combined over all learners, in one operation: one array of each dtype."""
+    world, combine = worlds.current(), _COMBINED_BY.get(how.op, np.add)
+    unfit = next((t for t in tensors if not _is_reducible(t)), None)
+    mine = {} if unfit is not None else _packed([_scaled(_flat(t), how.prescale) for t in tensors])
+    is_told = unfit is None and sum(array.nbytes for array in mine.values()) <= _TOLD
     call = Call(
-        "allreduce", how.name, _described([(None, tensor)]), None, _OP_NAMES[how.op], factors
+        how.kind,
+        how.name,
+        _described([(None, t) for t in tensors]),
+        None,
+        _OP_NAMES[how.op],
+        (how.prescale, how.postscale),
+        mine if is_told else None,
     )
 
-    def operation(comm: Any) -> torch.Tensor:
-        _tell(world, comm, call)
-        _require_reducible(tensor)
-        mine = _scaled(_flat(tensor), how.prescale)
-        total = _allreduced(comm, mine, how.op)
-        return _scaled(total, how.postscale / (comm.Get_size() if how.op == Average else 1))
+    def combined(attempt: Attempt, dtype: torch.dtype) -> torch.Tensor:
+        if is_told:
+            arrays = [call.private[dtype] for call in attempt.calls]
+            return torch.from_numpy(functools.reduce(combine, arrays))
+        return torch.from_numpy(attempt.allreduce(mine[dtype], combine))
 
-    total = world.collectives.run("allreduce", operation)
-    return total.to(dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device)
+    def operation(attempt: Attempt) -> dict[torch.dtype, torch.Tensor]:
+        if unfit is not None:
+            raise _irreducible(unfit)
+        share = how.postscale / (attempt.size if how.op == Average else 1)
+        return {dtype: _scaled(combined(attempt, dtype), share) for dtype in mine}
+
+    return _unpacked(_run(world, call, operation), tensors)
 
 
-def _require_reducible(tensor: torch.Tensor) -> None:
-    if tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
-        raise ConfigError(
-            f"allreduce of a tensor of {tensor.dtype}: allowed are integers and floating-point "
-            "numbers. Convert it (`.to(torch.int32)`)."
+def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
+    """The vectors of each dtype one after the other; a single one is not copied."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        by_dtype.setdefault(part.dtype, []).append(part)
+    return {
+        dtype: (same[0] if len(same) == 1 else torch.cat(same)).numpy()
+        for dtype, same in by_dtype.items()
+    }
+
+
+def _unpacked(
+    totals: dict[torch.dtype, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The parts of `totals` that belong to each tensor, like it."""
+    taken = dict.fromkeys(totals, 0)
+    parts = []
+    for tensor in tensors:
+        dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
+        start = taken[dtype]
+        taken[dtype] += tensor.numel()
+        part = totals[dtype][start : taken[dtype]]
+        parts.append(part.to(dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device))
+    return parts
+
+
+def _is_reducible(tensor: torch.Tensor) -> bool:
+    has_elements = tensor.layout == torch.strided and tensor.device.type != "meta"
+    is_number = not (tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized)
+    return has_elements and is_number
+
+
+def _irreducible(tensor: torch.Tensor) -> AdpsgdError:
+    if tensor.layout != torch.strided:
+        return InnerOnlyError(
+            f"allreduce of a {tensor.layout} tensor works in one super learner only. Reduce `.to_dense()`, "
+            "or pass process_set=hvd.super_learner."
         )
+    return ConfigError(
+        f"allreduce of a tensor of {tensor.dtype}: allowed are integers and floating-point "
+        "numbers. Convert it (`.to(torch.int32)`)."
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,25 +341,6 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if tensor.is_floating_point():
         return tensor * factor
     return (tensor.double() * factor).to(tensor.dtype)
-
-
-def _allreduced(comm: Any, mine: torch.Tensor, op: Any) -> torch.Tensor:
-    total = torch.empty_like(mine)
-    for a, b in zip(_pieces(mine), _pieces(total), strict=True):
-        wait(comm.Iallreduce(a, b, op=_mpi_op(op)))
-    return total
-
-
-def _mpi_op(op: Any) -> Any:
-    from mpi4py import MPI
-
-    return {Min: MPI.MIN, Max: MPI.MAX, Product: MPI.PROD}.get(op, MPI.SUM)
-
-
-def _pieces(flat: torch.Tensor) -> Iterator[np.ndarray]:
-    """The tensor's own memory, in arrays that MPI can count."""
-    for start in range(0, flat.numel(), _PIECE):
-        yield flat[start : start + _PIECE].numpy()
 
 
 # ---- gather -------------------------------------------------------------------------------------
@@ -254,62 +361,79 @@ def allgather(
         ConfigError: for a tensor without dimensions.
     """
     inner = inner_process_set(process_set, "allgather")
+    _require_tensor("allgather", tensor)
     if inner is not None:
         return horovod.allgather(tensor, name, inner)
-    return _Allgather.apply(tensor, name)
+    return _Allgather.apply("allgather", name, tensor)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
+) -> list[torch.Tensor]:
+    """Concatenate several tensors in one operation; differentiable. See allgather."""
+    inner = inner_process_set(process_set, "grouped_allgather")
+    require_tensors("grouped_allgather", tensors)
+    if inner is not None:
+        return list(horovod.grouped_allgather(tensors, name, inner))
+    return list(_Allgather.apply("grouped_allgather", name, *tensors))
 
 
 class _Allgather(torch.autograd.Function):
     """Its gradient is this learner's part of the mean gradient, as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        gathered, ctx.start, ctx.rows = _gather(tensor, name)
-        return gathered
+    def forward(
+        ctx: Any, kind: str, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        gathered = gather(kind, name, tensors)
+        ctx.parts = [(one.start, one.rows) for one in gathered]
+        return tuple(one.tensor for one in gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        mean = allreduce(grads[0], op=Average)
-        return mean.narrow(0, ctx.start, ctx.rows), None
+        means = reduce(grads, Reduction("allreduce", Average, 1.0, 1.0, None))
+        parts = zip(means, ctx.parts, strict=True)
+        return None, None, *(mean.narrow(0, start, rows) for mean, (start, rows) in parts)
 
 
-def _gather(tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, int, int]:
+class Gathered(NamedTuple):
     """All rows, the first that is this learner's, and how many are."""
+
+    tensor: torch.Tensor
+    start: int
+    rows: int
+
+
+def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[Gathered]:
+    """The learners' tensors one below the other, in one operation."""
     world = worlds.current()
-    rows = tensor.shape[0] if tensor.dim() else None
-    described = ((None, str(tensor.dtype), tuple(tensor.shape[1:])),)
-    call = Call("allgather", name, described, private=rows)
+    rows = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+    described = tuple((None, str(t.dtype), tuple(t.shape[1:])) for t in tensors)
+    call = Call(kind, name, described, private=rows)
 
-    def operation(comm: Any) -> tuple[torch.Tensor, int, int]:
-        counts = [other.private for other in _tell(world, comm, call)]
-        if None in counts:
-            raise ConfigError(
-                f"allgather of a tensor without dimensions on learner "
-                f"{world.collectives.ranks[counts.index(None)]}: at least one is needed. Pass "
-                "`tensor.unsqueeze(0)`."
-            )
-        gathered = torch.empty((sum(counts), *tensor.shape[1:]), dtype=tensor.dtype)
-        _allgather_rows(comm, _bytes(tensor.detach().cpu()), _bytes(gathered), counts)
-        mine = comm.Get_rank()
-        return gathered.to(tensor.device), sum(counts[:mine]), counts[mine]
+    def operation(attempt: Attempt) -> list[Gathered]:
+        told = [other.private for other in attempt.calls]
+        for rank, theirs in zip(attempt.ranks, told, strict=True):
+            if None in theirs:
+                raise ConfigError(
+                    f"{kind} of a tensor without dimensions on learner {rank}: at least one is needed. Pass "
+                    "`tensor.unsqueeze(0)`."
+                )
+        return [
+            _gathered(attempt, t, rows)
+            for t, rows in zip(tensors, zip(*told, strict=True), strict=True)
+        ]
 
-    return world.collectives.run("allgather", operation)
+    return _run(world, call, operation)
 
 
-def _allgather_rows(
-    comm: Any, mine: torch.Tensor, everything: torch.Tensor, rows: Sequence[int]
-) -> None:
-    """Fill `everything` with the bytes of all learners, each in proportion to its rows."""
-    row = everything.numel() // max(sum(rows), 1)
-    parts = everything.split([row * n for n in rows])
-    if everything.numel() < 2**31:
-        counts = np.array([part.numel() for part in parts])
-        a, b = mine.numpy(), everything.numpy()
-        wait(comm.Iallgatherv(a, [b, counts]))
-        return
-    parts[comm.Get_rank()].copy_(mine)
-    for root, part in enumerate(parts):
-        _broadcast_bytes(comm, part, root)
+def _gathered(attempt: Attempt, tensor: torch.Tensor, rows: Sequence[int]) -> Gathered:
+    gathered = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+    everything = _bytes(gathered).numpy()
+    row = everything.size // max(sum(rows), 1)
+    attempt.allgatherv(_bytes(tensor.detach().cpu()).numpy(), everything, [row * n for n in rows])
+    mine = attempt.rank
+    return Gathered(gathered.to(tensor.device), sum(rows[:mine]), rows[mine])
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -318,7 +442,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         return horovod.allgather_object(obj, name)
     world = worlds.current()
     call = Call("allgather_object", name, private=cloudpickle.dumps(obj))
-    calls = world.collectives.run("allgather_object", lambda comm: _tell(world, comm, call))
+    calls = _run(world, call, lambda attempt: attempt.calls)
     return [cloudpickle.loads(other.private) for other in calls]
 
 
@@ -346,6 +470,7 @@ def broadcast(
         PeerFailedError: if the root failed.
     """
     inner = inner_process_set(process_set, "broadcast")
+    _require_tensor("broadcast", tensor)
     if inner is not None:
         return horovod.broadcast(tensor, root_rank or 0, name, inner)
     return _Broadcast.apply(tensor, root_rank, name)
@@ -359,9 +484,10 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite `tensor` with that of learner `root_rank`; see broadcast. Returns `tensor`."""
     inner = inner_process_set(process_set, "broadcast_")
+    _require_tensor("broadcast_", tensor)
     if inner is not None:
         return horovod.broadcast_(tensor, root_rank or 0, name, inner)
-    _broadcast_all("broadcast", name, [(None, tensor)], root_rank)
+    broadcast_all("broadcast", name, [(None, tensor)], root_rank)
     return tensor
 
 
@@ -373,7 +499,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int | None, name: str | None
     ) -> torch.Tensor:
         output = tensor.detach().clone()
-        _broadcast_all("broadcast", name, [(None, output)], root_rank)
+        broadcast_all("broadcast", name, [(None, output)], root_rank)
         ctx.root_rank = worlds.current().collectives.ranks[0] if root_rank is None else root_rank
         return output
 
@@ -400,7 +526,7 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     if inner_process_set(None, "broadcast_parameters") is not None:
         horovod.broadcast_parameters(params, root_rank or 0)
         return
-    _broadcast_all("broadcast_parameters", None, _named(params), root_rank)
+    broadcast_all("broadcast_parameters", None, _named(params), root_rank)
 
 
 def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
@@ -493,18 +619,17 @@ def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
-    def operation(comm: Any) -> bytes | None:
-        calls = _tell(world, comm, told)
+    def operation(attempt: Attempt) -> bytes | None:
         root = _root_in(world, call)
-        is_root = comm.Get_rank() == root
-        data = mine if is_root else np.empty(calls[root].private, np.uint8)
-        _broadcast_bytes(comm, torch.from_numpy(data), root)
+        is_root = attempt.rank == root
+        data = mine if is_root else np.empty(attempt.calls[root].private, np.uint8)
+        attempt.broadcast(data, root)
         return None if is_root else data.tobytes()
 
-    return world.collectives.run(call.kind, operation)
+    return _run(world, told, operation)
 
 
-def _broadcast_all(
+def broadcast_all(
     kind: str,
     name: str | None,
     named: Sequence[tuple[str | None, torch.Tensor]],
@@ -514,20 +639,19 @@ def _broadcast_all(
     world = worlds.current()
     call = Call(kind, name, _described(named), root_rank)
 
-    def operation(comm: Any) -> None:
-        _tell(world, comm, call)
+    def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
         for _, tensor in named:
             staged = tensor.detach().cpu().contiguous()
-            _broadcast_bytes(comm, _bytes(staged), root)
-            if staged.data_ptr() != tensor.data_ptr() and comm.Get_rank() != root:
+            attempt.broadcast(_bytes(staged).numpy(), root)
+            if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
                 tensor.detach().copy_(staged)
 
-    world.collectives.run(kind, operation)
+    _run(world, call, operation)
 
 
 def _root_in(world: World, call: Call) -> int:
-    """The root's rank in world.comm; None is the first surviving learner.
+    """The root's rank among the surviving learners; None is the first surviving learner.
 
     To a joining learner that has not joined yet its own first learner stands for the root.
     """
@@ -547,11 +671,6 @@ def _root_in(world: World, call: Call) -> int:
     return ranks.index(call.root)
 
 
-def _broadcast_bytes(comm: Any, data: torch.Tensor, root: int) -> None:
-    for piece in _pieces(data):
-        wait(comm.Ibcast(piece, root=root))
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as bytes."""
     # as_strided: with at most one element the stride may be anything, which view() refuses
@@ -567,8 +686,7 @@ def barrier(process_set: Any = global_process_set) -> None:
     if inner is not None:
         horovod.barrier(inner)
         return
-    world = worlds.current()
-    world.collectives.run("barrier", lambda comm: _tell(world, comm, Call("barrier")))
+    _run(worlds.current(), Call("barrier"), lambda attempt: None)
 
 
 def join(device: int = -1) -> int:
@@ -585,7 +703,7 @@ def join(device: int = -1) -> int:
     world = worlds.current()
     call = Call("join", private=(time.time(), world.rank))
     horovod.join(device)
-    calls = world.collectives.run("join", lambda comm: _tell(world, comm, call))
+    calls = _run(world, call, lambda attempt: attempt.calls)
     return int(max(other.private for other in calls)[1])
 
 
@@ -598,38 +716,9 @@ def _described(
     return tuple((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named)
 
 
-def _tell(world: World, comm: Any, call: Call) -> list[Call]:
-    """The calls of all learners, equal but for what is private.
-
-    Raises:
-        CollectiveMismatchError: on all learners alike, if they are not.
-    """
+def _run(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
+    """Run it over all learners; a mismatch is Horovod's error, too."""
     try:
-        calls: list[Call] = world.collectives.gather_in(comm, call.kind, call)
+        return world.collectives.run(call, operation)
     except CollectiveMismatchError as error:
         raise horovods(CollectiveMismatchError)(*error.args) from None
-    first = calls[0]
-    for rank, other in zip(world.collectives.ranks, calls, strict=True):
-        for what in ("name", "root", "op", "factors", "tensors"):
-            if getattr(first, what) != getattr(other, what):
-                raise _mismatch(what, world.collectives.ranks[0], first, rank, other)
-    return calls
-
-
-def _mismatch(what: str, rank: int, first: Call, other_rank: int, other: Call) -> Exception:
-    mine, theirs = getattr(first, what), getattr(other, what)
-    if what == "tensors":
-        if len(mine) != len(theirs):
-            what, mine, theirs = "number of tensors", len(mine), len(theirs)
-        else:
-            i = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-            what, mine, theirs = f"tensor {i}", _text(mine[i]), _text(theirs[i])
-    return horovods(CollectiveMismatchError)(
-        f"{first.kind}: {what} differs: {mine} on learner {rank}, {theirs} on learner {other_rank}. "
-        "Call the same operations in the same order, with equal arguments, on all learners."
-    )
-
-
-def _text(described: tuple[str | None, str, tuple[int, ...]]) -> str:
-    name, dtype, shape = described
-    return f"{name or 'a tensor'} of {dtype}, shape {list(shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
@@ -68,14 +69,28 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
 
 
 def require_same(world: World, doing: str, tensors: list[str]) -> None:
-    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
-    described_by_rank = world.collectives.gather(doing, tensors)
-    for rank, other in zip(world.collectives.ranks, described_by_rank, strict=True):
-        if other != described_by_rank[0]:
-            first = f"learner {world.collectives.ranks[0]}"
-            raise ModelMismatchError(
-                f"{doing}: " + _difference(described_by_rank[0], other, f"learner {rank}", first)
-            )
+    """Raise ModelMismatchError on every learner if the descriptions differ on one.
+
+    Every learner sends a digest. Only if digests differ, two learners send their descriptions: the first one,
+    and the first one that differs from it.
+    """
+    digests = world.collectives.gather(doing, _digest(tensors))
+    by_rank = dict(zip(world.collectives.ranks, digests, strict=True))
+    first = min(by_rank)
+    other = min((rank for rank in by_rank if by_rank[rank] != by_rank[first]), default=None)
+    if other is None:
+        return
+    told = world.collectives.gather(doing, tensors if world.rank in (first, other) else None)
+    by_rank = dict(zip(world.collectives.ranks, told, strict=True))
+    if (
+        first not in by_rank or other not in by_rank
+    ):  # it failed meanwhile: compare those that remain
+        require_same(world, doing, tensors)
+        return
+    raise ModelMismatchError(
+        f"{doing}: "
+        + _difference(by_rank[first], by_rank[other], f"learner {other}", f"learner {first}")
+    )
 
 
 def require_same_in_node(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -108,6 +123,11 @@ def _settings(spec: AveragingSpec) -> str:
 
 def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
+
+
+def _digest(tensors: list[str]) -> bytes:
+    """SHA-256 of the descriptions, 32 bytes."""
+    return hashlib.sha256("\n".join(tensors).encode()).digest()
 
 
 def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:

@@ -32,9 +32,7 @@ from horovod.torch import (
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    poll,
     rocm_built,
-    synchronize,
 )
 
 from hvd_adpsgd.errors import InnerOnlyError
@@ -101,18 +99,7 @@ def _with_our_default(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-allreduce_async = inner_only(horovod.allreduce_async)
-allreduce_async_ = inner_only(horovod.allreduce_async_)
-grouped_allreduce = inner_only(horovod.grouped_allreduce)
-grouped_allreduce_ = inner_only(horovod.grouped_allreduce_)
-grouped_allreduce_async = inner_only(horovod.grouped_allreduce_async)
-grouped_allreduce_async_ = inner_only(horovod.grouped_allreduce_async_)
 sparse_allreduce_async = inner_only(horovod.sparse_allreduce_async)
-allgather_async = inner_only(horovod.allgather_async)
-grouped_allgather = inner_only(horovod.grouped_allgather)
-grouped_allgather_async = inner_only(horovod.grouped_allgather_async)
-broadcast_async = inner_only(horovod.broadcast_async)
-broadcast_async_ = inner_only(horovod.broadcast_async_)
 alltoall = inner_only(horovod.alltoall)
 alltoall_async = inner_only(horovod.alltoall_async)
 reducescatter = inner_only(horovod.reducescatter)
@@ -124,7 +111,7 @@ stop_timeline = inner_only(horovod.stop_timeline)
 add_process_set = inner_only(horovod.add_process_set)
 remove_process_set = inner_only(horovod.remove_process_set)
 
-# Handles come from inner operations, queries and constants mean the same everywhere, and
+# Queries and constants mean the same everywhere, and
 # SyncBatchNorm works on the learners whose gradients are averaged: those of the super learner.
 __all__ = [
     "Adasum",
@@ -138,25 +125,14 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "add_process_set",
-    "allgather_async",
-    "allreduce_async",
-    "allreduce_async_",
     "alltoall",
     "alltoall_async",
-    "broadcast_async",
-    "broadcast_async_",
     "ccl_built",
     "check_extension",
     "cuda_built",
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "inner_only",
@@ -164,7 +140,6 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "poll",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
@@ -173,5 +148,4 @@ __all__ = [
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
-    "synchronize",
 ]

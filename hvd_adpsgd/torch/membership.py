@@ -23,7 +23,11 @@ def is_coordinator() -> bool:
     world = worlds.current()
     ended = world.collectives.ended()
     gone = ended.union(world.membership.failed_ranks(ended))
-    return world.rank == next((r for r in range(world.size) if r not in gone), world.rank)
+    # without a whole super learner, the first learner that lives
+    living = [r for r in range(world.size) if r not in gone] or sorted(
+        set(range(world.size)) - ended
+    )
+    return world.rank == living[0]
 
 
 def failed_ranks() -> tuple[int, ...]:

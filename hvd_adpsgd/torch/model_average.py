@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
+from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.runtime.collectives import Call
 from hvd_adpsgd.runtime.global_operations import counted
+from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
@@ -58,6 +59,8 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         means = _finite_means(world, "average_model", tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
+        for averaging in concerned:
+            averaging.forget(tensors)
 
 
 def _require_weights(world: World, weight: Any) -> None:
@@ -74,7 +77,8 @@ def _require_weights(world: World, weight: Any) -> None:
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
     told = world.collectives.gather("average_model", mine)
     bad = [text for _, value, text in told if value is None]
-    if bad or not any(value for leads, value, _ in told if leads):
+    weights = [value for leads, value, _ in told if leads]
+    if bad or (weights and not any(weights)):  # without a leader there is no model to average
         raise ConfigError(
             f"average_model: weight={bad[0] if bad else 0} on {'a learner' if bad else 'all leaders'}, "
             "allowed are finite numbers >= 0, not all 0. Give each super learner's own weight, or none."
@@ -106,7 +110,8 @@ def consensus_distance(model: torch.nn.Module) -> float:
 
     sqrt((1/n) sum over super learners of |w_l - mean|^2), over parameters and floating-point buffers
     with their current values; pending corrections are not applied. All learners call it together; it
-    waits for the slowest. `metrics()` has an estimate without communication.
+    waits for the slowest. Inside `averaged` all hold the mean, so it is 0. `metrics()` has an estimate
+    without communication.
 
     Args:
         model: the same module on every learner.
@@ -164,6 +169,7 @@ def averaged(
                 left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
             for tensor, mean in zip(named, means, strict=True):
                 tensor.data.copy_(mean)
+            del means
         concerned = [
             a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
         ]
@@ -247,17 +253,24 @@ def _means(
     ]
     fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
-    def operation(comm: Any) -> tuple[list[NDArray[Any]], list[int]]:
-        told = world.collectives.gather_in(comm, doing, (world.is_leader, fit, weight))
+    def operation(attempt: Attempt) -> tuple[list[NDArray[Any]], list[int]]:
+        told = [call.private for call in attempt.calls]
         leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
         weights = {i: told[i][2] for i in leaders if told[i][1]}
         if not any(weights.values()):
             weights = {i: told[i][2] for i in leaders}
+        if not any(weights.values()):
+            raise PeerFailedError(
+                f"{doing}: no leader of a super learner{' has a weight above 0' if leaders else ' is left'} "
+                f"(failed learners: {sorted(world.collectives.gone())}). "
+                f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
+            )
         weights = _within_range(weights)
-        means = [_mean(comm, weights, h.contiguous().numpy()) for h in hosts]
-        return means, [world.collectives.ranks[i] for i in leaders if not told[i][1]]
+        means = [_mean(attempt, weights, h.contiguous().numpy()) for h in hosts]
+        return means, [attempt.ranks[i] for i in leaders if not told[i][1]]
 
-    means, unfit = world.collectives.run(doing, operation)
+    call = Call(doing, private=(world.is_leader, fit, weight))
+    means, unfit = world.collectives.run(call, operation)
     return [torch.from_numpy(mean) for mean in means], unfit
 
 
@@ -267,12 +280,10 @@ def _within_range(weights: dict[int, float]) -> dict[int, float]:
     return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
 
 
-def _mean(comm: Any, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
+def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
     """Mean over the ranks with a weight, as a difference to one of them: equal models do not change."""
     reference = mine.copy()
-    wait(comm.Ibcast(reference, root=min(weights)))
-    weight = weights.get(comm.Get_rank(), 0.0)
+    attempt.broadcast(reference, min(weights))
+    weight = weights.get(attempt.rank, 0.0)
     difference = weight * (mine - reference) if weight else np.zeros_like(mine)
-    total = np.empty_like(mine)
-    wait(comm.Iallreduce(difference, total))
-    return np.asarray(reference + total / sum(weights.values()))
+    return np.asarray(reference + attempt.allreduce(difference) / sum(weights.values()))

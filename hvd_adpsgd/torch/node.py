@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from horovod.torch import HorovodInternalError
 
-from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError
+from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError, PeerFailedError
 
 if TYPE_CHECKING:
     from hvd_adpsgd.torch.averaging import Averaging
 
-__all__ = ["horovods", "in_node"]
+__all__ = ["horovods", "in_node", "node_failures"]
 
 
 @contextlib.contextmanager
@@ -31,6 +31,22 @@ def in_node(averaging: Averaging) -> Iterator[None]:
     except HorovodInternalError as error:
         failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
         if not failed and "shut down" not in str(error):
+            raise
+        raise _broken(averaging, failed) from None
+
+
+@contextlib.contextmanager
+def node_failures(averaging: Averaging) -> Iterator[None]:
+    """Inside, the learners of the super learner meet over MPI.
+
+    Raises:
+        LearnerFailedError: if a learner of this super learner has ended.
+    """
+    try:
+        yield
+    except PeerFailedError:
+        failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
+        if not failed:
             raise
         raise _broken(averaging, failed) from None
 

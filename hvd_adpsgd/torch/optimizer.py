@@ -109,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
     """
     world = worlds.current()
-    named = None if named_parameters is None else list(named_parameters)
+    named = _listed(named_parameters)
     given = {
         "exchanges_per_step": exchanges_per_step,
         "max_staleness": max_staleness,
@@ -159,6 +159,7 @@ def _spec(
 ) -> AveragingSpec:
     """The spec of this learner's call, after the checks that need no peer."""
     require_supported(optimizer)
+    _require_named("named_parameters", named)
     strategy = _strategy(averaging, world.config.averaging)
     if world.super_size > 1 and strategy.averages != "nothing":
         require_models(optimizer, named)
@@ -172,6 +173,34 @@ def _spec(
         strategy.refuse("op=Adasum")
     trained = _trained(_names(optimizer, named), optimizer.param_groups)
     return AveragingSpec(strategy, config, trained, _floating(buffers))
+
+
+def _listed(pairs: Any) -> Any:
+    """An iterable, which may be read once only, as a list; anything else as it is."""
+    return list(pairs) if isinstance(pairs, Iterable) else pairs
+
+
+def _require_named(argument: str, pairs: Any) -> None:
+    """Raise ConfigError unless `pairs` is None or a list of (name, tensor)."""
+    if pairs is None:
+        return
+    odd = (
+        pairs if not isinstance(pairs, list) else next((p for p in pairs if not _is_named(p)), None)
+    )
+    if odd is not None:
+        raise ConfigError(
+            f"{argument} got a {type(odd).__name__}, allowed are pairs (name, tensor). Pass "
+            f"model.named_{argument.removeprefix('named_')}()."
+        )
+
+
+def _is_named(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+    )
 
 
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
@@ -270,7 +299,8 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
     """(name, tensor) of the buffers asked for that can be averaged."""
     if buffers is None:
         return []
-    pairs = buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers
+    pairs = _listed(buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers)
+    _require_named("buffers", pairs)
     return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
 
 

@@ -52,10 +52,14 @@ def _pause(doing: str, averaging: Averaging) -> None:
     averaging.require_running()
     averaging.parameters.check()
     averaging.catch_up()
-    averaging.meet_in_node()  # before finish: exchanges parked by a held slot would never end
     engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
     engine.pause(patience_s)
-    averaging.world.collectives.gather(doing, None)  # all engines are paused
+    try:
+        averaging.world.collectives.gather(doing, None)  # all engines are paused
+    except Exception:  # the other learners are elsewhere: no one pauses
+        if not averaging.pauses:
+            engine.resume()
+        raise
     if not engine.pause(patience_s):  # a parked exchange may have resumed before the barrier
         log.warning(
             "%s: an exchange is still running after %g s; its corrections come after the pause.",

@@ -120,7 +120,7 @@ def _require_whole(world: World) -> None:
     if missing:
         raise PeerFailedError(
             f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
-            "cannot go on without them. The others start another one in its place."
+            "cannot continue without them. Its peers start another one in its place."
         )
 
 
@@ -194,27 +194,28 @@ def _trim() -> None:
 def _meet(world: World, spawned: SpawnedReplacement | None, starter: int) -> bool:
     """Whether all surviving learners have merged with the joining one; the same answer on all."""
     port = spawned.open(starter) if spawned is not None else None
-    side = world.collectives.run(DOING, lambda comm: comm.Dup())
-    if starter in world.collectives.ranks:
-        root = world.collectives.ranks.index(starter)
+    ranks, sides = world.collectives.ranks, replacement.Side(world)
+    if starter in ranks:
         met = replacement.within(
             replacement.MEETING_S,
-            lambda: _connected(side, world, port, root, accepts=True),
+            lambda: _connected(sides.make(), world, port, ranks.index(starter), accepts=True),
             _drop,
         )
     else:
         met = None
     # all agree before one adopts: alone, a learner would wait on communicators that its peers have dropped
-    if not all(world.collectives.gather(DOING, met is not None)):
-        with contextlib.suppress(Exception):
-            side.Revoke()
+    if (
+        not all(world.collectives.gather(DOING, met is not None))
+        or world.collectives.ranks != ranks
+    ):
+        sides.revoke()
         if met is not None:
             _drop(met)
         return False
     assert met is not None
     if spawned is not None:
         spawned.come()
-    world.teardown.owned.append(side)
+    world.teardown.owned.append(sides.comm)
     _switch_to(world, *met)
     return True
 

@@ -34,6 +34,11 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOptimizerError: for LBFGS, or one that is wrapped already.
         ModelMismatchError: for parameters without values, or parts of sharded ones.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedOptimizerError(
+            f"DistributedOptimizer wraps a torch optimizer, not {optimizer!r:.60}. Pass an instance, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS cannot be distributed: one step() evaluates the closure many times along a line "

@@ -1,20 +1,36 @@
-"""Where the time of steps goes: counters, and the timeline that all learners of a job write together."""
+"""Where the time of steps goes: counters, the timeline of this learner, and marks for torch's profiler."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import Counters, Timeline
+from hvd_adpsgd.engine.metrics import EVENT_NAMES, Counters
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.consistency import unanimous
+from hvd_adpsgd.watching.trace import Timeline, learner_path
 
-__all__ = ["StepRecord"]
+__all__ = ["StepRecord", "mark"]
 
-_EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
 _shared_timeline: Timeline | None = None
+_NO_MARK: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def mark(name: str) -> AbstractContextManager[Any]:
+    """Show the block to a profiler as hvd_adpsgd.NAME; nothing if none runs on this thread.
+
+    record_function takes microseconds also when no profiler runs, so it is asked for first.
+    """
+    if not torch.autograd._profiler_enabled():
+        return _NO_MARK
+    return record_function(f"hvd_adpsgd.{name}")
 
 
 class StepRecord:
@@ -33,7 +49,8 @@ class StepRecord:
         """Count the time of the block as this part of the step."""
         began = time.monotonic()
         try:
-            yield
+            with mark(name):
+                yield
         finally:
             ended = time.monotonic()
             self.counters.add(name, ended - began)
@@ -51,32 +68,34 @@ class StepRecord:
             return
         for kind, peer, began, ended, nbytes, step in engine.take_events():
             self.timeline.complete(
-                _EVENT_NAMES[kind], "engine", began, ended, peer=peer, bytes=nbytes, step=step
+                EVENT_NAMES[kind], "engine", began, ended, peer=peer, bytes=nbytes, step=step
             )
 
 
 def _open_timeline(world: World) -> Timeline | None:
-    """The timeline of HVD_ADPSGD_TIMELINE, opened once per job; None without it."""
+    """The file of HVD_ADPSGD_TIMELINE of this learner, opened once per job; None without it."""
     global _shared_timeline
     path = world.config.timeline
     if path is None or _shared_timeline is not None:
         return _shared_timeline
-    offset = time.time() - time.monotonic()  # hosts share the wall clock only
-    starts = world.collectives.gather("timeline", time.time())
+    offset_s = time.time() - time.monotonic()  # hosts share the wall clock only
+    joining = world.collectives.joining
+    job = world.collectives.gather("timeline", time.time())[0]
     label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
 
-    def open_it(create: bool) -> Timeline:
+    def open_it() -> Timeline:
         return Timeline(
-            path,
+            learner_path(path, world.rank),
             rank=world.rank,
-            origin_s=starts[0] - offset,
-            create=create,
+            origin_s=job - offset_s,
+            unix_s=job,
+            job=None if joining else job,
             label=label,
+            limit_nbytes=world.config.timeline_mib << 20,
+            continues=joining,  # the file is that of the learner it replaces
         )
 
-    first = world.rank == 0
-    created = unanimous(world, "timeline", lambda: open_it(True) if first else None)
-    _shared_timeline = unanimous(world, "timeline", lambda: created or open_it(False))
+    _shared_timeline = unanimous(world, "timeline", open_it)
     world.teardown.at_shutdown(_close_timeline)
     return _shared_timeline
 

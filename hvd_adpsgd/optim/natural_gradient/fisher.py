@@ -243,7 +243,7 @@ class OnlineFisher:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to go on with the same bits."""
+        """All that a resumed run needs to continue with the same bits."""
         return {
             "directions": self.directions,
             "strengths": self.strengths,

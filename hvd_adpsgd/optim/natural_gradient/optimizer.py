@@ -68,7 +68,8 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         history: rows over which estimates forget, > 0.
         update_period: minibatches per update of the estimates after the first ten, >= 1; math.inf:
             they stay then.
-        rank_in, rank_out: of the estimates, >= 1; at most (D + 1) // 2 is used for D inputs (outputs).
+        rank_in: of the estimates of inputs, >= 1; at most (D + 1) // 2 is used for D inputs.
+        rank_out: the same, of the derivatives of outputs.
         max_change: largest 2-norm of a step; math.inf: any.
         max_change_per_component: largest 2-norm of what a step changes in one component. 0.75 is the
             default of Kaldi's layers.

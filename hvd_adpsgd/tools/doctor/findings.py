@@ -303,7 +303,7 @@ def judge_memory(
     """Whether there is room for what processes of one host share.
 
     Each leader takes an outbox of OUTBOX_CHUNKS chunks, and only if twice that is free; without
-    it chunks go through MPI. A super learner of several learners takes two models, and cannot do
+    it chunks go through MPI. A super learner of several learners takes three models, and cannot do
     without.
 
     Args:
@@ -321,7 +321,7 @@ def judge_memory(
     free, outbox = memory.free_bytes, OUTBOX_CHUNKS * chunk_kib * 1024
     alone = learners_each == 1
     if free < LEAST_SHARED_BYTES and not alone:
-        found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and two models"
+        found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
         return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
     if free < (leaders + 1) * outbox:
         found = (
@@ -331,8 +331,9 @@ def judge_memory(
         return Finding(WARN, what, found, f"{cure}.")
     if alone:
         return Finding(OK, what, f"{_size(free)} free")
-    model = (free - leaders * outbox) // (2 * leaders)
-    return Finding(OK, what, f"{_size(free)} free: room for a model of {_size(model)}, held twice")
+    model = (free - leaders * outbox) // (3 * leaders)
+    room = f"room for a float32 model of {_size(model)}, held three times"
+    return Finding(OK, what, f"{_size(free)} free: {room}")
 
 
 def judge_cores(cores: float, learners: int | None, host: str = "this host") -> Finding:

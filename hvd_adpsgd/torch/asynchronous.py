@@ -1,0 +1,241 @@
+"""Operations over all learners that run while the script goes on, with Horovod's signatures.
+
+With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super learners a
+thread runs them one after the other, in the order in which all operations over all learners are asked for: it
+must be the same on all learners. The script must leave the tensors alone until `synchronize`, as in Horovod.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import Collectives
+from hvd_adpsgd.runtime.global_operations import Caller, counted, on_behalf, waited
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
+from hvd_adpsgd.torch.collectives import (
+    Reduction,
+    broadcast_all,
+    gather,
+    reduce,
+    reduce_,
+    reduction,
+    require_tensors,
+)
+
+__all__ = [
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "poll",
+    "synchronize",
+]
+
+
+class Handle:
+    """An operation that was asked for; see `synchronize`."""
+
+    def __init__(self, caller: Caller):
+        self.caller = caller
+        self.over = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an asynchronous operation. Returns what it gives; again, the same.
+
+    Raises:
+        CollectiveMismatchError, PeerFailedError, ...: what the operation raises.
+    """
+    if not isinstance(handle, Handle):
+        return horovod.synchronize(handle)
+    began = time.monotonic()
+    handle.over.wait()
+    waited(handle.caller, time.monotonic() - began)
+    if handle.error is not None:
+        raise handle.error
+    return handle.result
+
+
+def poll(handle: Any) -> bool:
+    """Whether an asynchronous operation is complete, so that `synchronize` does not wait."""
+    return handle.over.is_set() if isinstance(handle, Handle) else bool(horovod.poll(handle))
+
+
+# ---- the operations -----------------------------------------------------------------------------
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.allreduce; not differentiable. Returns a handle, whose result is a new tensor."""
+    how = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce("allreduce_async", tensor, how, lambda what: reduce([tensor], what)[0])
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.allreduce_. Returns a handle, whose result is `tensor`."""
+    how = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce("allreduce_async_", tensor, how, lambda what: reduce_([tensor], what)[0])
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.grouped_allreduce; not differentiable. Returns a handle, whose result is new tensors."""
+    how = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce("grouped_allreduce_async", tensors, how, lambda what: reduce(tensors, what))
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.grouped_allreduce_. Returns a handle, whose result is `tensors`."""
+    how = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce("grouped_allreduce_async_", tensors, how, lambda what: reduce_(tensors, what))
+
+
+def _allreduce(
+    operation: str, given: Any, how: tuple[Any, ...], act: Callable[[Reduction], Any]
+) -> Any:
+    """Horovod's operation inside a super learner, else `act`; `given`: a tensor, or several of a group."""
+    *arguments, process_set = how
+    inner = inner_process_set(process_set, operation)
+    if inner is not None:
+        return getattr(horovod, operation)(given, *arguments, inner)
+    is_group = operation.startswith("grouped")
+    require_tensors(operation, given if is_group else [given])
+    reduced = reduction("grouped_allreduce" if is_group else "allreduce", *arguments)
+    return _begin(operation, lambda: act(reduced))
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
+) -> Any:
+    """See hvd.allgather; not differentiable. Returns a handle."""
+    inner = inner_process_set(process_set, "allgather_async")
+    if inner is not None:
+        return horovod.allgather_async(tensor, name, inner)
+    require_tensors("allgather_async", [tensor])
+    return _begin("allgather_async", lambda: gather("allgather", name, [tensor])[0].tensor)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
+) -> Any:
+    """See hvd.grouped_allgather; not differentiable. Returns a handle."""
+    inner = inner_process_set(process_set, "grouped_allgather_async")
+    if inner is not None:
+        return horovod.grouped_allgather_async(tensors, name, inner)
+    require_tensors("grouped_allgather_async", tensors)
+    return _begin(
+        "grouped_allgather_async",
+        lambda: [one.tensor for one in gather("grouped_allgather", name, tensors)],
+    )
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int | None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.broadcast; not differentiable. Returns a handle, whose result is a new tensor."""
+    inner = inner_process_set(process_set, "broadcast_async")
+    if inner is not None:
+        return horovod.broadcast_async(tensor, root_rank or 0, name, inner)
+    require_tensors("broadcast_async", [tensor])
+    output = tensor.detach().clone()
+    return _begin("broadcast_async", lambda: _broadcast(output, root_rank, name))
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int | None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """See hvd.broadcast_. Returns a handle, whose result is `tensor`."""
+    inner = inner_process_set(process_set, "broadcast_async_")
+    if inner is not None:
+        return horovod.broadcast_async_(tensor, root_rank or 0, name, inner)
+    require_tensors("broadcast_async_", [tensor])
+    return _begin("broadcast_async_", lambda: _broadcast(tensor, root_rank, name))
+
+
+def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) -> torch.Tensor:
+    broadcast_all("broadcast", name, [(None, tensor)], root_rank)
+    return tensor
+
+
+# ---- the thread ---------------------------------------------------------------------------------
+
+_asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+_thread: threading.Thread | None = None
+
+
+def _begin(operation: str, act: Callable[[], Any]) -> Handle:
+    """Let the thread do it, in one operation over all learners, when its turn has come."""
+    global _thread
+    collectives = worlds.current().collectives
+    with counted(operation) as caller:
+        collectives.prepare()  # here: it may change the model, which is this thread's
+        handle, number = Handle(caller), collectives.turns.take()
+    if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
+        _thread = threading.Thread(target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True)
+        _thread.start()
+    _asked.put(lambda: _run(collectives, number, handle, act))
+    return handle
+
+
+def _work(asked: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        asked.get()()
+
+
+def _run(collectives: Collectives, number: int, handle: Handle, act: Callable[[], Any]) -> None:
+    try:
+        with torch.no_grad(), collectives.turns.as_taken(number), on_behalf(handle.caller):
+            handle.result = act()
+    except BaseException as error:
+        handle.error = error
+    handle.over.set()

@@ -1,0 +1,36 @@
+"""Looks for torch and Horovod before they are imported; an error names the command that installs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+
+from hvd_adpsgd.errors import MissingRequirementError
+
+_BUILD = "python -m hvd_adpsgd build-horovod"
+_CURES = {
+    "torch": f"python -m pip install 'hvd_adpsgd[torch]', then {_BUILD}",
+    "horovod": f"{_BUILD} (it compiles Horovod for the installed torch and MPI)",
+}
+
+
+def require_torch_and_horovod() -> None:
+    """See that both are installed, and that Horovod loads with this torch and an MPI.
+
+    Raises:
+        MissingRequirementError: if one is missing or does not load.
+    """
+    for module, cure in _CURES.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingRequirementError(
+                f"hvd_adpsgd.torch needs {module}, which is not installed for {sys.executable}. "
+                f"Run {cure}."
+            )
+    try:
+        from horovod.torch import mpi_lib_v2  # noqa: F401
+    except ImportError as error:
+        raise MissingRequirementError(
+            f"horovod.torch does not load with torch {metadata.version('torch')} and the MPI of "
+            f"{sys.prefix}: {error}. Run {_BUILD} --rebuild; python -m hvd_adpsgd doctor says more."
+        ) from error
