@@ -15,6 +15,7 @@ QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
 WORKERS ?= 2
 PYTEST ?= $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS   ?=
+DIST   ?= dist
 
 EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.pyx ext/hvd_adpsgd/*/*.pxd ext/c/*.c ext/c/*.h)
 
@@ -23,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak bench bench-cluster clean
+.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -37,11 +38,11 @@ venv: $(STAMPS)/extension $(STAMPS)/ready  ## make .venv: pinned packages, Horov
 
 build: $(STAMPS)/extension  ## compile the extension if its sources changed
 
-test: venv $(STAMPS)/examples  ## the tests (a quarter of an hour)
+test: venv $(STAMPS)/examples  ## the tests (8 minutes on two cores)
 	@echo "== test: pytest $(or $(ARGS),tests)"
 	@$(PYTEST) $(or $(ARGS),tests)
 
-test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind
+test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind (35 minutes)
 	@$(PYTEST) -m "extended or not extended" $(or $(ARGS),tests)
 
 lint: venv  ## ruff, format, types, who may import whom
@@ -70,12 +71,41 @@ model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD 
 soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
 	@$(PY) -m examples.studies.soak $(ARGS)
 
+tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
+	@$(PY) -m tests.tsan $(ARGS)
+
+simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (one to three hours on two cores)
+	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)
+
+simulate-mutants: venv  ## faults put into the engine on purpose: does the simulator find them? (ten minutes)
+	@$(PY) -m tests.simulation.mutants $(ARGS)
+
+explore: venv  ## every interleaving of small jobs of real engines: is a promise broken? (minutes a job, for some much longer)
+	@$(PY) -m hvd_adpsgd simulate --explore $(ARGS)
+
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)
 	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
 
 bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin link (half an hour; the hosts need root)
 	@$(PY) -m examples.studies.cluster $(ARGS)
+
+wheel: $(STAMPS)/wheel  ## dist/: an sdist, and from it a wheel for Python 3.11 and newer, checked
+	@rm -rf $(DIST)
+	@echo "== wheel: sdist, and a wheel made from it"
+	@$(PY) -m build --no-isolation --outdir $(DIST)/built .
+	@echo "== wheel: auditwheel (libmpi stays outside), abi3audit"
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --strip --exclude 'libmpi.so.*' --wheel-dir $(DIST) $(DIST)/built/*.whl
+	@$(VENV)/bin/abi3audit --strict $(DIST)/*.whl
+	@mv $(DIST)/built/*.tar.gz $(DIST) && rm -r $(DIST)/built && ls $(DIST)
+
+test-packages: venv  ## wheel and sdist in empty environments, on each Python that is here (minutes)
+	@$(PY) -m pytest -n0 -m extended tests/packages $(ARGS)
+
+docs: $(STAMPS)/docs  ## the documentation as a site, in out/site
+	@echo "== docs: mkdocs build --strict"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "== docs: open out/site/index.html"
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
 	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*/*.so
@@ -129,4 +159,14 @@ $(STAMPS)/examples: $(wildcard requirements-examples.txt) $(STAMPS)/packages
 	@if [ -f requirements-examples.txt ]; then \
 	  echo "== venv: installing requirements-examples.txt"; \
 	  $(LOCK) $(PIP) install $(QUIET) -r requirements-examples.txt; fi
+	@touch $@
+
+$(STAMPS)/wheel: requirements-wheel.txt $(STAMPS)/packages
+	@echo "== venv: installing requirements-wheel.txt"
+	@$(LOCK) $(PIP) install $(QUIET) -r requirements-wheel.txt
+	@touch $@
+
+$(STAMPS)/docs: requirements-docs.txt | $(STAMPS)/created
+	@echo "== venv: installing requirements-docs.txt"
+	@$(LOCK) $(PIP) install $(QUIET) -r requirements-docs.txt
 	@touch $@
