@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Before torch: its threads wait for each other in busy loops, on cores that workers and learners share.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failing example prints the line that reproduces it; no deadline, for the machine may be busy.
 settings.register_profile("hvd_adpsgd", print_blob=True, deadline=None)

@@ -92,7 +92,7 @@ def run_learners(
         launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), or None for
             one process without any.
         kept: run each learner below the shell that our Horovod build puts there.
-        fresh: start each learner's Python, where a learner's end, parent or memory matters; without,
+        fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
     """
     env = env or {}
@@ -168,6 +168,7 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     env["PYTHONPATH"] = os.pathsep.join([*map(str, first), str(ROOT), env.get("PYTHONPATH", "")])
     env["OMP_NUM_THREADS"] = "1"
     env["OMPI_MCA_btl"] = "^ofi"  # which sleeps a second in each MPI_Init
+    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # also where np <= cores: other tests share them
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each learner compiles this tree: 0.1 CPU s
     return {**env, **extra}
 

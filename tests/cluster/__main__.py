@@ -1,4 +1,4 @@
-"""A cluster on this machine: python tests/cluster up N | status | run -- COMMAND | ... | down."""
+"""A cluster on this machine: python -m tests.cluster up N | status | run -- COMMAND | ... | down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python tests/cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(name: str, act: object, about: str, *names: str) -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def _mine() -> Cluster:
     """The cluster of the command line."""
     staying = [folder for folder, owner in clusters().items() if owner is None]
     if not staying:
-        raise ClusterError("no cluster is up. Start one: python tests/cluster up N.")
+        raise ClusterError("no cluster is up. Start one: python -m tests.cluster up N.")
     return Cluster.found(staying[0])
 
 

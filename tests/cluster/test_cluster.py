@@ -19,7 +19,8 @@ REASON = unavailable()
 if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "tests.cluster"]
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +81,14 @@ def test_nothing_is_left_behind() -> None:
 def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # `down` below must not end a user's cluster
     program = (
-        "import signal, time; from machines import Cluster\n"
+        "import signal, time; from tests.cluster.machines import Cluster\n"
         # who starts tests in the background has them ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with Cluster(1) as cluster: print(cluster.folder, flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        cwd=HERE,
+        cwd=ROOT,
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -100,7 +101,7 @@ def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
         process.wait(30)
     wait_until_gone(folder)
     if sign is signal.SIGKILL:  # its folder stays until the next `down`
-        subprocess.run([sys.executable, HERE, "down"], env=env, check=True, timeout=60)
+        subprocess.run([*COMMAND, "down"], cwd=ROOT, env=env, check=True, timeout=60)
     assert not folder.exists()
 
 
@@ -152,8 +153,10 @@ def test_a_cut_link_carries_nothing_until_healed(pair: Cluster) -> None:
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], match: str) -> None:
-    command = [sys.executable, str(HERE), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    command = [*COMMAND, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
     assert done.returncode == 2
     assert match in done.stderr
     assert done.stderr.count("\n") == 1

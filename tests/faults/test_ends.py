@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import run_learners, wait_for
+from tests.launcher import environment, run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -89,6 +93,28 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
     assert time.monotonic() - interrupted < 10, result.report()
     assert result.returncode != 0, result.report()
     wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", 5)
+
+
+def test_a_signal_to_horovodrun_ends_the_job(tmp_path: Path) -> None:
+    """SIGTERM to the process that was started, as of a scheduler, `timeout` or Popen.terminate()."""
+    command = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable, "-c"]
+    if shutil.which(command[0]) is None:
+        pytest.skip("horovodrun is not installed")
+    program = (
+        "import os, pathlib, time, hvd_adpsgd.torch as hvd; hvd.init(); "
+        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(100)"
+    )
+    env = environment({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"})
+    with subprocess.Popen([*command, program], env=env, start_new_session=True) as job:
+        try:
+            wait_for(lambda: len([*tmp_path.iterdir()]) == 2, "start", 60)
+            pids = [int(file.name) for file in tmp_path.iterdir()]
+            job.terminate()
+            assert job.wait(20) != 0
+            wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", 10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 # each learner leaves its pid, and that of the launcher, once it is set up

@@ -61,14 +61,19 @@ def killed(
     folder.mkdir()
     arguments = ["--folder", folder, "--victim", victim, "--elements", ELEMENTS, "--seed", seed]
     side = ("--asking",) if asking else ()
-    result = run_learners(
-        N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120, fresh=True
-    )
+    result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120)
     return result, [json.loads((folder / f"{r}.json").read_text()) for r in range(N) if r != victim]
 
 
-@pytest.mark.parametrize("asking", [True, False], ids=["asking", "answering"])
-@pytest.mark.parametrize("way", [(), ("--no-share",)], ids=["shared", "sent"])
+@pytest.mark.parametrize(
+    ("way", "asking"),
+    [
+        pytest.param(("--no-share",), True, id="sent-asking"),
+        pytest.param((), False, id="shared-answering"),
+        pytest.param(("--no-share",), False, id="sent-answering", marks=pytest.mark.extended),
+        pytest.param((), True, id="shared-asking", marks=pytest.mark.extended),
+    ],
+)
 def test_a_death_moves_no_more_than_the_chunks_in_flight(
     tmp_path: Path, asking: bool, way: tuple[str, ...]
 ) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_adpsgd.watching.trace import merge
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
@@ -22,10 +25,16 @@ ENDS_S = 10.0  # promise 6
 
 
 def train(
-    folder: Path, np: int, victims: str, *args: object, of: int = 1, launcher: str = "mpirun"
+    folder: Path,
+    np: int,
+    victims: str,
+    *args: object,
+    of: int = 1,
+    launcher: str = "mpirun",
+    env: Mapping[str, str] | None = None,
 ) -> Result:
     arguments = [str(a) for a in ("--folder", folder, "--victims", victims, *args)]
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(of)}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(of), **(env or {})}
     return run_learners(
         np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher, fresh=True
     )
@@ -88,6 +97,23 @@ def test_super_learner_of_two(tmp_path):
     require_replaced(result, 4, 2, joined=1, new={0, 1})
 
 
+@pytest.mark.extended
+def test_the_timeline_has_both_learners(tmp_path):
+    """The file of the failed learner stays, and the new one's records come after its failure."""
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    env = {"HVD_ADPSGD_TIMELINE": str(traces / "trace.json")}
+    train(tmp_path, 3, "1", env=env).checked()
+    assert (traces / "trace.1.old.json").exists()
+    assert merge([traces], tmp_path / "merged.json").learners == (0, 1, 2)
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    began = {
+        rank: [e["ts"] for e in events if e["ph"] == "X" and e["pid"] == rank] for rank in (0, 1)
+    }
+    assert min(began[0]) < min(began[1]) < max(began[0]), "on one clock"
+
+
+@pytest.mark.extended
 def test_one_of_two_lost_ones_replaced(tmp_path):
     """Their new communicators have fewer learners than the job; everybody keeps its number."""
     args = ("--together", "--held", "1,3", "--part", 15, "--then", 3)
@@ -113,6 +139,7 @@ def test_twice_in_a_row(tmp_path):
     require_replaced(result, 3, 1, joined=2, new={0})
 
 
+@pytest.mark.extended
 def test_replaced_where_all_average(tmp_path):
     """The communicator of means, renewed at the loss, is freed by its living handle in the end."""
     args = ("--after", 10, "--averaging", "gossip_pga:period=2")

@@ -47,7 +47,7 @@ def training(folder: Path, *args: object, n: int = N) -> Iterator[Future[Result]
     """train.py of n learners under way; the future is its result."""
     arguments = [str(a) for a in ("--folder", folder, *args)]
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=60, fresh=True)
+        yield pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=60)
 
 
 def pid_of(learner: int, folder: Path) -> int:
@@ -185,6 +185,7 @@ def test_horovod_in_one_super_learner_does_not_wait_for_another() -> None:
 # ---- a super learner that is gone ----------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
     """SIGKILL: the others exchange on, say so once each, and end by themselves with status 0."""
     victim = 1
@@ -206,6 +207,7 @@ def test_a_killed_super_learner_is_left_behind(tmp_path: Path) -> None:
     assert all("learner 1" in line for line in lines)
 
 
+@pytest.mark.extended
 def test_two_go_on_when_all_others_are_killed_one_by_one(tmp_path: Path) -> None:
     """A loss may be noticed by any look at any message; none makes a survivor deaf, or run on."""
     n, seconds = 8, 7

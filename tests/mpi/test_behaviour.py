@@ -70,7 +70,10 @@ def test_one_operation_per_step_is_told_of_once(said: Said) -> None:
     told = [line for facts in said["synchronous/every"] for line in facts["told"]]
     assert len(told) == 1
     assert "allreduce at " in told[0] and "programs/behaviour.py:" in told[0], told
-    assert "100 times in 100 steps" in told[0] and "process_set=hvd.super_learner" in told[0], told
+    assert (
+        "100 operations over all learners in 100 steps" in told[0]
+        and "process_set=hvd.super_learner" in told[0]
+    ), told
     for facts in said["synchronous/every"]:
         assert facts["count"] == 200 and facts["seconds"] > 0, facts
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.tools.bench import picture
-from tests.launcher import environment
+from tests.launcher import QUICK, environment
 
 pytestmark = pytest.mark.mpi
 
@@ -20,13 +20,19 @@ pytestmark = pytest.mark.mpi
 def bench(*args: str) -> str:
     command = [sys.executable, "-m", "hvd_adpsgd", "bench", *args]
     done = subprocess.run(
-        command, env=environment({}), capture_output=True, text=True, timeout=240, check=False
+        command,
+        env=environment({}, [QUICK]),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_overlap() -> None:
     result = json.loads(
         bench("overlap", "--json", "--mib=0.5", "--blocks=2", "--steps=3", "--compute", "1", "3")
@@ -38,6 +44,7 @@ def test_overlap() -> None:
         assert numbers["delay_to_sum"] > 0
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_gossip() -> None:
     options = ["--windows=2", "--simulated=2", "--steps=5", "--columns=3", "--seeds", "0", "1"]
@@ -47,12 +54,21 @@ def test_gossip() -> None:
     assert all(result["left"]["drift"][scheme] > 0 for scheme in ("plain", "a2cid2", "double"))
 
 
+@pytest.mark.extended
+def test_watching() -> None:
+    result = json.loads(bench("watching", "--json", "--blocks=2", "--steps=20"))
+    assert 0 < result["watched_speed_kept_min"] <= result["watched_speed_kept_max"]
+    assert 0 <= result["watching_cpu"] < 0.5
+
+
+@pytest.mark.extended
 def test_allreduce() -> None:
     result = json.loads(bench("allreduce", "--json", "--learners=8", "--mib=0.5", "--rounds=2"))
     for n in ("n 2", "n 4", "n 8"):
         assert all(result[n][f"{way}_ms"] > 0 for way in ("allreduce", "mpi", "butterfly"))
 
 
+@pytest.mark.extended
 def test_table_names_what_is_nested() -> None:
     table = bench("gossip", "--learners=4", "--windows=2", "--simulated=0", "--steps=0")
     assert any(line.startswith("decay.plain.theory") for line in table.splitlines())

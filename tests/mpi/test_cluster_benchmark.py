@@ -10,13 +10,18 @@ import pytest
 pytest.importorskip("torch")
 
 from examples.studies.disturbed import jobs, network, stragglers
+from tests.launcher import QUICK
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize(
-    "scheme", ["random_pairs", pytest.param("delay_by_one", marks=pytest.mark.extended)]
-)
+@pytest.fixture(autouse=True)
+def cheap_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(QUICK))  # jobs.environment adds this tree
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scheme", ["random_pairs", "delay_by_one"])
 def test_a_straggler_is_measured(scheme: str, tmp_path: Path) -> None:
     settings = {
         **stragglers.SETTINGS,

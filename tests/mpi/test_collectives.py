@@ -133,6 +133,92 @@ def test_tensors_against_numpy() -> None:
     assert all(facts["same"] for facts in said)
 
 
+def test_groups_and_asynchronous_operations() -> None:
+    """The same values as one by one; they run in the order in which all are asked for."""
+    program = """
+        import threading, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank, wrong = hvd.rank(), []
+        def check(what, got, want):
+            got, want = (x if isinstance(x, (list, tuple)) else [x] for x in (got, want))
+            if len(got) != len(want) or not all(g.dtype == w.dtype and torch.equal(g, w)
+                                                for g, w in zip(got, want)):
+                wrong.append(f"{what}: {got} {want}")
+        torch.manual_seed(rank)
+        shapes = [((3,), torch.float32), ((), torch.float64), ((2, 300), torch.bfloat16),
+                  ((0,), torch.int64), ((70_001,), torch.float32), ((5,), torch.int64)]
+        group = [torch.randint(0, 5, shape).to(dtype) for shape, dtype in shapes]
+        copies = lambda: [t.clone() for t in group]
+        each = [hvd.allreduce(t, op=hvd.Sum) for t in group]
+        means = [hvd.allreduce(t) for t in group]
+        big = [hvd.allreduce(t, op=hvd.Max) for t in group]
+        check("grouped", hvd.grouped_allreduce(group, op=hvd.Sum), each)
+        check("grouped max", hvd.grouped_allreduce(group, op=hvd.Max), big)
+        small = hvd.grouped_allreduce(group[:2], op=hvd.Min)
+        check("grouped small", small, [hvd.allreduce(t, op=hvd.Min) for t in group[:2]])
+        inplace = copies()
+        same = hvd.grouped_allreduce_(inplace, op=hvd.Sum) is inplace
+        check("grouped in place", inplace, each)
+        rows = [t for t in group if t.dim()]
+        gathered = [hvd.allgather(t) for t in rows]
+        check("grouped gather", hvd.grouped_allgather(rows), gathered)
+        w = [torch.full((2,), float(rank), requires_grad=True) for _ in range(2)]
+        a, b = hvd.grouped_allreduce(w, op=hvd.Sum)
+        ((a + 2 * b) * (rank + 1)).sum().backward()
+        check("gradients", [v.grad for v in w], [torch.full((2,), 10.0), torch.full((2,), 20.0)])
+        w = torch.full((1,), float(rank), requires_grad=True)
+        (hvd.grouped_allgather([w, 2 * w])[1] * torch.arange(4.0)).sum().backward()
+        check("gradient of a gather", w.grad, torch.tensor([2.0 * rank]))
+
+        x = group[4]
+        asked = [hvd.allreduce_async(t, op=hvd.Sum) for t in group]
+        asked += [hvd.allgather_async(x), hvd.broadcast_async(x, 1), hvd.grouped_allreduce_async(group)]
+        changed, root, several = x.clone(), x.clone(), copies()
+        asked += [hvd.allreduce_async_(changed, op=hvd.Sum), hvd.broadcast_async_(root, 2)]
+        asked += [hvd.grouped_allreduce_async_(several, op=hvd.Sum), hvd.grouped_allgather_async(rows)]
+        between = hvd.allreduce(x, op=hvd.Sum)  # after all of them
+        done = [hvd.poll(handle) for handle in asked]
+        got = [hvd.synchronize(handle) for handle in reversed(asked)][::-1]
+        check("asynchronous", got[:6], each)
+        check("gather", got[6], gathered[3])
+        check("broadcast", got[7], hvd.broadcast(x, 1))
+        check("group", got[8], means)
+        check("in place", changed, each[4])
+        check("broadcast in place", root, hvd.broadcast(x, 2))
+        check("group in place", several, each)
+        check("grouped gather", got[12], gathered)
+        check("between", between, each[4])
+        same &= got[9] is changed and got[10] is root and got[11] is several
+        again = hvd.synchronize(asked[0])
+        check("again", again, each[0])
+        inner = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, process_set=hvd.super_learner)
+        check("inner", hvd.synchronize(inner), torch.tensor([2.0]))
+        lost = hvd.allreduce_async(x)  # never waited for
+        say(rank=rank, wrong=wrong, same=same, done=done)
+    """
+    said = run_learners(4, program, env=TWO, timeout=90).checked().by_rank()
+    assert [facts["wrong"] for facts in said] == [[]] * 4
+    assert all(facts["same"] and facts["done"] == [True] * 13 for facts in said), said
+
+
+def test_an_operation_that_not_all_asked_for_ends_with_the_script() -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        if hvd.rank() < 3:
+            handle = hvd.allreduce_async(torch.ones(3))
+        began = time.monotonic()
+        hvd.shutdown()
+        say(rank=hvd_rank, took=time.monotonic() - began)
+    """.replace("hvd.rank() < 3", "(hvd_rank := hvd.rank()) < 3")
+    result = run_learners(4, program, env=TWO | {"HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}, timeout=60)
+    assert max(facts["took"] for facts in result.by_rank()) < 10
+    assert result.returncode == 75, result.report()
+    assert "not all learners have called it" in result.stderr
+
+
 STATES = """
     import torch
     import hvd_adpsgd.torch as hvd
@@ -235,8 +321,11 @@ def test_misuse_is_an_error_on_all_learners() -> None:
             "lbfgs": error(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS([x]), 0)),
             "params": error(lambda: hvd.broadcast_parameters("x", 0)),
             "set": error(lambda: hvd.allreduce(x, process_set=hvd.ProcessSet([0, 1]))),
-            "async": error(lambda: hvd.allreduce_async(x)),
-            "grouped": error(lambda: hvd.grouped_allreduce([x, x], op=hvd.Sum)),
+            "async": error(lambda: hvd.synchronize(hvd.allreduce_async(x.double() if odd else x))),
+            "grouped": error(lambda: hvd.grouped_allreduce([x, x[:2 - odd]], op=hvd.Sum)),
+            "none": error(lambda: hvd.grouped_allreduce_async([])),
+            "alltoall": error(lambda: hvd.alltoall_async(x)),
+            "scatter": error(lambda: hvd.reducescatter(x)),
             "timeline": error(lambda: hvd.start_timeline("nowhere")),
             "elastic": error(lambda: hvd.elastic.ElasticSampler(range(4))),
         }
@@ -264,6 +353,8 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         "rows": ("[4]", "[3]", "learner 3"),
         "root": ("root", "0 on learner 0", "1 on learner 3"),
         "number": ("1 on learner 0", "2 on learner 3"),
+        "async": ("allreduce", "float32", "float64", "learner 3"),
+        "grouped": ("grouped_allreduce", "tensor 1", "[2] on learner 0", "[1] on learner 3"),
     }
     for what, words in mismatches.items():
         for one in facts:
@@ -278,8 +369,9 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         "lbfgs": ("ConfigError", "LBFGS"),
         "params": ("ConfigError", "str"),
         "set": ("InnerOnlyError", "hvd.super_learner"),
-        "async": ("InnerOnlyError", "process_set=hvd.super_learner"),
-        "grouped": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
+        "none": ("ConfigError", "at least one tensor"),
+        "alltoall": ("InnerOnlyError", "process_set=hvd.super_learner"),
+        "scatter": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
         "timeline": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
         "elastic": ("InnerOnlyError", "ElasticSampler"),
     }

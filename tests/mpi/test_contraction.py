@@ -17,6 +17,7 @@ from tests.launcher import run_learners
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "rounds.py"
+SIZES = (5, pytest.param(8, marks=pytest.mark.extended))
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
 
 
@@ -29,7 +30,7 @@ def run_rounds(n: int, *args: object, timeout: float = 120) -> dict[str, Any]:
 # ---- matrices -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, *SIZES])
 def test_lock_step_is_the_product_of_the_matrices(n: int) -> None:
     rounds, seed = 7, 11
     result = run_rounds(
@@ -47,7 +48,7 @@ def test_lock_step_is_the_product_of_the_matrices(n: int) -> None:
 # ---- laws, lock step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("n", SIZES)
 def test_slowest_mode_of_the_fixed_ring_shrinks_by_lambda_2(n: int) -> None:
     """cos(2 pi i / n) is an eigenvector of the ring: lambda_2 = (1 + 2 cos(2 pi / n)) / 3 a round."""
     result = run_rounds(n, "--strategy", "fixed_ring", "--factors", 10, "--start", "fourier")
@@ -61,7 +62,7 @@ RANDOM_LAWS = {
 }
 
 
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("n", SIZES)
 def test_random_schemes_shrink_disagreement_by_their_law(n: int) -> None:
     """E |T_k X|^2 = c |X|^2 for every X of mean zero, T_k and X drawn anew: the mean over rounds is
     within 5 standard errors of c but for one case in 10^6. The rounds follow from the seeds alone,
@@ -102,7 +103,7 @@ def fastest(strategy: Strategy, n: int) -> float:
     return float(theorems.permuted_contraction(mixing.ring_matrix(n)) ** (1 / n))
 
 
-@pytest.mark.parametrize("n", [5, 8])
+@pytest.mark.parametrize("n", SIZES)
 def test_free_running_engines_follow_the_event_view(n: int) -> None:
     """Between the law of single exchanges and that of whole rounds, per exchange.
 

@@ -41,7 +41,8 @@ def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    "way", [SENT, ("--twice",), pytest.param(SHARED, marks=pytest.mark.extended)]
+    "way",
+    [("--twice",), *(pytest.param(way, marks=pytest.mark.extended) for way in (SENT, SHARED))],
 )
 def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
     way: tuple[str, ...],

@@ -38,12 +38,12 @@ def run_mean(n: int, *args: object) -> dict[str, Any]:
     ("n", "strategy", "wire", "way", "seed"),
     [
         (2, "random_pairs", None, SHARED, 1),
-        (2, "fixed_ring", "float16", SENT, 2),
+        pytest.param(2, "fixed_ring", "float16", SENT, 2, marks=pytest.mark.extended),
         (3, "random_ring", "bfloat16", SHARED, 3),
         (4, "random_pairs:seed=4", None, SENT, 4),
-        (4, "fixed_ring", "bfloat16", SENT, 5),
+        pytest.param(4, "fixed_ring", "bfloat16", SENT, 5, marks=pytest.mark.extended),
         (5, "random_pairs", "float16", SHARED, 6),
-        (8, "random_ring:seed=7", None, SHARED, 7),
+        pytest.param(8, "random_ring:seed=7", None, SHARED, 7, marks=pytest.mark.extended),
     ],
 )
 def test_the_mean_moves_only_by_local_updates(
@@ -54,7 +54,8 @@ def test_the_mean_moves_only_by_local_updates(
     found = run_mean(n, "--seed", seed, "--strategy", strategy, *narrow, *way)
     assert found["worst"]["float32"] <= 1e-6, found
     assert found["worst"]["float64"] <= 1e-12, found
-    assert found["exchanges"] >= 10 * n, found
+    assert found["worst"]["float16"] <= 1e-6, found
+    assert found["exchanges"] >= 5 * n, found  # it has shown something
 
 
 def test_the_mean_test_sees_a_loss() -> None:
@@ -75,19 +76,24 @@ def test_tensors_may_be_added_while_exchanges_run(way: tuple[str, ...]) -> None:
 # ---- what it costs ------------------------------------------------------------------------------
 
 
-def test_memory_is_three_models_on_leaders_and_none_elsewhere() -> None:
-    """On a leader: a mirror and two slots of corrections, and at most 64 MiB besides. The other
-    learners of the node map the slots, which are counted there.
+@pytest.mark.parametrize(
+    ("n", "k", "slots"), [(4, 2, 3), pytest.param(2, 1, 2, marks=pytest.mark.extended)]
+)
+def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
+    n: int, k: int, slots: int
+) -> None:
+    """On a leader: a mirror and two slots of corrections, three in a node of several learners, and at most
+    64 MiB besides. The other learners of the node map the slots, which are counted there.
     """
     mib = 200
-    said = learners(4, "memory.py", "--mib", mib)
+    said = learners(n, "memory.py", "--mib", mib, "--k", k)
     for facts in said:
-        assert facts["exchanges"] >= 4, said
+        assert facts["exchanges"] >= 12, said
         if facts["leads"]:
-            assert 2 * mib < facts["rss"] <= 3 * mib + 64, said
+            assert slots * mib < facts["rss"] <= (1 + slots) * mib + 64, said
         else:
             assert facts["private"] <= 16, said
-            assert facts["rss"] <= 2 * mib + 16, said
+            assert facts["rss"] <= slots * mib + 16, said
 
 
 def test_an_idle_engine_uses_less_than_a_hundredth_of_a_core() -> None:

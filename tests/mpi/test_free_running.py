@@ -35,3 +35,89 @@ def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait() -> None
     said = run_learners(4, PROGRAM, env=size, timeout=120).checked().by_rank()
     assert [facts["spread"] for facts in said] == [0.0] * 4
     assert sum(facts["exchanges"] for facts in said) > 5
+
+
+def test_tensors_that_are_never_averaged_are_named_once() -> None:
+    """Values above 65504 do not fit into a float16 wire: their chunks are left out, and their peers' too."""
+    program = """
+        import logging, torch
+        import hvd_adpsgd.torch as hvd
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("hvd_adpsgd").addHandler(handler)
+        hvd.init()
+        rank = hvd.rank()
+        model = torch.nn.ParameterDict({
+            "small": torch.nn.Parameter(torch.ones(16384)),  # 64 KiB: a chunk
+            "huge": torch.nn.Parameter(torch.full((16384,), 1e5)),
+        })
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
+        ends = time.monotonic() + 40
+        left_out = lambda: [line for line in told if "left out" in line]
+        for step in range(10**6):
+            if left_out() and step > 50:
+                break
+            assert time.monotonic() < ends
+            optimizer.zero_grad()
+            sum(p.sum() for p in model.values()).backward()
+            optimizer.step()
+        hvd.shutdown()
+        say(rank=rank, told=left_out())
+    """
+    env = {
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+        "HVD_ADPSGD_WIRE_DTYPE": "float16",
+        "HVD_ADPSGD_CHUNK_KIB": "64",
+    }
+    for facts in run_learners(2, program, env=env).by_rank():
+        (line,) = facts["told"]
+        assert "with huge: here or at the peer" in line
+        assert "not finite in float16" in line
+
+
+LATE_S, DEADLINE_S = 4.0, 1.5
+LATE = f"""
+    import torch
+    import hvd_adpsgd.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(16, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters())
+    torch.manual_seed(hvd.rank())
+    seen, late = [], None
+    ends = time.time() + {LATE_S} + 2
+    for step in range(100 if hvd.rank() > 1 else 10**6):
+        if hvd.rank() == 3 and step == 50:
+            began = time.time()
+            time.sleep({LATE_S})  # the gradient of this learner takes so long
+            late = began, time.time()
+        stop = torch.tensor(float(time.time() > ends and hvd.rank() == 0))
+        if hvd.rank() < 2 and hvd.broadcast(stop, 0, process_set=hvd.super_learner):
+            break
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        seen.append((time.time(), hvd.metrics().get("exchanges", 0)))
+        time.sleep(5e-3)  # a step
+    say(rank=hvd.rank(), late=late, seen=seen, parked=hvd.metrics().get("parked", 0))
+    hvd.shutdown()
+"""
+
+
+def test_a_late_learner_does_not_silence_its_super_learner() -> None:
+    """Its node waits in the all-reduce of gradients, longer than deadline_s, and goes on exchanging."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S)}
+    result = run_learners(4, LATE, env=env, timeout=60).checked()
+    said = result.by_rank()
+    began, ended = said[3]["late"]
+    steps = [t for t, _ in said[2]["seen"] if began + 0.1 < t < ended]
+    assert not steps, "the leader has not waited for the late learner"
+    during = [count for t, count in said[0]["seen"] if began < t < ended]
+    assert during[-1] - during[0] > 20, result.report()
+    assert [facts["parked"] for facts in said] == [0] * 4, result.report()
+    assert "is silent" not in result.stderr, result.report()

@@ -18,6 +18,7 @@ TRAINING = Path(__file__).parent / "programs" / "accelerated.py"
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(("learners", "windows"), [(8, 200), (16, 60)])
 def test_decay_with_and_without_a2cid2_on_a_ring(learners: int, windows: int) -> None:
     """Every model follows the law to rounding, and the rates are theory's within 10 %.

@@ -79,12 +79,19 @@ def test_a_step_that_evaluates_or_synchronizes_twice_is_one_step(place: str, how
 
 @pytest.mark.parametrize("place", PLACES)
 def test_who_waits_long_for_others_says_so_once(place: str) -> None:
+    """One line per wait: the first leader comes when the others have written theirs.
+
+    A step of delay_by_one waits once. On a busy machine other steps may wait as long, and say so.
+    """
     k = int(place.split("x")[1])
     leaders = said(f"{place}/waited")[::k]
-    assert not leaders[0]["told"], "the slow one"
+    for facts in leaders:
+        for step in facts["steps"]:
+            assert len(step["told"]) <= 1, facts
+            assert step["took"] > 0.5 * len(step["told"]), facts
+            assert all("has waited 0.5 s for other super learners" in t for t in step["told"])
     for facts in leaders[1:]:
-        assert len(facts["told"]) == 1
-        assert "has waited 0.5 s for other super learners" in facts["told"][0]
+        assert any(step["told"] for step in facts["steps"]), facts
 
 
 # ---- means --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.launcher import run_learners
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "in_step.py"
-SIZES = (4, 8, 16)
+SIZES = (4, *(pytest.param(n, marks=pytest.mark.extended) for n in (8, 16)))
 RANDOM_LAWS = {
     "synchronous_gossip+random_ring:seed=8": theorems.randomised_ring_contraction,
     "synchronous_gossip+random_pairs:seed=8": theorems.matching_contraction,

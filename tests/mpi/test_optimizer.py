@@ -18,6 +18,7 @@ import torch
 
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.torch.parameters import Parameters
+from hvd_adpsgd.watching.trace import merge
 from tests.launcher import Result, run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -154,14 +155,16 @@ def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -
         assert set(facts["refusals"]) == bad, "on every learner"
         assert all("weight=" in text for text in facts["refusals"].values())
     exact = {"float64": 1e-12, "random_ring": 1e-12, "synchronized": 1e-12, "between": 1e-12}
-    assert set(cases) == set(names or {"float32", "float16 wire", "bfloat16 wire", *exact})
+    names = names or ("float32", "float16 wire", "bfloat16 wire", "bfloat16", *exact)
+    assert set(cases) == set(names)
+    bounds = {**exact, "bfloat16": 5e-2}  # there SGD rounds the models to 8 bits in every step
     for name, said in cases.items():
         assert len(said) == np
         assert sum(facts["exchanges"] for facts in said) > 0, "the engines did nothing"
         assert any(facts["apart"] for facts in said), "models were equal before average_model"
         for facts in said:
-            assert facts["error"] < exact.get(name, 1e-6), facts
-            assert facts["later"] < exact.get(name, 1e-6), facts
+            assert facts["error"] < bounds.get(name, 1e-6), facts
+            assert facts["later"] < bounds.get(name, 1e-6), facts
             assert facts["alike"], "average_model left learners apart"
             assert facts["again"], "average_model changed equal models"
             assert facts["same"], "learners of a node differ"
@@ -201,7 +204,9 @@ def test_synchronous_is_plain_horovod() -> None:
 # ---- a Horovod script ---------------------------------------------------------------------------
 
 
-def horovod_script(np: int, folder: Path, epochs: int, **env: str) -> Facts:
+def horovod_script(
+    np: int, folder: Path, epochs: int, launcher: str | None = "mpirun", **env: str
+) -> Facts:
     args = ["--epochs", str(epochs), "--checkpoint-format", str(folder / "{epoch}.pt")]
     result = run_learners(
         np,
@@ -209,7 +214,7 @@ def horovod_script(np: int, folder: Path, epochs: int, **env: str) -> Facts:
         args=args,
         env=env,
         timeout=120,
-        launcher="horovodrun" if np > 1 else None,
+        launcher=launcher,
     )
     said = result.checked().by_rank()
     assert [facts["size"] for facts in said] == [np] * np
@@ -232,7 +237,7 @@ def require_learned(facts: dict[str, Any]) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_horovod_script_trains(tmp_path: Path, size: str) -> None:
-    require_learned(horovod_script(4, tmp_path, 3, **OURS, **{SIZE: size}))
+    require_learned(horovod_script(4, tmp_path, 3, "horovodrun", **OURS, **{SIZE: size}))
 
 
 def test_horovod_script_resumes_what_plain_horovod_has_begun(tmp_path: Path) -> None:
@@ -246,10 +251,10 @@ def test_horovod_script_resumes_what_plain_horovod_has_begun(tmp_path: Path) -> 
 
 
 def test_checkpoint_of_plain_horovod_continues_identically(tmp_path: Path) -> None:
-    horovod_script(1, tmp_path, 1)
-    ours = horovod_script(1, tmp_path, 2, **OURS)
+    horovod_script(1, tmp_path, 1, None)
+    ours = horovod_script(1, tmp_path, 2, None, **OURS)
     (tmp_path / "2.pt").unlink()
-    plain = horovod_script(1, tmp_path, 2)
+    plain = horovod_script(1, tmp_path, 2, None)
     assert plain["resumed"] == 1
     assert ours == plain
 
@@ -285,6 +290,14 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "copy": ("CopyError", ("state_dict()",)),
     "deepcopy": ("CopyError", ("state_dict()",)),
     "pickle": ("CopyError", ("state_dict()",)),
+    "a_model_for_names": (
+        "ConfigError",
+        ("named_parameters", "Linear", "model.named_parameters()"),
+    ),
+    "modules_for_names": ("ConfigError", ("named_parameters", "Linear", "(name, tensor)")),
+    "number_of_buffers": ("ConfigError", ("buffers", "int", "model.named_buffers()")),
+    "a_list_to_reduce": ("ConfigError", ("allreduce", "list", "torch.as_tensor")),
+    "init_with_other_options": ("AlreadyInitializedError", ("other arguments", "hvd.shutdown()")),
     "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
     "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
     "swapped": (
@@ -411,7 +424,10 @@ def test_metrics_add_up(timeline: Path, which: str, itemsize: int) -> None:
 
 def test_timeline_shows_trainer_and_engine_of_all(timeline: Path) -> None:
     said = counted(timeline)["counted"]
-    events = json.loads(timeline.read_text())
+    folder = timeline.parent
+    assert sorted(p.name for p in folder.iterdir()) == [f"trace.{i}.json" for i in range(4)]
+    merge([folder], folder / "merged.json")
+    events = json.loads((folder / "merged.json").read_text())["traceEvents"]
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert tracks == {(r, t): ("trainer", "engine")[t] for r in range(4) for t in (0, 1)}
     shown = Counter((e["pid"], e["name"]) for e in events if e["ph"] == "X")

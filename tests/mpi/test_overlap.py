@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_adpsgd.watching.trace import learner_path, merge
 from tests.launcher import run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -33,7 +34,12 @@ def traced() -> dict[str, str]:
     schemes = [f"{spec}={seconds}" for spec, seconds in patience.items()]
     with tempfile.TemporaryDirectory() as folder:
         run_learners(2, PROGRAM, args=[folder, *schemes], timeout=200).checked()
-        return {spec: (Path(folder) / f"{i}.json").read_text() for i, spec in enumerate(patience)}
+        found = {}
+        for i, spec in enumerate(patience):
+            output = Path(folder, f"merged {i}")
+            merge([learner_path(Path(folder, f"{i}.json"), rank) for rank in (0, 1)], output)
+            found[spec] = output.read_text()
+        return found
 
 
 def intervals(trace: str, learner: int, names: set[str]) -> list[Interval]:

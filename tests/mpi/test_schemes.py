@@ -30,14 +30,15 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("programs") / "schemes.py"
 UNEVEN = PROGRAM.with_name("uneven.py")
 GOLDEN = Path(__file__).parents[1] / "golden"
-DEADLINE_S, LEAVE_S = 0.5, 2.0
+DEADLINE_S, LEAVE_S = 0.5, 1.0
 ALONE = {
     "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
     "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S),
     "HVD_ADPSGD_LEAVE_DEADLINE_S": str(LEAVE_S),
 }
 ROUNDING = 1e-13  # of models of size 3 after 14 steps
-PLACES = ("4x1", "2x2", "3x1")  # super learners x learners of each
+THREE = pytest.param("3x1", marks=pytest.mark.extended)
+PLACES = ("4x1", "2x2", THREE)  # super learners x learners of each
 
 Facts = dict[str, Any]
 
@@ -298,7 +299,7 @@ def test_delay_by_one_begins_with_the_step_of_synchronous_sgd(place: str) -> Non
         np.testing.assert_array_equal(first.mean(axis=0), expected)
 
 
-@pytest.mark.parametrize("place", ["2x2", "3x1"])
+@pytest.mark.parametrize("place", ["2x2", THREE])
 def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
     """Rings of 2 and 3 mix with 11^T/n."""
     run, _, _ = at(place)
@@ -309,7 +310,7 @@ def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
         np.testing.assert_array_equal(ring, means)
 
 
-@pytest.mark.parametrize("place", ["2x2", "3x1"])
+@pytest.mark.parametrize("place", ["2x2", THREE])
 def test_averaging_after_the_step_on_a_complete_ring_is_model_averaging(place: str) -> None:
     run, _, k = at(place)
     setting = Setting("periodic_averaging:period=1", momentum=0.9 if k == 1 else 0.0)

@@ -263,14 +263,21 @@ def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
         say(rank=1, gone=gone, alone=hvd.allreduce(torch.tensor([7.0]), op=hvd.Sum).item())
         sys.exit(5)
     """
-    result = run_learners(2, program, fresh=True)
+    result = run_learners(2, program)
     first, second = result.by_rank()
     assert 0.4 < first["seconds"] < 5
     assert second == {"rank": 1, "gone": True, "alone": 7.0}
     assert result.returncode == 5, result.report()
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise RuntimeError", "sys.exit(1)"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "os.kill(os.getpid(), 9)",
+        "raise RuntimeError",
+        pytest.param("sys.exit(1)", marks=pytest.mark.extended),
+    ],
+)
 def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
     """The others go on, in the node and over all learners, and the job ends well."""
     program = f"""
@@ -293,7 +300,7 @@ def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
         total = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
         say(rank=rank, total=total)
     """
-    result = run_learners(4, program, fresh=True).checked()
+    result = run_learners(4, program).checked()
     assert result.by_rank() == [{"rank": 2, "total": 5.0}, {"rank": 3, "total": 5.0}]
     assert "HorovodInternalError" in result.stderr
 
@@ -316,7 +323,7 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
         hvd.shutdown()
         say(rank=rank, first=first, sums=sums, lost=lost, quick=time.monotonic() - began < 10)
     """
-    result = run_learners(4, program, env={SIZE: "1"}, timeout=60, fresh=True)
+    result = run_learners(4, program, env={SIZE: "1"}, timeout=60)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2, 3], result.report()
     for facts in said:
@@ -354,7 +361,7 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         hvd.broadcast_parameters(model.state_dict(), root_rank=None)
         say(rank=rank, lost=hvd.failed_ranks(), firsts=firsts, outcomes=outcomes, object=object)
     """
-    result = run_learners(4, program, env={SIZE: "2"}, timeout=90, fresh=True)
+    result = run_learners(4, program, env={SIZE: "2"}, timeout=90)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [1, 2, 3], result.report()
     for facts in said:
@@ -383,7 +390,7 @@ def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
         except Exception as error:
             say(rank=hvd.rank(), kind=type(error).__name__, text=str(error))
     """
-    result = run_learners(3, program, env={SIZE: "1"}, timeout=90, fresh=True)
+    result = run_learners(3, program, env={SIZE: "1"}, timeout=90)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2], result.report()
     for facts in said:

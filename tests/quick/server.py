@@ -7,7 +7,7 @@
 A learner has the client's environment, folder, arguments and standard streams, and runs the program as
 Python runs a script. Signals to the client go to the learner; the learner's status is the client's.
 Unlike a learner that the launcher starts, it has another parent, and all learners of a test have the
-same seed for hashes: tests in which learners fail, or look at their parent or memory, start them fresh.
+same seed for hashes: tests that look at a learner's parent or memory start it fresh.
 """
 
 import contextlib

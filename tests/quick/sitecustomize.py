@@ -1,8 +1,8 @@
 """A cheaper start for the learners of the tests: torch comes in for 1.0 CPU s instead of 2.5.
 
 A test's learner lives a few seconds, most of which Python would spend on two things that change
-nothing in it. The tests of `run_learners(launcher="horovodrun")`, of the doctor, of `bench` and of the
-examples go without: there learners start as users' do.
+nothing in it. The tests of `run_learners(launcher="horovodrun")`, of the doctor and of the examples go
+without: there learners start as users' do.
 """
 
 import gc

@@ -25,7 +25,12 @@ DEFAULTS = {
     "leave_deadline_s": 5.0,
     "on_failure": "continue",
     "state_dir": None,
+    "report_s": 1.0,
+    "record": None,
+    "dashboard": None,
+    "dashboard_token": None,
     "timeline": None,
+    "timeline_mib": 16,
     "log_level": "warning",
 }
 
@@ -46,7 +51,10 @@ ALLOWED = [
     ("deadline_s", "0.05", 0.05),
     ("deadline_s", "3600", 3600.0),
     ("leave_deadline_s", "0.5", 0.5),
+    ("report_s", "0", 0.0),
+    ("record", "/tmp/Run", "/tmp/Run"),
     ("timeline", "/tmp/Trace.json", "/tmp/Trace.json"),
+    ("timeline_mib", "1", 1),
     ("log_level", "DEBUG", "debug"),
 ]
 
@@ -61,6 +69,7 @@ REFUSED = [
     ("exchanges_per_step", "inf"),
     ("exchanges_per_step", "none"),
     ("max_staleness", "0"),
+    ("timeline_mib", "0"),
     ("wire_dtype", "float32"),
     ("all_reduce", "ring"),
     ("max_staleness", "1" + 20 * "0"),
@@ -164,6 +173,10 @@ def test_unknown_variable_is_refused_even_when_empty():
 def test_replace_unknown_names_the_nearest():
     with pytest.raises(ConfigError, match=r"chunk_kb .*Did you mean chunk_kib\?"):
         Config().replace(chunk_kb=128)
+
+
+def test_a_secret_is_not_printed():
+    assert "correct-horse" not in repr(Config(dashboard_token="correct-horse-battery"))
 
 
 def test_frozen():

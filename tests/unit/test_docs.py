@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import inspect
 import re
+import textwrap
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -53,9 +58,60 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), target
 
 
-def test_every_page_is_linked_from_the_readme():
+def test_every_page_is_linked_from_the_readme_and_on_the_site():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in links(ROOT / "README.md")}
     assert not [name(page) for page in PAGES[1:] if page.resolve() not in linked]
+    listed = re.findall(r"\b(\w+\.md)\b", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """(page, program) of every fenced block of Python."""
+    fence = re.compile(r"(?ms)^ *```python\n(.*?)^ *```")
+    return [(name(page), code) for page in PAGES for code in fence.findall(page.read_text())]
+
+
+def test_python_blocks_call_what_is_there():
+    """Every block compiles, and calls of hvd.NAME(...) fit NAME's signature."""
+    hvd = importlib.import_module("hvd_adpsgd.torch")
+    calls = 0
+    for page, program in python_blocks():
+        for node in ast.walk(ast.parse(textwrap.dedent(program), page)):
+            called = re.fullmatch(r"hvd\.([\w.]+)", ast.unparse(getattr(node, "func", node)))
+            if isinstance(node, ast.Call) and called:
+                keywords = {word.arg: None for word in node.keywords}
+                inspect.signature(attrgetter(called[1])(hvd)).bind(*node.args, **keywords)
+                calls += 1
+    assert calls > 40
+
+
+def test_commands_have_their_targets_and_options():
+    """`make TARGET` and the options of `python -m hvd_adpsgd COMMAND`, wherever a page names them."""
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    used = names(r"(?m)(?:^    |`)make ([a-z-]+)")
+    assert len(used) > 20
+    assert not [(target, page) for target, page in used if target not in targets]
+    options = {
+        (command, option, name(page))
+        for page in PAGES
+        for command, rest in COMMAND.findall(page.read_text().replace("\\\n", " "))
+        for option in re.findall(r"--([a-z-]+)", rest)
+    }
+    assert len(options) > 15
+    for command, option, page in options:
+        quoted = {f'"--{option}"', f'"{option}"'}
+        assert any(one in sources_of(command) for one in quoted), (page, command, option)
+
+
+COMMAND = re.compile(r"python -m hvd_adpsgd ([a-z-]+)([^`#|\n]*)")
+
+
+@functools.cache
+def sources_of(command: str) -> str:
+    """Sources of a command, in which its options stand."""
+    here = ROOT / "hvd_adpsgd" / "tools" / command.replace("-", "_")
+    sources = here.rglob("*.py") if here.is_dir() else [here.with_suffix(".py")]
+    return "".join(source.read_text() for source in sources)
 
 
 def test_the_options_table_is_that_of_the_configuration():

@@ -268,14 +268,14 @@ def test_extension(answer, older, level, words):
 @pytest.mark.parametrize(
     ("free", "leaders", "each", "level", "words"),
     [
-        # one leader with 256 KiB chunks: 32 MiB of 65, and twice 16 for a model
-        (65 * MIB, 1, None, OK, ["a model of 16 MiB"]),
-        (64 * MIB, 1, None, OK, ["a model of 16 MiB"]),
+        # one leader with 256 KiB chunks: 32 MiB of 65, and three times 11 for a model
+        (65 * MIB, 1, None, OK, ["a float32 model of 11 MiB"]),
+        (64 * MIB, 1, None, OK, ["a float32 model of 11 MiB"]),
         (64 * MIB - 1, 1, None, FAIL, ["64 MiB", "SUPER_LEARNER_SIZE=1"]),
         (64 * MIB - 1, 1, 1, WARN, ["through MPI"]),
         (100 * MIB, 1, 1, OK, ["100 MiB free"]),
         (159 * MIB, 4, 2, WARN, ["160 MiB", "through MPI"]),
-        (160 * MIB, 4, 2, OK, ["a model of 4 MiB"]),
+        (164 * MIB, 4, 2, OK, ["a float32 model of 3 MiB"]),
         (8 * GIB, 4, 2, OK, ["8.0 GiB"]),
         (None, 1, None, FAIL, ["no file can be made there"]),
     ],
@@ -291,7 +291,7 @@ def test_memory_counts_the_chunk():
 
 
 def test_the_outbox_is_the_engines():
-    engine = (ROOT / "ext" / "hvd_adpsgd" / "engine" / "state.pxd").read_text()
+    engine = (ROOT / "ext" / "hvd_adpsgd" / "engine" / "core.pxd").read_text()
     lanes, sets = (
         int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
     )

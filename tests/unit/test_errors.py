@@ -12,6 +12,7 @@ from hvd_adpsgd.engine.failures import ulfm_advice
 BASES = {
     "AdpsgdError": (Exception,),
     "ConfigError": (ValueError,),
+    "MissingRequirementError": (ImportError,),
     "TopologyError": (ValueError,),
     "WorldError": (RuntimeError,),
     "NotInitializedError": (errors.WorldError, ValueError),

@@ -36,8 +36,23 @@ def test_one_warning_names_the_line_that_calls_most(caplog: pytest.LogCaptureFix
     (message,) = warnings(caplog)
     line = train.__code__.co_firstlineno + 5
     assert f"allreduce at {__file__}:{line} " in message
-    assert f"{LIMIT + 1} times in {WINDOW} steps" in message
+    assert f"{LIMIT + 1} operations over all learners in {WINDOW} steps" in message
+    assert f" is {LIMIT + 1} of them" in message
     assert "process_set=hvd.super_learner" in message
+
+
+def test_several_lines_that_call_are_summed(caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(WINDOW + 1):
+        if step <= LIMIT:
+            with counted("allreduce"):
+                pass
+        if step == 1:
+            with counted("barrier"):
+                pass
+        end_step(True)
+    (message,) = warnings(caplog)
+    assert f"{LIMIT + 1} operations over all learners" in message
+    assert f" is {LIMIT} of them" in message
 
 
 def test_few_operations_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,21 +48,21 @@ def test_lines_say_who_when_and_what_now_and_only_once(lines):
     assert lines() == [
         (
             False,
-            "super learner 1 (node1) is silent at step 1842. Averaging passes over it until it "
+            "super learner 1 (node1) is silent at step 1842. Averaging skips it until it "
             "answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
         )
     ]
     membership.update([(1, ALIVE)])
     assert [line for _, line in lines()] == [
-        "super learner 1 (node1) answers again. Averaging goes on with it."
+        "super learner 1 (node1) answers again. Averaging continues with it."
     ]
     for state in (SUSPECT, ALIVE):
         membership.update([(1, state)])
     assert lines() == []
     membership.update([(1, FAILED), (2, LEFT)], 9)
     assert lines() == [
-        (True, "super learner 1 (node1) has failed at step 9. Training goes on without it."),
-        (False, "super learner 2 (node2) has left at step 9. Averaging goes on among the others."),
+        (True, "super learner 1 (node1) has failed at step 9. Training continues without it."),
+        (False, "super learner 2 (node2) has left at step 9. Averaging continues among its peers."),
     ]
     membership.update([(1, FAILED), (1, ALIVE)], 10)
     assert lines() == []

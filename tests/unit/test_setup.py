@@ -46,6 +46,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_pip_install_in_another_environment(tree, tmp_path):
     made = run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
@@ -67,7 +68,8 @@ def test_pip_install_in_another_environment(tree, tmp_path):
     there = {path.relative_to(home) for path in home.rglob("*") if path.is_file()}
     contracts = {path.relative_to(EXT / "hvd_adpsgd") for path in EXT.rglob("*.pxd")}
     stubs = {path.relative_to(ROOT / "hvd_adpsgd") for path in (ROOT / "hvd_adpsgd").rglob("*.pyi")}
-    assert {Path("py.typed")} | contracts | stubs <= there
+    served = {Path("watching", name) for name in ("dashboard.js", "grafana.json")}
+    assert {Path("py.typed")} | contracts | stubs | served <= there
     assert not any(path.suffix in (".pyx", ".c") for path in there)
 
 

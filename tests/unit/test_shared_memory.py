@@ -25,8 +25,8 @@ class TwoLearners:
 
 def test_a_model_with_nothing_to_average_has_a_mailbox_too():
     empty = shared_memory.Mailbox(0, 0, TwoLearners())
-    assert [slot.size for slot in empty.slots] == [0, 0]
-    assert [flags.size for flags in empty.flags] == [0, 0]
+    assert [slot.size for slot in empty.slots] == [0, 0, 0]
+    assert [flags.size for flags in empty.flags] == [0, 0, 0]
 
 
 def test_slots_and_flags_lie_apart_and_start_at_zero():
@@ -36,6 +36,10 @@ def test_slots_and_flags_lie_apart_and_start_at_zero():
         part[:] = i + 1
     for i, part in enumerate([*box.slots, *box.flags]):
         assert (part == i + 1).all()
+
+
+def test_a_learner_alone_has_two_slots():
+    assert len(shared_memory.Mailbox(5000, 3).slots) == 2
 
 
 def test_memory_never_has_a_name():

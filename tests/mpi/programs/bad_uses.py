@@ -121,6 +121,25 @@ def value(**how: Any) -> Any:
     return lambda: wrap(linear(), **how)
 
 
+def a_model_for_names() -> None:
+    model = linear()
+    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model)  # type: ignore[arg-type]
+
+
+def modules_for_names() -> None:
+    model = nn.Sequential(linear())
+    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model)  # type: ignore[arg-type]
+
+
+def a_list_to_reduce() -> None:
+    hvd.allreduce([1.0, 2.0])  # type: ignore[arg-type]
+
+
+def init_with_other_options() -> None:
+    hvd.init(config=Config.from_environment())  # says what is so already
+    hvd.init(config=Config(deadline_s=3.5))
+
+
 def value_on_one() -> None:
     wrap(linear(), exchanges_per_step=-1 if hvd.rank() == 3 else 1)
 
@@ -222,6 +241,10 @@ CASES: dict[str, Any] = {
         shared_memory,
         part_of_the_learners,
         value_on_one,
+        a_model_for_names,
+        modules_for_names,
+        a_list_to_reduce,
+        init_with_other_options,
         synchronous_beside_another,
         not_finite,
         other_group_in_the_node,
@@ -230,6 +253,7 @@ CASES: dict[str, Any] = {
         average_other_models,
     )
 } | {
+    "number_of_buffers": value(buffers=3),
     "no_exchanges": value(exchanges_per_step=0),
     "no_staleness": value(max_staleness=0),
     "no_wire": value(wire_dtype="int8"),

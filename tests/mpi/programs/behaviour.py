@@ -169,7 +169,7 @@ def synchronous() -> None:
             after = hvd.metrics()
             say(
                 case=f"synchronous/{mode}",
-                told=[line for line in TOLD if "over all learners" in line],
+                told=[line for line in TOLD if "operations over all learners in" in line],
                 count=after["global_operations"] - before["global_operations"],
                 seconds=after["global_operations_s"] - before["global_operations_s"],
             )

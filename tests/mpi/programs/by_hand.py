@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.runtime import world as worlds
@@ -25,15 +24,12 @@ class ByHand:
 
     def __init__(self, optimizer: Any):
         averaging, world = optimizer._averaging, worlds.current()
-        outer = world.outer.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
         plan = dataclasses.replace(averaging.plan, schedule=np.empty((1, 0)))
         config = averaging.engine.config
-        self.engine = Engine(inner=world.inner, outer=outer, plan=plan, config=config)
+        self.engine = Engine(inner=world.inner, outer=world.outer, plan=plan, config=config)
         for specs in averaging.specs:
             self.engine.memory.extend(specs)
         self.engine.start()
-        world.teardown.owned += self.engine.communicators
         replace_engine(averaging, self.engine)
         self._comm, self._finished = world.outer, 0
 
@@ -41,9 +37,9 @@ class ByHand:
         """One exchange, from the models as both are now; both call it. Super learners by number."""
         ready = np.zeros(1)
         if self._comm.rank == asked:  # its steps so far are offered, and nobody else asks it
-            wait(self._comm.Isend(ready, asker))
+            wait(self._comm.Isend(ready, asker, tag=0))
         else:
-            wait(self._comm.Irecv(ready, asked))
+            wait(self._comm.Irecv(ready, asked, tag=0))
             self.engine.loop.ask(asked)
         self._finished += 1
         assert self.engine.loop.wait_finished(self._finished, DEADLINE_S), (

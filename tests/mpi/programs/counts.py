@@ -100,7 +100,7 @@ def bounded() -> None:
 
 
 if __name__ == "__main__":
-    hvd.init(config=Config(super_learner_size=2, timeline=sys.argv[1], chunk_kib=64))
+    hvd.init(config=Config(super_learner_size=2, timeline=sys.argv[1], chunk_kib=64, deadline_s=60))
     counted()
     hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=0.4))
     fresh()

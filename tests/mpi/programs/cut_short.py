@@ -1,8 +1,9 @@
 """Who leaves in the middle of a long exchange: it ends early, with the same chunks on both sides.
 
-Two engines. The slots are held, so that no chunk can be merged and the exchange cannot end before somebody
-leaves; whoever learns that it is cut short lets go. Each says how many chunks it merged, of how many, and how
-far the sum of both models has moved. `--who`: first (the second one trains on), or both (at once).
+Two engines. The second one has the lease of a chunk in the middle, so that the exchange cannot end before the
+first one leaves; once that has cut the exchange short, the lease ends. Each says how many chunks it merged,
+of how many, and how far the sum of both models has moved. `--who`: first (the second one trains on), or both
+(at once).
 """
 
 import argparse
@@ -12,10 +13,9 @@ import numpy as np
 from engines import address, say, started, until
 from mpi4py import MPI
 
-from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.peers import PeerState
 
-CHUNK_NBYTES, CHUNKS = 64 * 1024, 100
+CHUNK_NBYTES, CHUNKS, LEASED = 64 * 1024, 100, 40
 
 
 def main() -> None:
@@ -31,18 +31,23 @@ def main() -> None:
         comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=60.0, leave_deadline_s=args.leave_s,
         same_host="mpi" if args.no_share else "memory",
     )  # fmt: skip
-    engine.memory.store.publish()
-    engine.memory.store.publish(hold=True)  # both, so that slots have their turn as in a step
+    if comm.rank == 1:
+        engine.memory.store.lease(LEASED)
     comm.Barrier()
     if comm.rank == 0:
         engine.loop.ask(1)
     until(lambda: bool(engine.loop.under_way()))
     comm.Barrier()
-    freed = threading.Thread(target=let_go, args=(engine,))
-    freed.start()
+    stopping = threading.Thread(target=engine.loop.stop, args=(False,))
     if comm.rank == 0 or args.who == "both":
-        engine.loop.stop(False)  # Engine.stop() would let go at once
-    freed.join()
+        stopping.start()
+    if comm.rank == 0:
+        until(lambda: any(one["cut"] for one in engine.loop.under_way()))
+    comm.Barrier()
+    if comm.rank == 1:
+        engine.memory.store.end_lease(LEASED)
+    if stopping.ident:
+        stopping.join()
     until(lambda: engine.loop.finished() == 1)
     comm.Barrier()
     lost = [peer for peer, state in engine.report() if state is PeerState.FAILED]
@@ -53,12 +58,6 @@ def main() -> None:
     merged = engine.loop.counters()["chunks"]
     moved = np.abs(total(comm, model) - before).max() / np.abs(before).max()
     say(comm, merged=merged, moved=float(moved), lost=lost)
-
-
-def let_go(engine: Engine) -> None:
-    """Once the exchange is cut short, or over."""
-    until(lambda: all(one["chunks"] < CHUNKS for one in engine.loop.under_way()))
-    engine.memory.store.reopen()
 
 
 def total(comm: MPI.Comm, model: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from learner import SEED, digest, outcome, retired, same_in_node, say
+from mpi4py import MPI
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
@@ -142,18 +143,41 @@ def evaluated_twice(where: str) -> None:
         )
 
 
+class Told(logging.Handler):
+    """Tells the first leader of this one's warning that it waits."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if hvd.is_leader() and "has waited" in record.getMessage():
+            MPI.COMM_WORLD.send(None, worlds.current().groups[0][0], tag=hvd.super_size())
+
+
+def until_told() -> None:
+    """Wait, 30 s at most, until all other leaders have warned."""
+    ends = time.monotonic() + 30
+    for leader, *_ in worlds.current().groups[1:]:
+        while not MPI.COMM_WORLD.iprobe(leader, tag=hvd.super_size()):
+            assert time.monotonic() < ends, f"learner {leader} has not said that it waits"
+            time.sleep(0.01)
+        MPI.COMM_WORLD.recv(None, leader, tag=hvd.super_size())
+
+
 def waited_for(where: str) -> None:
-    """The others say so when they have waited long enough."""
+    """The first leader is late until the others have said that they wait."""
     step_rounds._PATIENCE_S, patience = 0.5, step_rounds._PATIENCE_S
-    p = vector()
-    TOLD.clear()
+    log, teller, steps, p = logging.getLogger("hvd_adpsgd"), Told(), [], vector()
+    log.addHandler(teller)
     with training("delay_by_one", [p]) as optimizer:
         for step in range(4):  # the third needs the round after the second
-            if step == 2 and hvd.super_rank() == 0:
-                time.sleep(1.5)  # a slow gradient
+            if step == 2 and hvd.rank() == 0:
+                until_told()
+                time.sleep(0.5)  # in which a second line of the same wait would come
+            TOLD.clear()
+            began = time.monotonic()
             advance(p, step, optimizer)
+            steps.append({"told": list(TOLD), "took": time.monotonic() - began})
+    log.removeHandler(teller)
     step_rounds._PATIENCE_S = patience
-    say(case=f"{where}/waited", told=list(TOLD))
+    say(case=f"{where}/waited", steps=steps)
 
 
 # ---- means ------------------------------------------------------------------------------------------

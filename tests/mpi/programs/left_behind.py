@@ -1,7 +1,8 @@
 """Who leaves while its peer is stopped in mid exchange: the peer comes back, and waits for nothing.
 
-Three engines. Super learners 0 and 1 are in a long exchange (1 merges nothing, so it cannot end) when 1 is
-stopped; 0 passes over it and leaves. Then 1 goes on: it comes to rest, and leaves in good order, as 2 sees.
+Three engines. Super learners 0 and 1 are in a long exchange (1 has the lease of a chunk, so it cannot end)
+when 1 is stopped; 0 passes over it and leaves. Then 1 goes on: it comes to rest, and leaves in good order, as
+2 sees.
 With `--twice` 1 comes back, a few chunks move, and it is stopped again before 0 leaves.
 """
 
@@ -17,6 +18,7 @@ from mpi4py import MPI
 from hvd_adpsgd.engine.engine import Engine
 
 CHUNK_NBYTES, CHUNKS = 64 * 1024, 1000
+LEASED = (400, 500)
 ALIVE, SUSPECT, LEFT = 0, 1, 2
 
 
@@ -32,7 +34,8 @@ def main() -> None:
         comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=0.5, leave_deadline_s=args.leave_s,
         same_host="mpi" if args.no_share else "memory",
     )  # fmt: skip
-    engine.memory.store.publish(hold=comm.rank == 1)
+    if comm.rank == 1:
+        engine.memory.store.lease(LEASED[0])
     pids = comm.allgather(os.getpid())
     said = (first, second, third)[comm.rank](comm, engine, pids, args.twice)
     comm.Barrier()
@@ -49,6 +52,7 @@ def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
         until(lambda: engine.loop.peers()[1] == SUSPECT)
         if twice:
             os.kill(pids[1], signal.SIGCONT)
+            comm.send(None, 1)
             until(lambda: engine.loop.peers()[1] == ALIVE)
             os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
@@ -57,31 +61,25 @@ def first(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
         begun = engine.loop.under_way()
     finally:
         os.kill(pids[1], signal.SIGCONT)
+        comm.send(None, 1)
     return {"left_behind": len(begun), "leave_s": leave_s}
 
 
 def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     until(lambda: bool(engine.loop.under_way()))
     comm.Barrier()
-    ends = time.monotonic() + 15
-    while engine.loop.peers()[0] != LEFT and time.monotonic() < ends:
-        if twice:
-            show_life(engine)
-        time.sleep(0.05)
-    engine.memory.store.reopen()
+    comm.recv(source=0)
+    chunks = engine.memory.store
+    if twice:  # merge some chunks
+        chunks.lease(LEASED[1])
+        chunks.end_lease(LEASED[0])
+        comm.recv(source=0)
+    chunks.end_lease(LEASED[1] if twice else LEASED[0])
+    until(lambda: engine.loop.peers()[0] == LEFT)
     rests = engine.pause(2.0)
     began = time.monotonic()
     engine.stop()
     return {"rests": rests, "leave_s": time.monotonic() - began}
-
-
-def show_life(engine: Engine) -> None:
-    """Merge a few chunks, if there is an exchange."""
-    before = engine.loop.under_way()
-    ends = time.monotonic() + 1.0
-    while engine.loop.under_way() == before and time.monotonic() < ends:
-        engine.memory.store.reopen()
-        engine.memory.store.publish(hold=True)
 
 
 def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:

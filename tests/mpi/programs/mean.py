@@ -4,7 +4,8 @@ Each super learner is one process without Horovod. Local updates and pauses are 
 the order of exchanges is whatever the machine makes of it. Every `--check` steps all stop, take in
 what is pending, and compare the mean of the models with the sum of all local updates.
 
-Prints one JSON object: worst relative error per dtype, exchanges, seed.
+Prints one JSON object: worst relative error per dtype, exchanges, seed, seconds, and the largest memory of a
+process (proportional set size).
 """
 
 import argparse
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--check", type=int, default=50)
+    parser.add_argument("--step-s", type=float, default=1e-3, help="mean of the longer steps")
+    parser.add_argument("--rate", type=float, default=64.0, help="exchanges per step")
     parser.add_argument("--strategy", default="random_pairs")
     parser.add_argument("--wire", default=None)
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
@@ -39,7 +42,7 @@ def main() -> None:
     outer.Set_errhandler(MPI.ERRORS_RETURN)
     rng = np.random.default_rng([args.seed, comm.rank])
     config = Config(
-        exchanges_per_step=64.0,
+        exchanges_per_step=args.rate,
         chunk_kib=64,
         wire_dtype=args.wire,
         deadline_s=30.0,
@@ -49,7 +52,7 @@ def main() -> None:
     engine = Engine(inner=None, outer=outer, plan=plan, config=config)
     model = {
         (name, dtype): rng.standard_normal(shape).astype(dtype)
-        for dtype in ("float32", "float64")
+        for dtype in ("float32", "float64", "float16")
         for name, shape in SHAPES.items()
     }
     specs = [TensorSpec(f"{n}.{d}", x.shape, d) for (n, d), x in model.items()]
@@ -57,10 +60,12 @@ def main() -> None:
     engine.start()
     addresses = np.array([x.ctypes.data for x in model.values()], dtype=np.uintp)
     expected = {key: x.astype(np.float64) for key, x in model.items()}
-    worst = {"float32": 0.0, "float64": 0.0}
+    worst = {"float32": 0.0, "float64": 0.0, "float16": 0.0}
+    comm.Barrier()
+    began = time.monotonic()
     for step in range(args.steps):
         update(model, expected, rng)
-        pause = rng.exponential(1e-3) * (rng.random() < 0.5)
+        pause = rng.exponential(args.step_s) * (rng.random() < 0.5)
         time.sleep(pause)  # jitter of the interleaving, not a synchronisation
         engine.publish(step)
         engine.memory.absorb(addresses, step)
@@ -72,13 +77,15 @@ def main() -> None:
             engine.memory.absorb(addresses, step)
             if args.break_merge and comm.rank == 0:
                 model["c", "float64"][0] += args.break_merge
-            compare(comm, model, expected, worst)
             engine.memory.absorb(addresses, step)
+            compare(comm, owed(engine), expected, worst)
             engine.resume()
     exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
+    seconds, memory = time.monotonic() - began, comm.allreduce(pss_mib(), MPI.MAX)
     engine.stop()
     if comm.rank == 0:
         result = {"worst": worst, "exchanges": exchanges, "seed": args.seed}
+        result |= {"seconds": seconds, "pss_mib": memory, "engines": comm.size}
         os.write(1, (json.dumps(result) + "\n").encode())
 
 
@@ -90,13 +97,27 @@ def update(model: dict, expected: dict, rng: np.random.Generator) -> None:
         expected[key] += x.astype(np.float64) - before
 
 
-def compare(comm: MPI.Comm, model: dict, expected: dict, worst: dict) -> None:
+def pss_mib() -> float:
+    """Memory of this process; of what several share, its part."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(float(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
+
+
+def owed(engine: Engine) -> dict[str, np.ndarray]:
+    """The model by dtype, with what rounding to 16 bits holds back."""
+    found = {dtype: [] for dtype in ("float32", "float64", "float16")}
+    for i, chunk in enumerate(engine.memory.layout.parts[0].chunks):
+        share = np.zeros(chunk.count, "float64" if chunk.dtype == "float64" else "float32")
+        assert engine.memory.store.share(i, share.view(np.uint8))
+        found[chunk.dtype].append(share.astype(np.float64))
+    return {dtype: np.concatenate(shares) for dtype, shares in found.items()}
+
+
+def compare(comm: MPI.Comm, owed: dict, expected: dict, worst: dict) -> None:
     """Distance of the mean model from the sum of all local updates, relative, over all tensors."""
     for dtype in worst:
-        keys = [key for key in model if key[1] == dtype]
-        mine = np.concatenate([model[key].astype(np.float64).ravel() for key in keys])
-        ideal = np.concatenate([expected[key].ravel() for key in keys])
-        mine, ideal = comm.allreduce(mine), comm.allreduce(ideal)
+        ideal = np.concatenate([x.ravel() for key, x in expected.items() if key[1] == dtype])
+        mine, ideal = comm.allreduce(owed[dtype]), comm.allreduce(ideal)
         error = np.linalg.norm(mine - ideal) / np.linalg.norm(ideal)
         worst[dtype] = max(worst[dtype], float(error))
 

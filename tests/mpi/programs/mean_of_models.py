@@ -199,6 +199,7 @@ def main() -> None:
         ("between", torch.float64, often),
         ("float16 wire", torch.float32, {"wire_dtype": "float16", **often}),
         ("bfloat16 wire", torch.float32, {"wire_dtype": "bfloat16", **often}),
+        ("bfloat16", torch.bfloat16, often),
     ):
         if name in sys.argv[1:] or not sys.argv[1:]:
             run(name, dtype, pause, **how)

@@ -1,4 +1,4 @@
-"""How much memory engines take: two super learners of two learners each, a model of --mib MiB.
+"""How much memory engines take: super learners of --k learners each, a model of --mib MiB.
 
 Each learner says, in MiB, by how much its memory grew from before the engine was made to after
 some steps with exchanges: all that it maps (rss), and what only it maps (private).
@@ -22,23 +22,25 @@ DEADLINE_S = 60.0
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, default=200)
-    parser.add_argument("--exchanges", type=int, default=4)
+    parser.add_argument("--k", type=int, required=True)
+    parser.add_argument("--mib", type=int, required=True)
+    parser.add_argument("--exchanges", type=int, default=12)
     parser.add_argument("--extra-mib", type=int, default=0, help="to see the bound broken")
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
-    inner = comm.Split(comm.rank // 2, comm.rank)
+    mine, n = comm.rank // args.k, comm.size // args.k
+    inner = comm.Split(mine, comm.rank)
     leads = inner.rank == 0
     outer = comm.Split(0 if leads else MPI.UNDEFINED, comm.rank)
     if leads:
         outer.Set_errhandler(MPI.ERRORS_RETURN)
-    model = np.full(args.mib * 2**18, 1.0 + comm.rank // 2, dtype=np.float32)
+    model = np.full(args.mib * 2**18, 1.0 + mine, dtype=np.float32)
     comm.Barrier()
     before = memory()
     engine = Engine(
         inner=inner,
         outer=outer if leads else None,
-        plan=parse("random_pairs").plan(comm.rank // 2, 2),
+        plan=parse("random_pairs").plan(mine, n),
         config=Config(exchanges_per_step=8.0),
     )
     engine.memory.extend([TensorSpec("model", model.shape, "float32")])

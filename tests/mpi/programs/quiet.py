@@ -113,7 +113,7 @@ class Run:
                 self.add(9973 * added)
                 added += 1
             time.sleep(1e-3)  # a gradient
-        start = [self.start(self.comm.size, i) for i in range(len(self.models))]
+        start = self.start()
         self.comm.Barrier()
         assert self.engine.pause(DEADLINE_S), "the engine did not come to rest"
         self.comm.Barrier()
@@ -125,14 +125,13 @@ class Run:
             worst = max(worst, float(np.linalg.norm(mean - expected)) / norm)
         return {"worst": worst, "chunks": self.engine.metrics()["chunks"]}
 
-    def start(self, size: int, i: int) -> np.ndarray:
-        """Sum over learners of what tensor i was to begin with."""
-        counts = [x.size for x in self.models]
-        total = np.zeros(counts[i])
-        for rank in range(size):
+    def start(self) -> list[np.ndarray]:
+        """Sum over learners of what each tensor was to begin with."""
+        total = [np.zeros_like(x) for x in self.models]
+        for rank in range(self.comm.size):
             rng = np.random.default_rng(rank)
-            draws = [rng.standard_normal(c) for c in counts[: i + 1]]
-            total += draws[i]
+            for x in total:
+                x += rng.standard_normal(x.size)
         return total
 
     def elsewhere(self) -> dict:

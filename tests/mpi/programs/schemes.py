@@ -245,7 +245,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
             while work == 0 and not worlds.current().collectives.comm.bcast(
                 time.monotonic() > ends
             ):
-                for _ in range(300):
+                for _ in range(100):
                     optimizer.zero_grad()
                     model(torch.randn(8, 16)).square().mean().backward()
                     optimizer.step()

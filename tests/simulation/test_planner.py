@@ -1,0 +1,130 @@
+"""Plans of clusters: against closed forms, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.planner import Cluster, plan, synchronous_goodput, theoretical_decay
+from hvd_adpsgd.tools import simulate
+from hvd_adpsgd.tools.simulate import units
+
+
+def fast(n: int, **changes: object) -> Cluster:
+    """Messages take no time beside a step."""
+    fields = {
+        "parameters": 1e5,
+        "step_s": 0.35,
+        "bytes_per_s": 1.25e9,
+        "latency_s": 50e-6,
+        "minutes": 0.25,
+    }
+    return Cluster(super_learners=n, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [16, 64, 256])
+def test_random_pairs_decay_as_in_theory(n: int) -> None:
+    outcome = plan(fast(n))
+    low, high = theoretical_decay(n)  # type: ignore[misc]
+    assert outcome.decay is not None
+    assert 0.95 * low <= outcome.decay <= 1.05 * high
+    assert outcome.exchanges_per_step == pytest.approx(1, abs=0.1)
+
+
+def test_gossip_waits_for_no_slow_one_and_periodic_averaging_does() -> None:
+    slow = {"slow": 1, "slow_factor": 5.0}
+    gossip = plan(fast(8, **slow))
+    assert gossip.steps_kept == pytest.approx((7 + 1 / 5) / 8, abs=0.02)
+    means = plan(fast(8, strategy="periodic_averaging:period=2", **slow))
+    assert means.steps_kept == pytest.approx(1 / 5, abs=0.05)
+
+
+def test_a_link_bounds_the_exchanges() -> None:
+    outcome = plan(fast(16, parameters=350e6, minutes=4))
+    assert outcome.bytes_per_s[0] == pytest.approx(1.25e9, rel=0.1)
+    sent_per_exchange = 4 * 350e6
+    steps_per_s = 1 / 0.35
+    assert outcome.exchanges_per_step * steps_per_s * sent_per_exchange == pytest.approx(
+        1.25e9, rel=0.2
+    )
+
+
+def test_who_fails_stops_and_the_others_go_on() -> None:
+    outcome = plan(fast(16, minutes=4, failures_per_hour=5))
+    expected = 16 * (1 - math.exp(-4 / 60 * 5))
+    assert 1 <= outcome.failed <= 3 * expected
+    survivors = sorted(outcome.steps)[outcome.failed :]
+    assert min(survivors) > 0.97 * 4 * 60 / 0.35
+
+
+def test_synchronous_goodput_is_that_of_its_model() -> None:
+    quiet = fast(2, parameters=0.0, spread=0.0, latency_s=0.0)
+    assert synchronous_goodput(quiet) == pytest.approx(1)
+    failing = fast(2, parameters=0.0, spread=0.0, latency_s=0.0, failures_per_hour=0.5)
+    rate, interval = 1 / 3600, math.sqrt(2 * 30 * 3600)
+    expected = 1 / ((1 + 30 / interval) * (1 + rate * (300 + interval / 2)))
+    assert synchronous_goodput(failing) == pytest.approx(expected)
+
+
+def test_an_engine_does_as_much_per_step_however_many_there_are() -> None:
+    turns = [plan(fast(n)).turns / sum(plan(fast(n)).steps) for n in (16, 256)]
+    assert turns[1] == pytest.approx(turns[0], rel=0.1)
+
+
+MEMORY = """
+import sys
+from hvd_adpsgd.simulation import planner
+from hvd_adpsgd.simulation.scenario import schedules
+def used():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+n = int(sys.argv[1])
+schedules("random_pairs", n)
+before = used()
+job, _ = planner._job(planner.Cluster(n, 1e6, 0.35, 1.25e9, 50e-6))
+job.run_for(2)
+print((used() - before) / n)
+"""
+
+
+def test_an_engine_takes_at_most_twice_the_memory_among_4096() -> None:
+    few, many = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", MEMORY, str(n)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for n in (16, 4096)
+    )
+    assert many < 2 * few
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    arguments = (
+        "--super-learners 8 --model 1M --step 100ms --network 1Gb/s,1ms --slow 1x2 --fail 1/h"
+    )
+    assert simulate.main([*arguments.split(), "--minutes", "0.2", "--json", str(path)]) == 0
+    assert "steps kept" in capsys.readouterr().out
+    found = json.loads(path.read_text())
+    assert found["cluster"]["bytes_per_s"] == 125e6
+    assert len(found["steps"]) == 8
+
+
+def test_units() -> None:
+    assert units.model("350M") == 350e6
+    assert units.network("10Gb/s,50us") == (1.25e9, pytest.approx(50e-6))
+    assert units.slow("1x10") == (1, 10.0)
+    assert units.failures("0.24/d") == pytest.approx(0.01)
+    for bad in (
+        lambda: units.model("3Q"),
+        lambda: units.slow("ten"),
+        lambda: units.network("fast"),
+    ):
+        with pytest.raises(ConfigError, match="Pass"):
+            bad()

@@ -1,0 +1,82 @@
+"""Models are compared by digest; two descriptions travel only if they differ."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_adpsgd.errors import ModelMismatchError
+from hvd_adpsgd.torch.consistency import require_same
+
+
+class Meeting:
+    """A gather between threads: one learner each, of the ranks given."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.sent = dict.fromkeys(ranks, 0)  # bytes, by rank
+        self._told: dict[int, Any] = {}
+        self._barrier = threading.Barrier(len(ranks), timeout=20)
+
+    def world(self, rank: int) -> Any:
+        return SimpleNamespace(
+            rank=rank, collectives=SimpleNamespace(ranks=self.ranks, gather=self._gather(rank))
+        )
+
+    def _gather(self, rank: int) -> Any:
+        def gather(doing: str, value: Any) -> list[Any]:
+            self.sent[rank] += len(pickle.dumps(value))
+            self._told[rank] = value
+            self._barrier.wait()
+            found = [self._told[each] for each in self.ranks]
+            self._barrier.wait()
+            return found
+
+        return gather
+
+
+def compared(meeting: Meeting, tensors: dict[int, list[str]]) -> list[str]:
+    """What each learner raises, by place."""
+
+    def learner(rank: int) -> str:
+        try:
+            require_same(meeting.world(rank), "wrap", tensors[rank])
+        except ModelMismatchError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(meeting.ranks)) as threads:
+        return list(threads.map(learner, meeting.ranks))
+
+
+MODEL = [f"layer{i}.weight float32[512, 512]" for i in range(1000)]
+
+
+def test_equal_models_send_a_digest_each() -> None:
+    meeting = Meeting((0, 1, 3, 4, 7))
+    assert compared(meeting, dict.fromkeys(meeting.ranks, MODEL)) == [""] * 5
+    assert max(meeting.sent.values()) < 100
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ([*MODEL[:7], "x float32[1]", *MODEL[8:]], "at tensor 7: learner 1 has layer7"),
+        (MODEL[:-1], "learner 1 averages 1000 tensors, learner 4 999"),
+        ([*MODEL, "x float32[1]"], "x float32[1] is only on learner 4"),
+        ([], "learner 1 averages 1000 tensors, learner 4 0"),
+    ],
+)
+def test_a_difference_is_named_alike_on_all(other: list[str], told: str) -> None:
+    meeting = Meeting((1, 2, 4, 6))
+    errors = compared(meeting, {1: MODEL, 2: MODEL, 4: other, 6: [*other, "y"]})
+    assert len(set(errors)) == 1
+    assert told in errors[0]
+    assert (
+        max(meeting.sent[2], meeting.sent[6]) < 100
+    )  # neither the first, nor the first that differs

@@ -1,0 +1,57 @@
+"""Where torch, Horovod or MPI is missing, the error names the command that installs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from hvd_adpsgd.__main__ import main
+from hvd_adpsgd.errors import MissingRequirementError
+from hvd_adpsgd.runtime.communicators import load_mpi
+
+
+@pytest.mark.parametrize(
+    ("module", "cure"),
+    [
+        ("torch", "Run python -m pip install 'hvd_adpsgd[torch]', then python -m hvd_adpsgd"),
+        ("horovod", "Run python -m hvd_adpsgd build-horovod (it compiles Horovod for"),
+    ],
+)
+def test_package_imports_and_its_torch_interface_names_the_cure(module, cure):
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; import hvd_adpsgd; import hvd_adpsgd.strategies; "
+        "print('base'); import hvd_adpsgd.torch"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "base\n"
+    last = answer.stderr.strip().splitlines()[-1]
+    start = f"MissingRequirementError: hvd_adpsgd.torch needs {module}, which is not installed"
+    assert start in last
+    assert cure in last
+
+
+def test_horovod_that_does_not_load(monkeypatch):
+    from hvd_adpsgd.torch.requirements import require_torch_and_horovod
+
+    require_torch_and_horovod()
+    monkeypatch.setitem(sys.modules, "horovod.torch", types.ModuleType("horovod.torch"))
+    monkeypatch.delitem(sys.modules, "horovod.torch.mpi_lib_v2")
+    with pytest.raises(MissingRequirementError, match=r"mpi_lib_v2.*build-horovod --rebuild"):
+        require_torch_and_horovod()
+
+
+def test_no_mpi_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(MissingRequirementError, match=r"loads no MPI library.*'hvd_adpsgd\[mpi\]'"):
+        load_mpi()
+
+
+def test_bench_without_horovod(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", "exchange"])
+    assert main() == 1
+    assert "Run python -m hvd_adpsgd build-horovod." in capsys.readouterr().err

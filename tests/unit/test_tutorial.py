@@ -1,0 +1,68 @@
+"""examples/tutorial.ipynb is a notebook whose cells have run, and run; docs/tutorial.md is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher import environment
+from tests.notebook import NOTEBOOK, PAGE, ROOT, execute, page, source, translated
+
+
+def code(text: str) -> dict[str, Any]:
+    return {"cell_type": "code", "source": text.splitlines(keepends=True), "outputs": []}
+
+
+def cells() -> list[dict[str, Any]]:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    found: list[dict[str, Any]] = notebook["cells"]
+    return found
+
+
+def test_every_cell_has_run() -> None:
+    found = cells()
+    assert len({cell["id"] for cell in found}) == len(found)
+    for cell in found:
+        if cell["cell_type"] == "code":
+            assert cell["execution_count"] is not None, source(cell)
+            compile(translated(source(cell)), "a cell", "exec")
+    printed = json.dumps([cell.get("outputs") for cell in found])
+    assert "2 super learners, 2 ok" in printed and "4 learners" in printed
+    assert str(ROOT) not in printed
+
+
+def test_the_page_is_the_notebook() -> None:
+    assert PAGE.read_text() == page(cells()), "run: python -m tests.notebook"
+
+
+def test_cells_share_names_and_commands_print(tmp_path: Path) -> None:
+    printed = execute([code("a = 2"), code("!echo one >&2; pwd"), code("print(a)")], tmp_path)
+    assert printed == ["", f"one\n{tmp_path}\n", "2\n"]
+
+
+def test_a_command_that_fails_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        execute([code("if True:\n    !exit 3")], tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.extended
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = environment({"PYTHONPATH": str(ROOT)})
+    for name in set(os.environ) - set(wanted):
+        monkeypatch.delenv(name)
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    printed = "".join(execute(cells(), tmp_path))
+    assert "2 super learners" in printed and "epoch 3/3" in printed, printed
+    assert "merged.json: 4 learners" in printed and "x inner_allreduce" in printed, printed
+    page = (tmp_path / "out/tutorial/run/report.html").read_text()
+    assert page.count("<svg") >= 5 and "loss" in page

@@ -1,0 +1,440 @@
+"""Reports in messages, rates from counters, alerts, and the record: bounded, readable, whole in time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.tools import report as report_command
+from hvd_adpsgd.tools import top
+from hvd_adpsgd.watching.alerts import Alerts
+from hvd_adpsgd.watching.page import page
+from hvd_adpsgd.watching.record import Record, read
+from hvd_adpsgd.watching.reports import REPORT_NBYTES, Report, decode, encode, main_scalar
+from hvd_adpsgd.watching.sampler import Sample, Sampler
+from hvd_adpsgd.watching.svg import ticks
+from hvd_adpsgd.watching.table import rows, sparkline
+
+# ---- reports in messages ------------------------------------------------------------------------
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+REPORTS = st.builds(
+    Report,
+    time_s=st.floats(0, 4e9),
+    step=st.integers(0, 2**60),
+    steps_per_s=NUMBERS,
+    staleness_p50=st.integers(0, 63),
+    staleness_p95=st.integers(0, 63),
+    distance=NUMBERS,
+    exchanges=st.integers(0, 2**60),
+    apart_s=NUMBERS,
+    apart_steps=st.integers(0, 2**40),
+    offer=st.floats(0, 1),
+    left_out=st.integers(0, 2**40),
+    scalars=st.dictionaries(st.text(max_size=40), NUMBERS, max_size=20),
+)
+
+
+@settings(max_examples=40)
+@given(REPORTS)
+def test_any_report_fits_and_comes_back(report: Report) -> None:
+    data = encode(report)
+    back = decode(data)
+    assert len(data) <= REPORT_NBYTES and back is not None
+    assert (back.time_s, back.step, back.exchanges) == (
+        report.time_s,
+        report.step,
+        report.exchanges,
+    )
+    assert back.staleness_p95 == report.staleness_p95
+    assert abs(back.offer - report.offer) <= 0.005 + 1e-9 and back.inner_allreduce == 0
+    assert back.left_out == min(report.left_out, 2**32 - 1)
+    if math.isfinite(report.distance) and abs(report.distance) < 1e38:
+        assert back.distance == pytest.approx(report.distance, rel=1e-6, abs=1e-40)
+
+
+def test_scalars_that_do_not_fit_are_left_out_whole() -> None:
+    scalars = {f"a_scalar_with_a_name_{k}": float(k) for k in range(20)}
+    back = decode(encode(Report(scalars=scalars)))
+    assert back is not None and 3 <= len(back.scalars) < 20
+    assert all(scalars[name] == value for name, value in back.scalars.items())
+    assert "a_scalar_with_a_name_0" in back.scalars, "the first names go first"
+
+
+@given(st.binary(max_size=REPORT_NBYTES))
+def test_any_bytes_are_a_report_or_none(data: bytes) -> None:
+    decode(data)
+
+
+def test_a_report_that_is_cut_off_is_none() -> None:
+    whole = encode(Report(scalars={"loss": 1.0}))
+    assert decode(whole) is not None
+    assert decode(whole[:-1]) is None and decode(whole[:10]) is None and decode(b"") is None
+    assert decode(b"\x02" + whole[1:]) is None, "another form"
+
+
+def test_the_loss_is_found_by_its_name() -> None:
+    assert main_scalar(Report(scalars={"lr": 0.1, "train_loss": 2.0})) == ("train_loss", 2.0)
+    assert main_scalar(Report(scalars={"val_loss": 3.0, "loss": 2.0})) == ("loss", 2.0)
+    assert main_scalar(Report(scalars={"lr": 0.1})) is None
+
+
+# ---- from counters to reports -------------------------------------------------------------------
+
+
+def counters(
+    exchanges: int, square: float, ages: Mapping[int, int] = {}, **more: Any
+) -> dict[str, Any]:
+    staleness = [ages.get(k, 0) for k in range(64)]
+    return {
+        "exchanges_active": exchanges, "exchanges_passive": 0, "means": 0, "mean_square": 0.0,
+        "compared": exchanges, "square": square, "bytes_sent": 1000 * exchanges,
+        "staleness": staleness, **more,
+    }  # fmt: skip
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    sampler = Sampler(4)
+    for second in range(31):  # 5 steps/s and 2 exchanges/s; from second 20 on twice that
+        fast = max(0, second - 20)
+        exchanges = 2 * (second + fast)
+        sample = Sample(
+            100.0 + second,
+            5 * (second + fast),
+            {"offer": 0.1 * second, "global_operations": 0.25 * second},
+            counters(exchanges, 6.0 * exchanges, {1: 10 * second, 7: second}),
+        )
+        report = sampler.report(sample, time_s=second)
+    assert report.steps_per_s == pytest.approx(10)
+    assert report.exchanges_per_s == pytest.approx(4)
+    assert report.sent_per_s == pytest.approx(4000)
+    assert report.offer == pytest.approx(0.1)
+    assert report.global_operations == pytest.approx(0.25)
+    assert (report.staleness_p50, report.staleness_p95) == (1, 7)
+    assert report.distance == pytest.approx(consensus_from_exchanges(6.0, 4))
+    assert report.apart_s == 0
+
+
+def test_time_and_steps_since_the_last_exchange() -> None:
+    sampler = Sampler(2)
+    for second in range(21):
+        now = counters(min(second, 5), 1.0)
+        report = sampler.report(Sample(second, 3 * second, {}, now), time_s=0.0)
+    assert (report.apart_s, report.apart_steps) == (15, 45)
+
+
+def test_the_first_report_and_one_without_an_engine() -> None:
+    first = Sampler(2).report(Sample(1.0, 3, {}, counters(0, 0.0)), time_s=7.0)
+    assert math.isnan(first.steps_per_s) and math.isnan(first.distance) and first.step == 3
+    alone = Sampler(1)
+    alone.report(Sample(1.0, 0, {}), time_s=7.0)
+    assert alone.report(Sample(2.0, 4, {}), time_s=8.0).steps_per_s == pytest.approx(4)
+
+
+def test_counters_of_a_new_engine_start_anew() -> None:
+    sampler = Sampler(2)
+    sampler.report(Sample(0.0, 100, {}, counters(50, 1.0)), time_s=0.0)
+    first = sampler.report(Sample(1.0, 101, {}, counters(0, 0.0)), time_s=1.0)
+    assert math.isnan(first.exchanges_per_s) and first.apart_s == 0
+    assert sampler.report(Sample(2.0, 103, {}, counters(4, 0.0)), 2.0).exchanges_per_s == 4
+
+
+# ---- alerts -------------------------------------------------------------------------------------
+
+FINE = Report(steps_per_s=10.0, distance=1.0, scalars={"loss": 2.0})
+
+
+def told(
+    seconds: int, reports: Any, alive: Any = (0, 1, 2), every: int = 1
+) -> list[tuple[int, str, int | None]]:
+    """(second, kind, about) of the alerts of a run of so many seconds; `reports` by second."""
+    alerts = Alerts(["a", "b", "c"])
+    return [
+        (second, alert.kind, alert.about)
+        for second in range(0, seconds, every)
+        for alert in alerts.check(float(second), reports(second), alive)
+    ]
+
+
+def test_nothing_is_told_of_a_run_that_is_well() -> None:
+    assert told(1200, lambda s: dict.fromkeys(range(3), FINE), every=5) == []
+
+
+def test_a_slow_one_is_told_once_after_a_while() -> None:
+    slow = replace(FINE, steps_per_s=4.0)
+    assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow}) == [(30, "slow", 2)]
+    assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow if s % 20 else FINE}) == []
+    assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow}, alive=(0, 1)) == [], "it is suspect"
+
+
+def test_one_without_an_exchange_for_a_minute() -> None:
+    def apart(s: int, due: float = 1.0) -> dict[int, Report]:
+        return {0: FINE, 1: replace(FINE, apart_s=float(s), apart_steps=10 * s, due_steps=due)}
+
+    assert told(100, apart) == [(60, "apart", 1)]
+    assert told(100, lambda s: apart(s, due=1000)) == [], "the strategy asks for no more"
+    assert told(100, lambda s: {1: apart(s)[1]}) == [], "it is the only one"
+
+
+def test_what_is_over_may_be_told_again() -> None:
+    bad = replace(FINE, global_operations=0.7)
+    found = told(1000, lambda s: {0: bad if s < 40 or s > 600 else FINE, 1: FINE})
+    assert found == [(30, "operations", 0), (631, "operations", 0)]
+    assert told(100, lambda s: {0: bad if s < 25 else FINE, 1: FINE}) == [], "how a run begins"
+
+
+def test_chunks_that_are_never_averaged() -> None:
+    assert told(3, lambda s: {0: replace(FINE, left_out=2), 1: FINE}) == [(0, "left_out", 0)]
+
+
+@pytest.mark.parametrize(
+    ("rise", "fall", "finds"), [(4.0, 0.0, True), (2.0, 0.0, False), (4.0, 0.5, False)]
+)
+def test_models_drift_apart_while_the_loss_is_flat(rise: float, fall: float, finds: bool) -> None:
+    def reports(s: int) -> dict[int, Report]:
+        late = s > 300
+        one = replace(FINE, distance=rise if late else 1.0, scalars={"loss": 2.0 - fall * late})
+        return {0: one, 1: one}
+
+    found = told(900, reports, every=5)
+    assert [(kind, about) for _, kind, about in found] == [("drifting", None)] * finds
+    assert told(900, lambda s: {0: replace(reports(s)[0], scalars={})}) == [], "nothing is logged"
+
+
+def test_each_alert_has_a_bound_and_a_cure() -> None:
+    bad = replace(FINE, apart_s=75.0, apart_steps=812, global_operations=0.63, left_out=3)
+    alerts = Alerts(["node0, learner 0"])
+    texts = [
+        alert.text for now in (0.0, 30.0) for alert in alerts.check(now, {0: bad, 5: bad}, (0, 5))
+    ]
+    assert len(texts) == 6
+    assert any(
+        "super learner 0 (node0, learner 0) has had no exchange for 75 s and 812 steps" in t
+        for t in texts
+    )
+    assert all(re.search(r"bound|median|last 8", text) and "\n" not in text for text in texts)
+
+
+# ---- the record ---------------------------------------------------------------------------------
+
+
+def recorded(folder: Path, n: int = 2, seconds: int = 30, **how: Any) -> None:
+    """A record of n super learners; the last one fails in the middle."""
+    for i in range(n):
+        record = Record(folder, i, **how)
+        record.write(
+            "start",
+            time_s=0.0,
+            super_learner=i,
+            name=f"host{i}, learner {i}",
+            every_s=1.0,
+            averaging="x",
+        )
+        for s in range(seconds if i < n - 1 else seconds // 2):
+            report = replace(FINE, time_s=float(s), step=10 * s, scalars={"loss": 1 / (s + 1)})
+            record.report(i, report, peers={str(1 - i): s}, staleness={"1": 5 * s})
+        record.close()
+    record = Record(folder, 0)
+    record.write(
+        "event",
+        time_s=seconds / 2,
+        event="failed",
+        about=n - 1,
+        text=f"super learner {n - 1} failed",
+    )
+    record.close()
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    run = read(tmp_path)
+    assert [len(track.reports) for track in run.tracks.values()] == [30, 15]
+    assert run.tracks[0].name == "host0, learner 0"
+    assert run.tracks[0].reports[-1].scalars == {"loss": 1 / 30}
+    assert run.tracks[0].peers == {1: 29} and run.tracks[0].staleness == {1: 145}
+    assert [(event.what, event.about) for event in run.events] == [
+        ("start", 0),
+        ("start", 1),
+        ("failed", 1),
+    ]
+
+
+def test_a_record_is_bounded_and_keeps_the_whole_run(tmp_path: Path) -> None:
+    limit = 40_000
+    recorded(tmp_path, seconds=5000, limit_nbytes=limit, every_s=1.0)
+    assert all(path.stat().st_size <= limit for path in tmp_path.glob("*.jsonl"))
+    track = read(tmp_path).tracks[0]
+    times = [report.time_s for report in track.reports]
+    assert len(times) > 30 and times == sorted(times)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert times[0] < 200 and times[-1] > 4800 and max(gaps) <= 4 * min(gaps) + 128
+    assert track.name, "the start is kept"
+
+
+def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, 0)
+    record.report(0, Report(time_s=1.0, scalars={"loss": math.nan, "lr": math.inf}))
+    record.close()
+    json.loads((tmp_path / "0.jsonl").read_text(), parse_constant=lambda text: pytest.fail(text))
+    assert math.isnan(read(tmp_path).tracks[0].reports[0].scalars["loss"])
+
+
+def test_a_line_that_is_cut_off_or_strange_is_passed_over(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    with open(tmp_path / "0.jsonl", "a") as file:
+        file.write(
+            '[1]\n{"kind": "event", "event": 3}\n{"kind": "report", "time_s": "x"}\n{"kind": "rep'
+        )
+    (tmp_path / "other.jsonl").write_text("{}")
+    assert len(read(tmp_path).tracks[0].reports) == 30
+
+
+def test_reports_of_others_count_where_they_have_no_file(tmp_path: Path) -> None:
+    record = Record(tmp_path, 0)
+    record.report(1, replace(FINE, time_s=1.0, step=7))
+    record.close()
+    assert read(tmp_path).tracks[1].reports[0].step == 7
+    own = Record(tmp_path, 1)
+    own.report(1, replace(FINE, time_s=1.0, step=8))
+    own.close()
+    assert [report.step for report in read(tmp_path).tracks[1].reports] == [8]
+
+
+def test_a_full_disk_ends_the_record_not_the_training(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    record = Record(tmp_path, 0)
+    record._file = open("/dev/full", "w")  # noqa: SIM115
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            record.write("event", time_s=0.0)
+    assert len(caplog.records) == 1 and "training continues" in caplog.text
+
+
+def test_folders_that_cannot_be_used_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="HVD_ADPSGD_RECORD"):
+        Record(tmp_path / "file", 0)
+    with pytest.raises(ConfigError, match="no record"):
+        read(tmp_path)
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def test_rows_say_how_each_is(tmp_path: Path) -> None:
+    recorded(tmp_path, n=3)
+    run = read(tmp_path)
+    assert [row.state for row in rows(run, 30.0)] == ["ok", "ok", "FAILED"]
+    assert [row.state for row in rows(run, 300.0)] == ["SILENT", "SILENT", "FAILED"]
+    last = run.tracks[1].reports[-1]
+    run.tracks[1].reports[-1] = replace(last, steps_per_s=1.0)
+    assert [row.state for row in rows(run, 30.0)] == ["ok", "SLOW", "FAILED"]
+    assert rows(run, 30.0)[0].loss == 1 / 30
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, math.nan, 1.0]) == "▁▁"
+    assert sparkline([]) == "" and len(sparkline(range(1000))) == 16
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
+def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    found = ticks(low, low + span)
+    slack = 1e-6 * (span + abs(low))
+    assert 1 <= len(found) <= 7
+    assert all(low - slack <= tick <= low + span + slack for tick in found)
+
+
+class Elements(HTMLParser):
+    """Names and attributes of all elements, and whether they are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "rect", "path"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("rect", "path"):
+            return
+        assert self.open.pop() == tag
+
+
+def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Elements()
+    parser.feed(text)
+    assert parser.open == []
+    return parser.found
+
+
+def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    text = page(read(tmp_path))
+    found = elements(text)
+    tags = [tag for tag, _ in found]
+    assert tags.count("svg") >= 7
+    assert not {"script", "link", "img", "iframe", "object", "a", "form"} & set(tags)
+    assert not re.search(r"https?:|url\(|@import|javascript:", text)
+    policy = next(a for tag, a in found if tag == "meta" and "http-equiv" in a)["content"]
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert "nan" not in " ".join(str(a.get("d")) for _, a in found)
+
+
+def test_a_script_in_any_name_is_text(tmp_path: Path) -> None:
+    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+    for i in range(2):
+        record = Record(tmp_path, i)
+        record.write("start", time_s=0.0, name=attack, script=attack, averaging=attack)
+        for s in range(5):
+            report = Report(time_s=float(s), step=s, scalars={attack: float(s), "loss": 1.0})
+            record.report(i, report, peers={str(1 - i): 3})
+        record.write("event", time_s=2.0, event=attack, about=1, text=attack)
+        record.close()
+    found = elements(page(read(tmp_path)))
+    assert not {"script", "img"} & {tag for tag, _ in found}
+    assert not any(name.startswith("on") for _, attributes in found for name in attributes)
+
+
+def test_an_empty_run_is_a_page_too(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text('{"kind":"start","time_s":1}\n')
+    assert "<h1>" in page(read(tmp_path))
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    recorded(tmp_path)
+    assert report_command.main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert report_command.main([str(tmp_path), "-o", str(tmp_path / "no" / "x")]) == 2
+    monkeypatch.setenv("HVD_ADPSGD_RECORD", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "140")
+    assert top.main(["--once"]) == 0
+    assert "host0, learner 0" in capsys.readouterr().out
+    assert top.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in found["super_learners"]] == ["SILENT", "FAILED"]
+    monkeypatch.delenv("HVD_ADPSGD_RECORD")
+    assert top.main(["--once"]) == 2
+    assert "HVD_ADPSGD_RECORD" in capsys.readouterr().err
