@@ -18,7 +18,7 @@ from pathlib import Path
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import comparison, figure, journal, launch
-from examples.acoustic_model.speech.problem import new_parser, run, within
+from examples.acoustic_model.speech.problem import drop_repeats, new_parser, run, within
 
 LEARNERS, SUPER_LEARNER = 4, 2
 STRATEGY = {"single": "single", "ssgd": "ssgd", "hadpsgd": "random-pairs"}
@@ -45,8 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         within("--seeds", seed, 0, 2**31 - 1)
     within("--epochs", options.epochs, 1, 10_000)
     options.epochs = 1 if options.quick else options.epochs
-    for name in ("seeds", "schemes"):
-        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+    drop_repeats(options, "seeds", "schemes")
     return options
 
 

@@ -297,6 +297,8 @@ class Trainer:
         loss = _loss(self.model(frames), labels) / max(1, int((labels >= 0).sum()))
         loss.backward()
         self.optimizer.step()
+        if hasattr(self.hvd, "log"):  # plain Horovod has no view of the run
+            self.hvd.log(loss=loss, lr=self.optimizer.param_groups[0]["lr"])
         return loss.item()
 
     def _set_rate(self, epoch: float) -> None:

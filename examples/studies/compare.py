@@ -18,7 +18,7 @@ from pathlib import Path
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import comparison, figure, journal, launch, sweep
-from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
+from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
@@ -67,8 +67,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     within("--epochs", options.epochs, 1, 10_000)
     options.epochs = 1 if options.quick else options.epochs
     options.out = options.out or Path("out") / ("compare" + "-quick" * options.quick)
-    for name in ("seeds", "schemes"):
-        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+    drop_repeats(options, "seeds", "schemes")
     return options
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import figure, journal, launch, sweep
-from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
+from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 
 # Settled before any confirming seed was run. R0 comes from seed 0 of one learner alone with batch 64:
 #
@@ -83,8 +83,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for factor in options.factors or []:
         within("--factors", factor, 1, 4096)
     options.factors = sorted({1, *(options.factors or SETTINGS["factors"])})
-    for name in ("seeds", "schemes", "warmups"):
-        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+    drop_repeats(options, "seeds", "schemes", "warmups")
     options.schemes = list(dict.fromkeys([BASELINE, *options.schemes]))
     return options
 

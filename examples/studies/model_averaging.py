@@ -29,7 +29,7 @@ from typing import Any
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import corpus, figure, launch
 from examples.acoustic_model.speech import sweep as kept
-from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
+from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 
 SETTINGS = {
     "task": "easy",
@@ -140,7 +140,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, low, high in (("learners", 1, 64), ("periods", 1, 10**6), ("seeds", 0, 2**31 - 1)):
         for value in getattr(options, name):
             within(f"--{name}", value, low, high)
-        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+    drop_repeats(options, "learners", "periods", "seeds")
     if options.explore and options.recall:
         raise Problem("--explore trains, --recall does not; take one of them")
     options.settings = QUICK if options.quick else SETTINGS

@@ -47,6 +47,12 @@ def within(name: str, value: float, low: float, high: float) -> None:
         raise Problem(f"{name} is {value:g}, allowed are {low:g} to {high:g}")
 
 
+def drop_repeats(options: argparse.Namespace, *names: str) -> None:
+    """Each value of these options once, in the order given."""
+    for name in names:
+        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
+
+
 def run(main: Callable[[], None]) -> None:
     """Call a script's main; report a Problem, a full disk or Ctrl-C in one line and exit 2 or 130."""
     try:
