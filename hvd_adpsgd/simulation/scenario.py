@@ -309,6 +309,12 @@ def schedules(strategy: str, n: int) -> list[npt.NDArray[np.intc]]:
     return [np.ascontiguousarray(kind.plan(i, n).schedule.ravel(), dtype=np.intc) for i in range(n)]
 
 
+@functools.lru_cache(maxsize=256)
+def pair_weight(strategy: str, n: int) -> float:
+    """The weight of the peer in a pair's mean."""
+    return parse(strategy).plan(0, n).weight
+
+
 def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     """The job of a scenario, not begun.
 
@@ -349,7 +355,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
 def _add_learners(job: Job, s: Scenario) -> None:
     c = Chance(s.seed + 1)
     in_pairs = rounds_of(s.strategy, s.size)[1] is not None
-    weight = parse(s.strategy).plan(0, s.size).weight
+    weight = pair_weight(s.strategy, s.size)
     for i, learner in enumerate(s.learners):
         model = np.array(
             [c.integer(-1000, 1000) / 8 for _ in range((s.chunks + s.later) * s.elements)], s.dtype
