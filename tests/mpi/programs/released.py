@@ -18,14 +18,19 @@ def held() -> dict[str, Any]:
     """What this process holds, once the garbage is collected."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    threads = [
-        task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
-    ]
     return {
-        "threads": sorted(threads),
+        "threads": sorted(filter(None, map(name, Path("/proc/self/task").iterdir()))),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mib": int(status["VmRSS"].split()[0]) // 1024,
     }
+
+
+def name(thread: Path) -> str:
+    """Of a thread; none if it has ended since it was listed."""
+    try:
+        return thread.joinpath("comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def wrapped(model: torch.nn.Module) -> Any:
