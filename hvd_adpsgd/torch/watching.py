@@ -20,6 +20,7 @@ from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError, NotInitializedError
 from hvd_adpsgd.runtime import global_operations
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.shutdown import script_fails
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import unanimous
@@ -158,6 +159,7 @@ class Watcher:
 
     def __init__(self, world: World):
         config = world.config
+        self._membership = world.membership
         self._every_s = config.report_s
         self._record: Record | None = None
         if config.record is not None:
@@ -198,6 +200,7 @@ class Watcher:
         if self._dashboard is not None:
             self._dashboard.close()
         if self._record is not None:
+            self._note_end()
             self._record.close()
 
     def _run(self) -> None:
@@ -304,6 +307,12 @@ class Watcher:
             self._record.write("event", time_s=event.time_s, event=what, about=about, text=text)
         if self._board is not None:
             self._board.event(event)
+
+    def _note_end(self) -> None:
+        """Note that this super learner has ended its training, unless it ends because of a failure."""
+        own = self._membership.own
+        if not self._membership.own_failed and not script_fails():
+            self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
     def _speaks(self, world: World) -> bool:
         """Whether this is the first living leader, which warns."""

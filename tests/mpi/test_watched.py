@@ -57,6 +57,7 @@ def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
         assert sum(track.peers.values()) == track.reports[-1].exchanges
     table = json.loads(command("top", "--json", tmp_path).stdout)
     assert [row["super_learner"] for row in table["super_learners"]] == [0, 1, 2]
+    assert {row["state"] for row in table["super_learners"]} == {"left"}, "the run is over"
     text = command("top", "--once", tmp_path).stdout
     assert "steps/s" in text and "3 super learners" in text, text
     assert command("report", tmp_path).returncode == 0
