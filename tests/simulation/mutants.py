@@ -216,7 +216,7 @@ MUTANTS = (
         "e.port.orders.paused and",
     ),
     Mutant(
-        "who reaches its deadline of leaving says no BYE",
+        "an engine that reaches its deadline of leaving says no BYE",
         "loop.pyx",
         "            say_goodbye(e)\n        return True",
         "            m.said_goodbye = True\n        return True",
@@ -319,7 +319,7 @@ MUTANTS = (
         "        if False:",
     ),
     Mutant(
-        "who asks for an old decision is not told",
+        "a member that asks for an old decision is not told",
         "agreement.pyx",
         "if header.kind in (VOTE, ASK, PREPARE):     # it",
         "if False:     # it",
