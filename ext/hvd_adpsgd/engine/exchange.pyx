@@ -37,7 +37,7 @@ from hvd_adpsgd.engine.membership cimport (ALIVE, FAILED, LEFT, SUSPECT, left_as
 from hvd_adpsgd.engine.port cimport (EVENT_ASKED, EVENT_MERGED, EVENT_PARKED, EVENT_SERVED, FAULT_FENCED,
                                      FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_NONE, FAULT_STATE,
                                      FAULT_WEIGHT, HISTOGRAM, NO_STEP, Event, Orders, add, add_double, latch, load, record,
-                                     spend_credit, store, store_double)
+                                     spend_credit, store, store_count, store_double)
 from hvd_adpsgd.engine.store cimport memory_elements, memory_leave_out, memory_merge, memory_nbytes, memory_snapshot
 from hvd_adpsgd.engine.wire cimport (DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Status, Transfer,
                                      receive, send, test_once)
@@ -679,7 +679,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add_double(&e.port.counters.square, x.square)
         add(&e.port.counters.square_elements, x.elements)
         store_double(&e.port.counters.last_square, x.square)
-    store(&e.port.met[x.peer], e.port.met[x.peer] + 1)
+    store_count(&e.port.met[x.peer], e.port.met[x.peer] + 1)
     record(&e.port, event)
     return_buffers(&e.pairs, x)
     become(e, x, IDLE)

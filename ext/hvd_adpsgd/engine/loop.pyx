@@ -7,7 +7,7 @@ time that nothing moved. Its owners and their state are in core.pxd. A simulator
 with a wire and a clock of its own.
 """
 
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
@@ -392,7 +392,7 @@ cdef class Loop:
         p.given.wanted = NOBODY
         p.orders = p.given
         p.in_flight_step = NO_STEP
-        p.met = <int64_t*>calloc(n, sizeof(int64_t))
+        p.met = <uint32_t*>calloc(n, sizeof(uint32_t))
         if timeline:
             p.events = <Event*>calloc(EVENTS, sizeof(Event))
         if not (e.generations and p.met and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
@@ -645,7 +645,7 @@ cdef class Loop:
 
     def met(self, int peer):
         """Exchanges finished with `peer`."""
-        return load(&self.core.port.met[peer])
+        return load_count(&self.core.port.met[peer])
 
     def finished(self):
         return load(&self.core.port.finished)
@@ -675,7 +675,7 @@ cdef class Loop:
             "exchange_s": load_double(&c.exchange_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
             "mean_square": load_double(&c.mean_square),
             "staleness": [load(&c.staleness[i]) for i in range(HISTOGRAM)],
-            "met": [load(&self.core.port.met[i]) for i in range(self.core.wire.size)],
+            "met": [load_count(&self.core.port.met[i]) for i in range(self.core.wire.size)],
         }
 
     def view(self):
@@ -688,7 +688,7 @@ cdef class Loop:
         exchanges = {seen.exchanges[i].peer: exchange_view(&seen.exchanges[i], t) for i in range(seen.nexchanges)}
         idle = {"exchange": "idle", "we_asked": False, "parked": False, "number": 0, "chunks": 0, "begun": 0,
                 "merged": 0, "age_s": None, "silent_s": None}
-        peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load(&e.port.met[i]),
+        peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load_count(&e.port.met[i]),
                   **exchanges.get(i, idle)} for i in range(e.wire.size)]
         free(seen.exchanges)
         return {

@@ -1,5 +1,5 @@
 # The trainer's port: what the trainer tells the engine's thread, and what the thread tells the trainer.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
 
@@ -24,6 +24,8 @@ cdef extern from *:
     """
     int64_t load "adpsgd_load"(int64_t*) nogil
     void store "adpsgd_store"(int64_t*, int64_t) nogil
+    uint32_t load_count "adpsgd_load"(uint32_t*) nogil
+    void store_count "adpsgd_store"(uint32_t*, uint32_t) nogil
     char load_byte "adpsgd_load"(char*) nogil
     void store_byte "adpsgd_store"(char*, char) nogil
     double load_double "adpsgd_load_double"(double*) nogil
@@ -120,7 +122,7 @@ cdef struct Port:
     int64_t peer_events
     int64_t finished        # exchanges
     int64_t ended           # the thread has ended
-    int64_t* met            # exchanges with each peer
+    uint32_t* met           # exchanges with each peer
     int64_t fault           # Fault
     int fault_code
     int fault_peer

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.membership cimport LEFT
-from hvd_adpsgd.engine.port cimport load
+from hvd_adpsgd.engine.port cimport load, load_count
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.promises cimport check_replaced
@@ -225,7 +225,7 @@ cdef void begin_pairs(JobState job, int i, int64_t number):
     row = table[number % len(table)]
     for k in range(2):
         a.round_peers[k] = row[k]
-        a.round_met[k] = load(&a.core.port.met[a.round_peers[k]]) if row[k] >= 0 else 0
+        a.round_met[k] = load_count(&a.core.port.met[a.round_peers[k]]) if row[k] >= 0 else 0
     job.loops[i].begin_round(number + 1, row[0])
     a.in_round = True
 
@@ -243,7 +243,7 @@ cdef bint round_over(JobState job, Actor* a):
         return load(&a.core.mean.finished) >= a.mean
     for k in range(2):
         peer = a.round_peers[k]
-        if peer >= 0 and load(&a.core.port.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
+        if peer >= 0 and load_count(&a.core.port.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
             return False
     return True
 
