@@ -228,6 +228,12 @@ MUTANTS = (
         "        set_peer(m, i, FAILED)",
     ),
     Mutant(
+        "an engine whose listeners are all suspect does not wait for an answer",
+        "membership.pyx",
+        "states[m.listeners[i].peer] > SUSPECT or",
+        "states[m.listeners[i].peer] != ALIVE or",
+    ),
+    Mutant(
         "a listener that has failed is not replaced",
         "membership.pyx",
         "    store_byte(&m.states[peer], <char>state)\n    m.unchecked = True\n",

@@ -86,9 +86,9 @@ made = [planner._job(cluster)[0] for cluster in clusters]
 decays = [planner._decay(planner._decay_phase(job, c)) for job, c in zip(made, clusters)]
 turns = lambda: sum(job.summary()["turns"] for job in made)
 first, began = turns(), time.process_time()
-for _ in range(steps):
+for _ in range(300 * steps):
     for job in made:
-        job.run_for(0.35)
+        job.run_for(0.35 / 300)
 took = time.process_time() - began
 print(json.dumps({"us": 1e6 * took / (turns() - first), "bytes": (used() - before) / (n * jobs),
                   "decay": sum(decays) / jobs, "theory": planner.theoretical_decay(n)}))
@@ -106,7 +106,8 @@ def measured(n: int, jobs: int, steps: int) -> dict[str, float]:
 def test_4096_super_learners_cost_each_what_16_do() -> None:
     """Time per turn within 1.3, memory at most twice, contraction per exchange as in theory.
 
-    As many engines in each process, so that all use the caches alike.
+    As many engines in each process, and about one turn of each between two of another, so that all find the
+    caches alike.
     """
     found = {n: measured(n, 4096 // n, 3) for n in (16, 256, 4096)}
     for n, numbers in found.items():

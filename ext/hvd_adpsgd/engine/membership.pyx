@@ -173,11 +173,11 @@ cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
 cdef bint is_taken_over(Membership* m, bint late) noexcept nogil:
     """Whether a listener that stays has answered the goodbye of this engine, or none is there to answer.
 
-    Those that are silent may be slow, and are waited for until it is `late`."""
+    Those that are silent or suspect may be slow, and are waited for until it is `late`."""
     cdef int i
     cdef bint alone = True
     for i in range(m.nlisteners):
         if m.listeners[i].acknowledged >= m.owed:
             return True
-        alone = alone and (m.states[m.listeners[i].peer] != ALIVE or late and m.mute[m.listeners[i].peer])
+        alone = alone and (m.states[m.listeners[i].peer] > SUSPECT or late and m.mute[m.listeners[i].peer])
     return alone

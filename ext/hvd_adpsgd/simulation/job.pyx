@@ -240,8 +240,7 @@ cdef class Job(JobState):
         self.actors[i].over_at = self.net.now_s
         self.living -= 1
         check_over(self, i)
-        if self.means is not None:
-            report(self, i)
+        report(self, i)
         return 0
 
     def covering(self):

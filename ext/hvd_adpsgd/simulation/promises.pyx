@@ -9,7 +9,7 @@ import numpy as np
 from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
-from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, Membership, has_departed
+from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
 from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
@@ -210,7 +210,7 @@ cdef bint goodbye_is_known(JobState job, int i):
         if j != i and has_departed(job.actors[j].core.membership.departed, i):
             return True
         if j != i and not job.actors[j].dead and not job.actors[j].over:
-            alone = alone and (m.states[j] != ALIVE or m.mute[j])
+            alone = alone and (m.states[j] > SUSPECT or m.mute[j])
     return alone
 
 
