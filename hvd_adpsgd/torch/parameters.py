@@ -58,6 +58,7 @@ class Parameters:
         self.tensors: list[torch.Tensor] = []
         self._known: set[int] = set()
         self._devices: list[torch.device] = []
+        self._gpus: set[torch.device] = set()
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []
         self._staged: dict[int, torch.Tensor] = {}
@@ -80,6 +81,8 @@ class Parameters:
             self.names.append(name)
             self.tensors.append(tensor)
             self._devices.append(tensor.device)
+            if tensor.device.type == "cuda":
+                self._gpus.add(tensor.device)
             self._shapes.append(tensor.shape)
             self._dtypes.append(tensor.dtype)
         self._addresses = np.zeros(len(self.tensors), dtype=np.uintp)
@@ -96,8 +99,10 @@ class Parameters:
                 self._addresses[i] = tensor.data_ptr()
             else:
                 self._addresses[i] = self._stage(i, tensor).data_ptr()
-        if self._staged and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        for gpu in self._gpus:
+            torch.cuda.current_stream(
+                gpu
+            ).synchronize()  # each copy runs on the stream of its device
         return self._addresses
 
     def write_back(self) -> None:
