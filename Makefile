@@ -74,7 +74,7 @@ soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replace
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)
 
-simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (one to three hours on two cores)
+simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (half an hour to an hour on two cores)
 	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)
 
 simulate-mutants: venv  ## faults put into the engine on purpose: does the simulator find them? (ten minutes)

@@ -24,7 +24,7 @@ from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION, BrokenPromi
 from hvd_adpsgd.engine.core cimport (ASKED, BROKEN, BYE, BYE_SEEN, CLOSING, IDLE, LANES, NEWS, RUNNING, SETS, STAMP, Core,
                                      Exchange, Letter, Message)
 from hvd_adpsgd.engine.loop cimport OVER, Loop, Rest, Rhythm, begin_turns, end_turns, turn
-from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, Listener, Membership, has_departed, listener_of
+from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Listener, Membership, has_departed, listener_of
 from hvd_adpsgd.engine.port cimport EVENT_MERGED, NO_STEP, Event, load
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot
 from hvd_adpsgd.engine.wire cimport CONTROL
@@ -409,7 +409,7 @@ cdef class Explorer:
             return False
         for k in range(m.nlisteners):
             peer = m.listeners[k].peer
-            if m.states[peer] == ALIVE and not (m.mute[peer] and self.between.over[peer]):
+            if m.states[peer] <= SUSPECT and not (m.mute[peer] and self.between.over[peer]):
                 return False
         return True
 
@@ -725,7 +725,7 @@ cdef class Explorer:
             if j != i and has_departed(self.learners[j].core.membership.departed, i):
                 return True
             if j != i and self.lives(j):
-                alone = alone and (m.states[j] != ALIVE or m.mute[j])
+                alone = alone and (m.states[j] > SUSPECT or m.mute[j])
         return alone
 
     cdef int check_end(self) except -1:
