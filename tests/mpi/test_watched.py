@@ -51,7 +51,7 @@ def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
     assert set(run.tracks) == {0, 1, 2}
     for rank, track in run.tracks.items():
         steps = [report.step for report in track.reports]
-        assert len(steps) >= 8 and steps == sorted(steps), steps
+        assert len(steps) >= 3 and steps == sorted(steps), steps
         assert steps[-1] == result.by_rank()[rank]["step"], "the last report is of the end"
         assert track.reports[-1].scalars["learner"] == rank
         assert sum(track.peers.values()) == track.reports[-1].exchanges
