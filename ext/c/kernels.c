@@ -462,3 +462,23 @@ double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own
   if (dtype == ADPSGD_FLOAT64) return merge_mean_f64(slot, sum, own, learners, n, fresh, replace);
   return merge_mean_f32(slot, sum, own, learners, n, fresh, replace);
 }
+
+/* Such a number has one of the two largest exponents; infinity and NaN have the largest. */
+VECTOR static int any_large_f32(const f32 *restrict x, int64_t n) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < n; i++) found |= (bits_of(x[i]) & 0x7F000000u) == 0x7F000000u;
+  return found != 0;
+}
+
+VECTOR static int any_large_f64(const f64 *restrict x, int64_t n) {
+  uint64_t found = 0, u;
+  for (int64_t i = 0; i < n; i++) {
+    memcpy(&u, &x[i], sizeof u);
+    found |= (u & 0x7FE0000000000000u) == 0x7FE0000000000000u;
+  }
+  return found != 0;
+}
+
+int adpsgd_any_large(int dtype, const void *numbers, int64_t n) {
+  return dtype == ADPSGD_FLOAT64 ? any_large_f64(numbers, n) : any_large_f32(numbers, n);
+}

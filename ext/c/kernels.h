@@ -54,4 +54,8 @@ int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirro
 double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
                          int64_t n, int fresh, int replace);
 
+/* Whether any of n numbers in the type of sums is above half of the largest one: its distance from a mean
+ * may be infinite. */
+int adpsgd_any_large(int dtype, const void *numbers, int64_t n);
+
 #endif

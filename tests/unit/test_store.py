@@ -286,6 +286,22 @@ def test_the_mean_of_16_bit_models_is_kept_over_a_thousand_exchanges(dtype):
     assert np.abs(a.state() - a.values).max() <= ulp, "more was held back than rounding can"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("float32", 1.7014e38), ("bfloat16", 1.6947e38), ("float64", 8.98e307)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_mean_of_finite_models_makes_none_infinite(dtype, most, sign):
+    """The distance from the mean of one that is far beyond it: larger numbers take no part in means."""
+    for value, fits in ((most, True), (1.01 * most, False)):
+        learner = Learner(np.array([1.0, sign * value, 0.0]), dtype)
+        learner.absorb(-1)
+        shares = [np.ones(chunk.count, wide(dtype)) for chunk in learner.chunks]
+        told = [learner.store.share(i, x.view(np.uint8)) for i, x in enumerate(shares)]
+        assert all(told) == fits
+    largest = np.array([most], wide(dtype))
+    assert np.isfinite(largest - -largest).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_mean_that_replaces_16_bit_models_leaves_them_with_the_same_bits(dtype):
     """Also what it holds back: the models of the next mean are equal."""

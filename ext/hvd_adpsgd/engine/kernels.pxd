@@ -16,3 +16,4 @@ cdef extern from "kernels.h" nogil:
                      int replace, int fresh, int stream)
     double adpsgd_merge_mean(int dtype, void* slot, const void* sum, const void* own,
                              double learners, int64_t n, int fresh, int replace)
+    int adpsgd_any_large(int dtype, const void* numbers, int64_t n)

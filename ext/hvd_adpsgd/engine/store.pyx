@@ -30,7 +30,7 @@ from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_apply, adpsgd_itemsize,
+from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_any_large, adpsgd_apply, adpsgd_itemsize,
                                         adpsgd_merge, adpsgd_merge_mean, adpsgd_slot_dtype, adpsgd_slot_itemsize,
                                         adpsgd_snapshot)
 
@@ -139,9 +139,13 @@ cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsi
 
 
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil:
-    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned."""
+    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned.
+
+    Also if a number is so large that its distance from the mean may not be finite: left out here, it is left
+    out of the mean of the others too."""
     cdef Chunk* c = chunk_at(m, chunk)
     cdef int bad = memory_snapshot_as(m, chunk, adpsgd_slot_dtype(c.dtype), offered_only, False, share, NULL, step)
+    bad = bad or adpsgd_any_large(adpsgd_slot_dtype(c.dtype), share, c.count)
     if bad:
         memset(share, 0, c.count * adpsgd_slot_itemsize(c.dtype))
     return bad
