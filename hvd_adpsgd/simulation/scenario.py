@@ -52,6 +52,7 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
+_DRAWN = tuple(kind for kind in FAULTS if kind != "suspect")  # `_with_rare_things` draws that
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}
 Table = list[tuple[int, int]]
@@ -66,7 +67,7 @@ class Fault:
         at_s: seconds after the start.
         kind: one of FAULTS.
         who: the super learner.
-        peers: of cut and sever: the other one; of partition: those on its side.
+        peers: of cut, sever and suspect: the other one; of partition: those on its side.
         value: of stop, cut, sever and partition: seconds; of slow: how many times slower.
     """
 
@@ -82,6 +83,8 @@ class Fault:
             return (self.peers[0], self.value)
         if self.kind == "partition":
             return (self.peers, self.value)
+        if self.kind == "suspect":
+            return self.peers
         return (self.value,) if self.kind in ("stop", "slow") else ()
 
 
@@ -254,7 +257,7 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for _ in range(c.integer(0, 4)):
         at_s, who = c.between(0, until_s), c.integer(0, n - 1)
-        kind = c.choose((*FAULTS, "crash", "crash"))
+        kind = c.choose((*_DRAWN, "crash", "crash"))
         other = (who + c.integer(1, n - 1)) % n
         if kind == "extend":
             faults += [Fault(at_s + c.between(0, until_s / 10), kind, i) for i in range(n)]
@@ -273,7 +276,8 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 
 
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
-    """A bound of staleness; a second crash in the same decision; an answer later than a whole exchange."""
+    """A bound of staleness; a second crash in the same decision; an answer later than a whole exchange; a living
+    super learner taken for failed."""
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)
     for fault in s.faults:
@@ -283,6 +287,11 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     s = dataclasses.replace(s, max_staleness=c.choose(bounds), faults=tuple(faults))
     if c.happens(0.05):
         s = dataclasses.replace(s, chunks=1, later=0, bytes_per_s=1e9, late=0.3)
+    if c.happens(0.1):
+        who = c.integer(0, s.size - 1)
+        other = (who + c.integer(1, s.size - 1)) % s.size
+        at_s = c.between(0, 1.3 * s.steps * min(learner.step_s for learner in s.learners))
+        s = dataclasses.replace(s, faults=(*s.faults, Fault(at_s, "suspect", who, (other,))))
     return s
 
 

@@ -161,6 +161,12 @@ MUTANTS = (
         "if nbytes == 0 or",
     ),
     Mutant(
+        "a late chunk is merged between the share in a mean and the mean",
+        "exchange.pyx",
+        "x.phase != IDLE and not rests(e, x):",
+        "x.phase != IDLE:",
+    ),
+    Mutant(
         "merging subtracts what is in the mirror now, not what was sent",
         "exchange.pyx",
         "e.pairs.weight, lane.inp, lane.keep)",

@@ -57,7 +57,7 @@ def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "80aea8e1391bf9e4"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "bc18a13abd07260c"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

@@ -550,7 +550,7 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
     while x != NULL:
         if x.phase == BROKEN:
             moved |= retire(e, x)
-        elif x.phase != IDLE:
+        elif x.phase != IDLE and not rests(e, x):
             moved |= advance(e, x)
         if x.phase == RUNNING and not x.parked:
             oldest = min(oldest, oldest_step(x))
@@ -609,6 +609,13 @@ cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
     if x.phase == IDLE or x.phase == BROKEN:
         return False
     return state < LEFT or state == LEFT and now(e) - x.moved <= e.pairs.deadline_s
+
+
+cdef bint rests(Core* e, Exchange* x) noexcept nogil:
+    """Whether the exchange is left alone until the pause is over, which did not wait for it.
+
+    A chunk that comes so late would be merged between the share in a mean and the mean that replaces the model."""
+    return e.port.orders.paused and not e.port.orders.leaving and not under_way(e, x)
 
 
 cdef bint any_under_way(Core* e) noexcept nogil:

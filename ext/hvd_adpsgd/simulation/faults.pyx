@@ -7,10 +7,11 @@ from libc.stdint cimport uintptr_t
 from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
-from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, last_arrival, report_down
+from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, give_up, last_arrival, report_down
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 
-FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend")
+FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
+          "suspect")
 
 cdef double UNKNOWN_S = 5.0         # at most, from the end of an engine to that of its process
 
@@ -26,6 +27,7 @@ cdef enum:
     PAUSE = 8
     UNFIT = 9
     EXTEND = 10
+    SUSPICION = 11
 
 
 cdef int struck(JobState job, int which) except -1:
@@ -58,7 +60,18 @@ cdef int struck(JobState job, int which) except -1:
         a.unfit = True
     elif kind == EXTEND and job.later and job.means is None and a.extend_at < 0 and a.step < a.steps:
         a.extend_at = a.step + (a.doing != MEET)
+    elif kind == SUSPICION and job.means is None:
+        suspected(job, who, arguments[0])
     return 0
+
+
+cdef void suspected(JobState job, int who, int peer):
+    """The wire reports a living peer as failed: it gives up the connection, and the peer notices that."""
+    if job.actors[peer].dead or job.actors[peer].over:
+        return
+    job.suspected |= {(who, peer), (peer, who)}
+    notice(job, who, peer)
+    enter(job.net, job.net.now_s + between(&job.chance, 0, job.detect_s), REPORT, peer, <void*><uintptr_t>who)
 
 
 cdef void cut_off(JobState job, int kind, int who, arguments):
@@ -113,8 +126,10 @@ cdef void notice(JobState job, int i, int who):
     A process that ends in order waits until its goodbye is known (runtime/shutdown), at most UNKNOWN_S."""
     cdef Actor* a = &job.actors[who]
     if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who] < LEFT
-            and job.net.now_s < a.over_at + UNKNOWN_S):
+            and job.net.now_s < a.over_at + UNKNOWN_S and (i, who) not in job.suspected):
         enter(job.net, job.net.now_s + job.detect_s, REPORT, i, <void*><uintptr_t>who)
         return
     report_down(job.net, i, who)
+    if (i, who) in job.suspected:
+        give_up(job.net, i, who)
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 1e-3))

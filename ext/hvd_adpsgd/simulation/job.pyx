@@ -68,7 +68,7 @@ cdef class Job(JobState):
         self.warm_up = warm_up
         self.means = means
         self.after = after
-        self.met, self.left_at = {}, {}
+        self.met, self.left_at, self.suspected = {}, {}, set()
         self.ledger = Ledger()
         self.detect_s = detect_s
         self.still = still
@@ -133,7 +133,8 @@ cdef class Job(JobState):
         """A fault at that time.
 
         crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
-        seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds).
+        seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds); suspect: it takes a
+        living peer for failed (peer).
         """
         self.faults.append((FAULTS.index(kind), who, arguments))
         enter(self.net, self.net.now_s + at, STRIKE, len(self.faults) - 1, NULL)

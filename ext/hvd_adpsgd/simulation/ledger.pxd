@@ -23,5 +23,5 @@ cdef class Ledger:
     cdef int merged(self, int i, Event* event) except -1
     cdef Half* other_half(self, Half* half) noexcept
     cdef void keep(self, Half* half) noexcept
-    cdef int check_halves(self, object dead) except -1
+    cdef int check_halves(self, object dead, object suspected=*) except -1
     cdef int same(self, dict seen, object key, object found, str what) except -1

@@ -67,15 +67,16 @@ cdef class Ledger:
         self.halves[self.count] = half[0]
         self.count += 1
 
-    cdef int check_halves(self, object dead) except -1:
-        """At the end: only a side that has crashed, or was given up as silent, may lack a chunk; at most those in flight."""
+    cdef int check_halves(self, object dead, object suspected=()) except -1:
+        """At the end: a side may lack the chunks in flight, if it has crashed, was silent to the end, or one of the two
+        has taken the other for failed (`suspected`: pairs of engine and peer)."""
         cdef int64_t h
         cdef Half* half
         count = {}
         for h in range(self.count):
             half = &self.halves[h]
             where = f"exchange {half.number} of {half.asker} with {half.server}"
-            if not (dead[half.asker] or dead[half.server]
+            if not (dead[half.asker] or dead[half.server] or (half.asker, half.server) in suspected
                     or (half.asker, half.server, half.number) in self.abandoned):
                 raise BrokenPromise(NOTHING_LOST, f"only engine {half.by} has merged chunk {half.chunk} of {where}, "
                                     "and both live")

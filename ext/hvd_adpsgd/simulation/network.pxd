@@ -104,6 +104,7 @@ cdef Entry leave(Net* net) noexcept nogil
 cdef void arrive(Net* net, Envelope* message) noexcept nogil
 cdef void crash(Net* net, int who) noexcept nogil
 cdef void report_down(Net* net, int observer, int peer) noexcept nogil
+cdef void give_up(Net* net, int src, int dst) noexcept nogil
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil

@@ -392,6 +392,21 @@ cdef void report_down(Net* net, int observer, int peer) noexcept nogil:
         m = m.next_one
 
 
+cdef void give_up(Net* net, int src, int dst) noexcept nogil:
+    """The connection to a living peer is given up: the wire reads no buffer any more, and of what is under way a
+    beginning of each channel still arrives."""
+    cdef Envelope* m = net.links[dst].coming
+    while m != NULL:
+        if m.src == src:
+            if m.copy == NULL:
+                m.copy = malloc(max(1, m.nbytes))
+                memcpy(m.copy, m.source, m.nbytes)
+                m.source = m.copy
+            if not m.arrived and happens(&net.chance, 0.5):
+                lose_from(m)
+        m = m.next_one
+
+
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil:
     """What src sends to dst arrives after that time."""
     cdef Cut* c = <Cut*>malloc(sizeof(Cut))

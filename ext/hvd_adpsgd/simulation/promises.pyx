@@ -76,7 +76,8 @@ cdef int note_left(JobState job, int i, Core* e) except -1:
     for j in range(job.n):
         if e.membership.states[j] == LEFT:
             job.left_at.setdefault((i, j), job.net.now_s)
-        elif e.membership.states[j] == FAILED and not job.actors[j].dead and not job.actors[j].over:
+        elif (e.membership.states[j] == FAILED and not job.actors[j].dead and not job.actors[j].over
+              and (i, j) not in job.suspected):
             job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
     return 0
 
@@ -222,11 +223,11 @@ cdef int check_end(JobState job) except -1:
             job.fail("promise 4 (survives)", f"engine {i} has ended after step {job.actors[i].step} of "
                       f"{job.actors[i].steps}")
         for j in range(job.n):
-            if job.actors[i].core.membership.states[j] == FAILED and not job.actors[j].dead \
-                    and not job.actors[j].over:
+            if (job.actors[i].core.membership.states[j] == FAILED and not job.actors[j].dead
+                    and not job.actors[j].over and (i, j) not in job.suspected):
                 job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
     dead = [bool(job.actors[i].dead) for i in range(job.n)]
-    job.ledger.check_halves(dead)
+    job.ledger.check_halves(dead, job.suspected)
     if job.means is None or not any(dead):
         check_mean(job)
     return 0

@@ -91,6 +91,7 @@ cdef class JobState:
     cdef double slack
     cdef object expected        # sum over engines of what the models would be without exchanges
     cdef list faults
+    cdef set suspected          # (engine, peer): its wire reports the peer as failed, which lives
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
     cdef public dict met        # faults x phases that were met
     cdef int64_t coverage[NSTATES * NMESSAGES]
