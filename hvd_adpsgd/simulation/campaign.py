@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.bounds import SEED, in_bound
 from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.ledger import BrokenPromise
@@ -48,8 +52,9 @@ class Failure:
 
 @dataclass
 class Report:
-    """What runs have met; the sum of two is that of all of their runs."""
+    """What runs of the seeds from `first` on have met; the sum of two is that of all of their runs."""
 
+    first: int = 0
     runs: int = 0
     events: int = 0
     exchanges: int = 0
@@ -80,13 +85,35 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The report that `to_json` wrote."""
-        values = json.loads(text)
-        values["coverage"] = Counter({(s, m): count for s, m, count in values["coverage"]})
-        for name in ("faults", "strategies"):
-            values[name] = Counter(values[name])
-        values["failures"] = [Failure(**failure) for failure in values["failures"]]
-        return Report(**values)
+        """The report that `to_json` wrote.
+
+        Raises:
+            ConfigError: if it wrote another text.
+        """
+        try:
+            values = json.loads(text)
+            values["coverage"] = Counter({(s, m): count for s, m, count in values["coverage"]})
+            for name in ("faults", "strategies"):
+                values[name] = Counter(values[name])
+            values["failures"] = [Failure(**failure) for failure in values["failures"]]
+            found = Report(**values)
+            counts = [
+                getattr(found, name) for name in ("first", "runs", "events", "exchanges", "means")
+            ]
+            for counter in (found.faults, found.coverage, found.strategies):
+                counts += counter.values()
+            whole = (
+                all(type(count) is int and count >= 0 for count in counts) and found.seconds >= 0
+            )
+            kinds = {name.partition(" | ")[0] for name in found.faults}
+            if not whole or len(values) < len(dataclasses.fields(Report)) or not kinds <= {*FAULTS}:
+                raise ValueError("a part is missing or is no count")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"not a report of simulated seeds: {text[:40]!r} ({error}). Name a file that `--keep` has "
+                "written, or a new one."
+            ) from error
+        return found
 
     def never_met(self) -> list[tuple[str, str]]:
         """Pairs of state and message that could meet and did not."""
@@ -176,26 +203,75 @@ def explore(
         workers: processes; None: one per core.
         progress: told after every block.
         kept: file.
+
+    Raises:
+        ConfigError: if there are no such seeds, or if the file cannot be written or is of other seeds.
     """
-    total = Report()
-    if kept is not None and kept.exists():
-        total = Report.from_json(kept.read_text())
-    blocks = [range(at, min(at + BLOCK, last)) for at in range(first + total.runs, last, BLOCK)]
-    workers = min(workers or os.cpu_count() or 1, len(blocks))
-    for report in _reports(blocks, workers):
+    in_bound("--seeds: the first one", first, SEED)
+    in_bound("--seeds: the one behind the last", last, (first + 1, SEED[1] + 1))
+    if workers is not None:
+        in_bound("--workers", workers, (1, 4096))
+    total = Report(first)
+    if kept is not None:
+        total = _begun(kept, first, last)
+        _keep(kept, total)  # a file that cannot be written is found before the first run
+    starts = range(first + total.runs, last, BLOCK)
+    blocks = (range(at, min(at + BLOCK, last)) for at in starts)
+    for report in _reports(blocks, min(workers or os.cpu_count() or 1, len(starts))):
         total.add(report)
         if kept is not None:
-            new = kept.with_name(f"{kept.name}.new")
-            new.write_text(total.to_json())
-            new.replace(kept)  # whole, whenever the run is interrupted
+            _keep(kept, total)
         if progress is not None:
             progress(total)
     return total
 
 
-def _reports(blocks: list[range], workers: int) -> Iterator[Report]:
+def _begun(kept: Path, first: int, last: int) -> Report:
+    """The report in a file, one without runs if there is none yet."""
+    try:
+        text = kept.read_text()
+    except FileNotFoundError:
+        return Report(first)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--keep {kept}: the report cannot be read ({error}). Name a file that `--keep` has written, "
+            "or a new one."
+        ) from error
+    report = Report.from_json(text)
+    if report.first != first or report.runs > last - first:
+        raise ConfigError(
+            f"--keep {kept}: the report is of {report.runs} seeds from {report.first} on, asked are "
+            f"{last - first} from {first} on. Ask for its first seed and no fewer, or name a new file."
+        )
+    return report
+
+
+def _keep(kept: Path, report: Report) -> None:
+    """Write the report; the file is whole, whenever the run is interrupted."""
+    new = kept.with_name(f"{kept.name}.new")
+    try:
+        new.write_text(report.to_json())
+        new.replace(kept)
+    except OSError as error:
+        raise ConfigError(
+            f"--keep {kept}: the report cannot be written ({error}). Name a file in a folder that exists and "
+            "may be written to."
+        ) from error
+
+
+def _reports(blocks: Iterator[range], workers: int) -> Iterator[Report]:
+    """In the order of the blocks, of which only a few are under way or wait for a worker."""
     if workers <= 1:
         yield from map(run_block, blocks)
         return
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(run_block, blocks)
+    pool = ProcessPoolExecutor(workers)
+    try:
+        begun = deque(
+            pool.submit(run_block, block) for block in itertools.islice(blocks, 4 * workers)
+        )
+        while begun:
+            report = begun.popleft().result()
+            begun.extend(pool.submit(run_block, block) for block in itertools.islice(blocks, 1))
+            yield report
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound
 from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.job import Job
@@ -31,6 +33,35 @@ __all__ = ["Cluster", "Outcome", "draw", "plan", "synchronous_goodput", "theoret
 
 ELEMENTS = 8  # of a chunk
 NEVER = 10**9
+BOUNDS: dict[str, Bound] = {
+    "super_learners": (1, 2**16),
+    "parameters": (1.0, 1e15),
+    "step_s": (1e-6, 1e6),
+    "bytes_per_s": (1.0, 1e15),
+    "latency_s": (0.0, 1e6),
+    "minutes": (1e-3, 1e6),
+    "rate": (1e-6, 1e6),
+    "slow_factor": (1.0, 1e6),
+    "failures_per_hour": (0.0, 1e6),
+    "spread": (0.0, 1.0),
+    "chunks": (1, 10**4),
+    "deadline_s": (0.0, 1e6),
+    "detect_s": (0.0, 1e6),
+    "seed": SEED,
+}
+OPTIONS = {  # of `simulate`, by attribute
+    "super_learners": "--super-learners",
+    "parameters": "--model",
+    "step_s": "--step",
+    "bytes_per_s": "--network",
+    "latency_s": "--network",
+    "minutes": "--minutes",
+    "rate": "--rate",
+    "slow": "--slow",
+    "slow_factor": "--slow",
+    "failures_per_hour": "--fail",
+    "seed": "--random-seed",
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,18 @@ class Cluster:
     seed: int = 0
     calibration: Calibration | None = None
 
+    def __post_init__(self) -> None:
+        bounds: dict[str, Bound] = {**BOUNDS, "slow": (0, self.super_learners)}
+        for name, bound in bounds.items():
+            in_bound(
+                f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
+            )
+        if parse(self.strategy).averages == "nothing":
+            raise ConfigError(
+                f"a cluster: strategy is {self.strategy!r}, which averages no models and is not simulated. "
+                "Pass another one; the line 'synchronous' of its plan is that of synchronous training."
+            )
+
     @property
     def model_nbytes(self) -> float:
         """Of the model on the wire."""
@@ -101,7 +144,7 @@ class Outcome:
         decay: of the squared distance from the mean, per exchange of a super learner; None if unknown.
         decay_in_theory: for random pairs, see theoretical_decay; None where no closed form is known.
         distances: (exchanges per super learner, squared distance from the mean as a share of the first).
-        bytes_per_s: that a super learner sends, mean and most.
+        bytes_per_s: that a super learner sends while it lives, mean and most.
         peers: that a super learner has exchanged with, mean and most: its connections.
         failed: super learners.
         synchronous_kept: the same share for synchronous training with restarts, see synchronous_goodput.
@@ -136,20 +179,21 @@ def plan(cluster: Cluster) -> Outcome:
     """Simulate a cluster.
 
     Raises:
-        ConfigError: if the strategy cannot serve so many.
+        AdpsgdError: if the strategy cannot serve so many.
     """
     began = time.perf_counter()
-    job, failed = _job(cluster)
+    job, lived_s = _job(cluster)
     distances = _decay_phase(job, cluster)
     job.run_for(max(60 * cluster.minutes - _decay_s(cluster), 0))
     took = time.perf_counter() - began
-    return _outcome(cluster, job, distances, failed, took)
+    return _outcome(cluster, job, distances, lived_s, took)
 
 
 # ---- the job ------------------------------------------------------------------------------------
 
 
-def _job(c: Cluster) -> tuple[Job, int]:
+def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
+    """The job, not begun, and how long each super learner will live."""
     nbytes = c.chunks * ELEMENTS * 8
     network = Network(
         c.super_learners,
@@ -195,16 +239,16 @@ def _add(job: Job, c: Cluster, in_pairs: bool) -> None:
         )  # fmt: skip
 
 
-def _strike(job: Job, c: Cluster) -> int:
-    """Failures at the times of a Poisson process."""
-    chance, failed = Chance(c.seed), 0
+def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
+    """Failures at the times of a Poisson process: how long each super learner lives."""
+    chance, lived_s = Chance(c.seed), np.full(c.super_learners, 60.0 * c.minutes)
     for i in range(c.super_learners):
         if c.failures_per_hour > 0:
             at_s = -math.log(1 - chance.between(0, 1)) * 3600 / c.failures_per_hour
             if at_s < 60 * c.minutes:
                 job.strike(at_s, "crash", i)
-                failed += 1
-    return failed
+                lived_s[i] = at_s
+    return lived_s
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -248,16 +292,21 @@ def theoretical_decay(n: int) -> tuple[float, float] | None:
 
 
 def _outcome(
-    c: Cluster, job: Job, distances: list[tuple[float, float]], failed: int, took: float
+    c: Cluster,
+    job: Job,
+    distances: list[tuple[float, float]],
+    lived_s: npt.NDArray[np.float64],
+    took: float,
 ) -> Outcome:
     numbers, seconds = job.summary(), 60 * c.minutes
     steps = np.array(numbers["steps"])
     staleness: npt.NDArray[Any] = np.array(job.staleness())
     total = max(int(staleness.sum()), 1)
     sent, _, peers = np.array(job.traffic(), dtype=np.float64).T
+    rates = sent / np.maximum(lived_s, 1e-9)  # one may fail at once
     n = c.super_learners
     return Outcome(
-        steps_kept=float(steps.sum() / (n * seconds / c.step_s)),
+        steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),  # the first is shorter
         steps=steps.tolist(),
         exchanges_per_step=float(sum(job.exchanges_of()) / max(steps.sum(), 1)),
         staleness_mean=float(np.arange(staleness.size) @ staleness / total),
@@ -266,9 +315,9 @@ def _outcome(
         decay=_decay(distances),
         decay_in_theory=theoretical_decay(n) if parse(c.strategy).name == "random_pairs" else None,
         distances=distances,
-        bytes_per_s=(float(sent.mean() / seconds), float(sent.max() / seconds)),
+        bytes_per_s=(float(rates.mean()), float(rates.max())),
         peers=(float(peers.mean()), int(peers.max())),
-        failed=failed,
+        failed=int((lived_s < seconds).sum()),
         synchronous_kept=synchronous_goodput(c),
         seconds_of_simulation=took,
         turns=numbers["turns"],

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound, in_bounds
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.job import Job
@@ -57,6 +58,32 @@ DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}
 Table = list[tuple[int, int]]
 LONGEST_S = 200.0  # of a run, in virtual time
+TIME: Bound = (0.0, LONGEST_S)
+BOUNDS: dict[str, Bound] = {
+    "seed": SEED,
+    "steps": (0, 10**6),
+    "chunks": (1, 10**5),
+    "later": (0, 10**5),
+    "elements": (1, 10**4),
+    "latency_s": TIME,
+    "jitter": (0.0, 1e6),
+    "late": (0.0, 1.0),
+    "bytes_per_s": (1e-3, 1e15),
+    "slack": (0.0, 1e6),
+    "detect_s": TIME,
+    "leave_deadline_s": TIME,
+    "max_staleness": (0, 10**6),
+    "reports_s": TIME,
+}
+LEARNER_BOUNDS: dict[str, Bound] = {
+    "rate": (0.0, 1e6),
+    "step_s": TIME,
+    "spread": (0.0, 1.0),
+    "node_s": TIME,
+    "deadline_s": TIME,
+}
+LEARNERS: Bound = (1, 4096)
+REPLAYED = "Pass what `simulate` has printed, or correct it."
 
 
 @dataclass(frozen=True)
@@ -147,6 +174,23 @@ class Scenario:
     max_staleness: int = 0
     reports_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        in_bounds("scenario", self, BOUNDS, REPLAYED)
+        _one_of("scenario: dtype", self.dtype, DTYPES)
+        _one_of("scenario: wire", self.wire, WIRES)
+        in_bound("scenario: the number of learners", self.size, LEARNERS, REPLAYED)
+        for i, learner in enumerate(self.learners):
+            in_bounds(f"scenario: learner {i}", learner, LEARNER_BOUNDS, REPLAYED)
+        for i, fault in enumerate(self.faults):
+            _check_fault(f"scenario: fault {i}", fault, self.size)
+        for host in self.hosts:
+            in_bound("scenario: a host", host, (0, 10**6), REPLAYED)
+        if self.hosts:
+            in_bound(
+                "scenario: the number of hosts", len(self.hosts), (self.size, self.size), REPLAYED
+            )
+        parse(str(self.strategy))
+
     @property
     def size(self) -> int:
         """How many super learners."""
@@ -208,7 +252,9 @@ class Scenario:
                 Fault(**{**each, "peers": tuple(each["peers"])}) for each in found["faults"]
             )
             return cls(**{**found, "hosts": tuple(found["hosts"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"not a scenario: {text[:80]!r} ({error}). Pass what `simulate` has printed."
             ) from error
@@ -238,6 +284,27 @@ class Scenario:
             for f in sorted(self.faults, key=lambda f: f.at_s)
         ]
         return "\n".join(lines)
+
+
+# ---- what is allowed ----------------------------------------------------------------------------
+
+
+def _one_of(what: str, name: str, names: Iterable[str]) -> None:
+    if name not in tuple(names):
+        raise ConfigError(
+            f"{what} is {name!r}, allowed is one of {', '.join(map(repr, names))}. {REPLAYED}"
+        )
+
+
+def _check_fault(where: str, fault: Fault, n: int) -> None:
+    """It strikes one of n, at a time within the run, with the arguments of its kind."""
+    _one_of(f"{where}: kind", fault.kind, FAULTS)
+    value: Bound = (1e-3, 1e6) if fault.kind == "slow" else TIME
+    in_bounds(where, fault, {"at_s": TIME, "who": (0, n - 1), "value": value}, REPLAYED)
+    for peer in fault.peers:
+        in_bound(f"{where}: a peer", peer, (0, n - 1), REPLAYED)
+    if fault.kind in ("cut", "sever", "suspect"):
+        in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), REPLAYED)
 
 
 # ---- drawing ------------------------------------------------------------------------------------
@@ -333,7 +400,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     """
     s, n = scenario, scenario.size
     network = Network(
-        n, 7 * s.seed + 1, s.latency_s, s.jitter, s.bytes_per_s, late=s.late, trace=trace
+        n, (7 * s.seed + 1) % 2**64, s.latency_s, s.jitter, s.bytes_per_s, late=s.late, trace=trace
     )
     rounds, tables = rounds_of(s.strategy, n)
     means = None
@@ -341,7 +408,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         means = "replace" if rounds.replaces else "add"
     job = Job(
         network,
-        13 * s.seed + 5,
+        (13 * s.seed + 5) % 2**64,
         slack=s.slack,
         tables=tables,
         period=rounds.period if rounds else 1,

@@ -55,6 +55,21 @@ def test_a_link_bounds_the_exchanges() -> None:
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"failures_per_hour": 60.0}])
+def test_no_more_is_sent_than_the_link_carries(changes: dict[str, float]) -> None:
+    """What still waits for the link is not sent; one that has failed has sent while it lived."""
+    outcome = plan(fast(8, parameters=3e9, minutes=2, **changes))
+    assert bool(outcome.failed) == bool(changes)
+    assert outcome.bytes_per_s[0] <= outcome.bytes_per_s[1] < 1.001 * 1.25e9
+    assert outcome.bytes_per_s[0] > 0.8 * 1.25e9
+    assert outcome.steps_kept <= 1
+
+
+def test_synchronous_training_is_not_planned_as_if_nobody_waited() -> None:
+    with pytest.raises(ConfigError, match="the line 'synchronous'"):
+        fast(8, strategy="synchronous")
+
+
 def test_who_fails_stops_and_the_others_go_on() -> None:
     outcome = plan(fast(16, minutes=4, failures_per_hour=5))
     expected = 16 * (1 - math.exp(-4 / 60 * 5))
@@ -64,9 +79,9 @@ def test_who_fails_stops_and_the_others_go_on() -> None:
 
 
 def test_synchronous_goodput_is_that_of_its_model() -> None:
-    quiet = fast(2, parameters=0.0, spread=0.0, latency_s=0.0)
+    quiet = fast(2, parameters=1.0, spread=0.0, latency_s=0.0)
     assert synchronous_goodput(quiet) == pytest.approx(1)
-    failing = fast(2, parameters=0.0, spread=0.0, latency_s=0.0, failures_per_hour=0.5)
+    failing = fast(2, parameters=1.0, spread=0.0, latency_s=0.0, failures_per_hour=0.5)
     rate, interval = 1 / 3600, math.sqrt(2 * 30 * 3600)
     expected = 1 / ((1 + 30 / interval) * (1 + rate * (300 + interval / 2)))
     assert synchronous_goodput(failing) == pytest.approx(expected)
@@ -116,6 +131,51 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(found["steps"]) == 8
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--super-learners 0",
+        "--super-learners -3",
+        "--step 0s",
+        "--slow 1x0",
+        "--slow 1xnan",
+        "--slow 9x10",
+        "--network 0Gb/s,50us",
+        "--model 0",
+        "--random-seed -1",
+        "--random-seed 100000000000000000000",
+        *(f"--minutes {value}" for value in ("nan", "0", "-1", "inf")),
+        *(f"--rate {value}" for value in ("nan", "0", "-1", "inf")),
+    ],
+)
+def test_a_number_out_of_its_bound_is_refused(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(["--super-learners", "4", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert arguments.split()[0] in printed.err and "allowed is a" in printed.err
+
+
+@pytest.mark.parametrize(
+    "option", ["--json /nowhere/file", "--json .", "--figure /nowhere/a.png", "--figure plan.xyz"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_plan(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "plan", lambda cluster: pytest.fail("it was simulated"))
+    assert simulate.main(["--super-learners", "4", *option.split()]) == 2
+    assert "Name a file" in capsys.readouterr().err
+
+
+def test_a_file_is_left_as_it_was_where_nothing_is_written(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.png"
+    old.write_text("old")
+    arguments = ["--super-learners", "4", "--model", "0", "--json", str(old), "--figure", str(new)]
+    assert simulate.main(arguments) == 2
+    assert old.read_text() == "old" and not new.exists()
+
+
 def test_units() -> None:
     assert units.model("350M") == 350e6
     assert units.network("10Gb/s,50us") == (1.25e9, pytest.approx(50e-6))
@@ -124,6 +184,7 @@ def test_units() -> None:
     for bad in (
         lambda: units.model("3Q"),
         lambda: units.slow("ten"),
+        lambda: units.slow("1x1.2.3"),
         lambda: units.network("fast"),
     ):
         with pytest.raises(ConfigError, match="Pass"):

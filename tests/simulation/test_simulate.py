@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +18,7 @@ import pytest
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation import campaign
 from hvd_adpsgd.simulation.ledger import BrokenPromise
-from hvd_adpsgd.simulation.scenario import Fault, Scenario, digest, run
+from hvd_adpsgd.simulation.scenario import Fault, Scenario, digest, job_of, run
 from hvd_adpsgd.simulation.shrink import shrink
 from hvd_adpsgd.tools import simulate
 
@@ -68,6 +74,105 @@ def test_an_unreadable_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "Pass what `simulate` has printed" in capsys.readouterr().err
 
 
+EIGHT = Scenario.random(8)
+BAD = {
+    "strategy": ["zzz", 3, []],
+    "steps": [-1, 1.5, "a", True],
+    "chunks": [0, -1],
+    "elements": [0, -2],
+    "later": [-1],
+    "dtype": ["int8", []],
+    "wire": ["x"],
+    "latency_s": [-1, math.nan, math.inf],
+    "bytes_per_s": [0, -1],
+    "late": [2],
+    "detect_s": [-1],
+    "leave_deadline_s": [-1],
+    "max_staleness": [-1],
+    "seed": [-1, 2**62, 10**400],
+    "learners": [[], [3], None],
+    "hosts": [[0], [0, -1], [0, "a"], 3],
+}
+BAD_FAULTS = [
+    {"who": EIGHT.size},
+    {"who": -1},
+    {"who": 99999999},
+    {"kind": "nokind"},
+    {"kind": "cut"},
+    {"kind": "cut", "peers": [9]},
+    {"kind": "partition", "peers": [-1]},
+    {"at_s": -5},
+    {"kind": "stop", "value": 1e12},
+    {"kind": "slow", "value": 0},
+]
+BAD_LEARNERS = [{"rate": math.nan}, {"step_s": -1}, {"spread": 5}, {"node_s": None}, {"more": 1}]
+
+
+def altered() -> Iterator[dict[str, object]]:
+    """Scenarios with one thing that no scenario has."""
+    good = json.loads(EIGHT.to_json())
+    for name, values in BAD.items():
+        for value in values:
+            yield {**good, name: value}
+    crash = {"at_s": 0.01, "kind": "crash", "who": 0, "peers": [], "value": 0.0}
+    for fault in BAD_FAULTS:
+        yield {**good, "faults": [{**crash, **fault}]}
+    for learner in BAD_LEARNERS:
+        yield {**good, "learners": [*good["learners"][1:], {**good["learners"][0], **learner}]}
+    yield {**good, "more": 1}
+    yield {name: value for name, value in good.items() if name != "learners"}
+
+
+@pytest.mark.parametrize("text", [*map(json.dumps, altered()), "", "[]", "3", "{}", "[" * 100_000])
+def test_a_scenario_that_cannot_be_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(["--scenario", text]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("seed", [2**62 - 1, 2**62 - 2**40])
+def test_the_largest_seeds_run(seed: int) -> None:
+    run(Scenario.random(seed))
+
+
+@pytest.mark.parametrize("who", [-1, EIGHT.size, 10**6])
+def test_a_fault_of_an_engine_that_there_is_not_is_refused(who: int) -> None:
+    with pytest.raises(ConfigError, match="strike: the engine is"):
+        job_of(EIGHT).strike(0.1, "crash", who)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--seed -1",
+        "--seed 100000000000000000000000",
+        "--seeds -5 5",
+        "--seeds 10 5",
+        "--seeds 5 5",
+        f"--seeds 0 {2**63}",
+        "--seeds 0 9 --workers 0",
+        "--seeds 0 9 --workers -1",
+        "--seed 8 --timeline /nowhere/file",
+    ],
+)
+def test_arguments_out_of_their_bounds_are_refused(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and re.search(r"allowed is a|cannot be written", printed.err)
+
+
+def test_output_that_nobody_reads_ends_quietly() -> None:
+    command = [sys.executable, "-m", "hvd_adpsgd", "simulate", "--seed", "8", "--chart"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_shrinking_keeps_what_the_failure_needs() -> None:
     """With a judge of our own: broken while super learner 1 crashes and there are three chunks or more."""
     scenario = replace(
@@ -107,3 +212,76 @@ def test_an_interrupted_run_of_seeds_continues(
     assert whole.coverage and whole.faults and whole.runs == 24
     broken = campaign.Report(failures=[campaign.Failure(7, "promise 1")])
     assert campaign.Report.from_json(broken.to_json()) == broken
+
+
+def test_kept_seeds_are_those_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "report.json"
+    campaign.explore(0, 8, workers=1, kept=kept)
+    before = kept.read_text()
+    for seeds in ("1000 1008", "1 9", "0 5"):
+        assert simulate.main(["--seeds", *seeds.split(), "--keep", str(kept)]) == 2
+        assert "the report is of 8 seeds from 0 on, asked are" in capsys.readouterr().err
+    assert kept.read_text() == before
+    assert campaign.explore(0, 8, workers=1, kept=kept).runs == 8
+
+
+GOOD = campaign.Report(first=3).to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "x", "[" * 100_000, GOOD[: len(GOOD) // 2]),
+        *(GOOD.replace('"runs": 0', f'"runs": {runs}') for runs in ('"a"', "-1", "true")),
+        GOOD.replace('"first": 3, ', ""),
+        GOOD.replace('"faults": {}', '"faults": {"flood | idle": 1}'),
+        GOOD.replace('"faults": {}', '"faults": {"crash | idle": "a"}'),
+        GOOD.replace('"failures": []', '"failures": [3]'),
+        EIGHT.to_json(),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
+    kept = tmp_path / "report.json"
+    kept.write_text(text)
+    with pytest.raises(ConfigError, match="not a report of simulated seeds"):
+        campaign.explore(3, 5, workers=1, kept=kept)
+    assert kept.read_text() == text
+
+
+def test_a_report_that_cannot_be_kept_is_found_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "run_block", lambda seeds: pytest.fail("seeds were run"))
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x80")
+    for path in (tmp_path, binary, tmp_path / "nowhere" / "report.json"):
+        with pytest.raises(ConfigError, match=r"the report cannot be (read|written)"):
+            campaign.explore(0, 8, workers=1, kept=path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_huge_range_of_seeds_begins_at_once(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "run_block", runs_only)
+    told: list[int] = []
+
+    def stop(report: campaign.Report) -> None:
+        told.append(report.runs)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        campaign.explore(0, 2**62, workers=workers, progress=stop)
+    assert told == [campaign.BLOCK * i for i in (1, 2, 3)]
+
+
+def test_blocks_come_in_their_order_from_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "run_block", runs_only)
+    blocks = [range(i, 2 * i + 1) for i in range(20)]
+    assert [report.runs for report in campaign._reports(iter(blocks), 2)] == [*range(1, 21)]
+
+
+def runs_only(seeds: range) -> campaign.Report:
+    """In place of run_block; nothing runs."""
+    return campaign.Report(runs=len(seeds))

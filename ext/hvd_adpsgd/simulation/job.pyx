@@ -11,6 +11,7 @@ from libc.stdlib cimport calloc, free
 
 import numpy as np
 
+from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
@@ -22,7 +23,7 @@ from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.network cimport (ARRIVAL, Entry, Envelope, Network, SimulatedClock, SimulatedWire, arrive,
-                                            enter, leave)
+                                            bytes_sent, enter, leave)
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
 from hvd_adpsgd.simulation.state cimport ACT, NEVER, REPORT, STRIKE, TURN, Actor, JobState
 from hvd_adpsgd.simulation.trainers cimport act, give_up, watch
@@ -135,7 +136,11 @@ cdef class Job(JobState):
         crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
         seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds); suspect: it takes a
         living peer for failed (peer).
+
+        Raises:
+            ConfigError: if there is no such engine.
         """
+        in_bound("strike: the engine", who, (0, self.n - 1))
         self.faults.append((FAULTS.index(kind), who, arguments))
         enter(self.net, self.net.now_s + at, STRIKE, len(self.faults) - 1, NULL)
 
@@ -287,14 +292,14 @@ cdef class Job(JobState):
         return found
 
     def traffic(self):
-        """(bytes, messages, peers it has exchanged with) of each engine."""
+        """(bytes that have left its link, messages, peers it has exchanged with) of each engine."""
         cdef int i, j, peers
         out = []
         for i in range(self.n):
             peers = 0
             for j in range(self.n):
                 peers += self.actors[i].core.port.met[j] != 0
-            out.append((self.net.links[i].sent_bytes, self.net.links[i].sent_messages, peers))
+            out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out
 
     def model(self, int i):

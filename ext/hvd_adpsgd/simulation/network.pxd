@@ -49,7 +49,7 @@ cdef struct Link:           # what one engine sees of the network
     int news                # ... of which next_failed has not told
     bint woken              # a transfer of it is complete, and its owner has not looked since
     double free_at          # when its outgoing link is free
-    int64_t sent_bytes
+    int64_t sent_bytes      # with what waits for the link
     int64_t sent_messages
 
 cdef struct Rules:          # of the network
@@ -107,6 +107,7 @@ cdef void report_down(Net* net, int observer, int peer) noexcept nogil
 cdef void give_up(Net* net, int src, int dst) noexcept nogil
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
+cdef int64_t bytes_sent(Net* net, int who) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil
 
 cdef class Network:

@@ -349,6 +349,8 @@ cdef void crash(Net* net, int who) noexcept nogil:
     """The engine's process is dead: of what it has sent, a beginning of each channel still arrives."""
     cdef Envelope* m
     cdef int i
+    net.links[who].sent_bytes = bytes_sent(net, who)
+    net.links[who].free_at = net.now_s
     net.dead[who] = True
     for i in range(net.n):
         m = net.links[i].coming
@@ -439,6 +441,13 @@ cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
             last = max(last, m.arrives)
         m = m.next_one
     return last
+
+
+cdef int64_t bytes_sent(Net* net, int who) noexcept nogil:
+    """What has left its link, without that which waits there."""
+    cdef Link* link = &net.links[who]
+    cdef double waiting = max(0.0, link.free_at - net.now_s) * net.rules.bytes_per_s
+    return link.sent_bytes - <int64_t>min(waiting, <double>link.sent_bytes)
 
 
 cdef int open_transfers(Net* net, int who) noexcept nogil:

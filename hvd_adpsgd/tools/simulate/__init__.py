@@ -9,6 +9,8 @@ python -m hvd_adpsgd simulate --super-learners 256 --model 350M --step 0.35s --n
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,27 +26,40 @@ from hvd_adpsgd.simulation.planner import Cluster, Outcome, draw, plan
 from hvd_adpsgd.simulation.scenario import LONGEST_S, Scenario, job_of
 from hvd_adpsgd.simulation.shrink import shrink
 from hvd_adpsgd.tools.simulate import units
+from hvd_adpsgd.tools.simulate.files import check_image, check_writable
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if every promise was kept, 1 otherwise."""
+    """The command line. Returns 0 if every promise was kept, 1 if one is broken, 2 for a wrong argument."""
     args = _parser().parse_args(arguments)
     try:
-        if args.super_learners is not None:
-            return _plan(args)
-        if args.seeds is not None:
-            return _explore(args)
-        if args.explore is not None:
-            return _every_interleaving(args.explore)
-        return _replay(args)
+        status = _run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who has read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except AdpsgdError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("simulate: stopped", file=sys.stderr)
         return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_writable("--timeline", args.timeline)
+    check_writable("--json", args.json)
+    check_image("--figure", args.figure)
+    if args.super_learners is not None:
+        return _plan(args)
+    if args.seeds is not None:
+        return _explore(args)
+    if args.explore is not None:
+        return _every_interleaving(args.explore)
+    return _replay(args)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,54 @@
+"""Files to be written after a simulation: refused before it if that cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvd_adpsgd.errors import ConfigError, MissingRequirementError
+
+__all__ = ["check_image", "check_writable"]
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Check that the file of an option can be written; what is in it stays.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if path is None:
+        return
+    file = Path(path)
+    try:
+        new = not file.exists()
+        file.open("a").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: the file cannot be written ({error.strerror}). Name a file in a folder that "
+            "exists and may be written to."
+        ) from error
+
+
+def check_image(option: str, path: str | None) -> None:
+    """Check that matplotlib can draw into the file of an option.
+
+    Raises:
+        MissingRequirementError: if there is no matplotlib.
+        ConfigError: if it knows no images with this suffix, or if the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise MissingRequirementError(
+            f"{option}: no figure can be drawn, matplotlib is not installed. Run pip install matplotlib."
+        ) from error
+    suffixes = [f".{name}" for name in FigureCanvasAgg.get_supported_filetypes()]
+    if Path(path).suffix.lower() not in suffixes:
+        raise ConfigError(
+            f"{option} {path}: the name ends in no known suffix of an image, allowed are "
+            f"{', '.join(suffixes)}. Name a file with one of these."
+        )
+    check_writable(option, path)
