@@ -343,8 +343,9 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 
 
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
-    """A bound of staleness; a second crash in the same decision; an answer later than a whole exchange; a living
-    super learner taken for failed.
+    """Staleness that is bounded, a second crash in the same decision, an answer later than a whole exchange.
+
+    Also a living super learner that is taken for failed.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)

@@ -56,6 +56,18 @@ def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
         run(replace(Scenario.random(seed), dtype="float16", wire=""))
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(34162, 23895, 48542, 63519, 92803, 93074, 109050),  # nobody knew of a departure
+        *(408191, 401684, 406225, 409450),  # a chunk was merged within a mean
+        *(3846, 11697, 13775),  # a buffer was used again that the wire still read
+    ],
+)
+def test_a_seed_that_has_broken_a_promise_breaks_none(seed: int) -> None:
+    run(Scenario.random(seed))
+
+
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
     assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "bc18a13abd07260c"
 
