@@ -16,7 +16,7 @@ from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
-from hvd_adpsgd.engine.port cimport FAULT_GONE, FAULT_MPI, HISTOGRAM
+from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
@@ -223,7 +223,7 @@ cdef class Job(JobState):
         pause = a.rhythm.pause_s
         if self.checks:
             check_turn(self, i)
-        if a.core.port.fault == FAULT_GONE and not a.gave_up:
+        if a.core.port.fault in (FAULT_GONE, FAULT_FENCED) and not a.gave_up:
             give_up(self, i)
         if a.watches:
             watch(self, i)

@@ -10,7 +10,7 @@ from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
-from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
 from hvd_adpsgd.simulation.network cimport open_transfers
@@ -38,6 +38,8 @@ cdef int check_turn(JobState job, int i) except -1:
         note_left(job, i, e)
     if e.port.fault == FAULT_GONE and not a.gave_up:
         check_patience(job, i, a)
+    elif e.port.fault == FAULT_FENCED and (i, e.port.fault_peer) in job.suspected:
+        pass                                # the peer has taken it for failed, and its memory for another exchange
     elif e.port.fault and not a.gave_up:
         job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
                   f"{e.port.fault_peer}")

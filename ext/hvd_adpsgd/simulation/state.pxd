@@ -66,7 +66,7 @@ cdef struct Actor:
     double over_at
     double patience         # with old snapshots in flight, until then
     bint overdue            # ... it was longer, or chunks of a silent peer or one that left may come
-    bint gave_up            # a mean, for a peer that left early
+    bint gave_up            # its trainer has raised
 
 
 cdef class JobState:

@@ -256,7 +256,7 @@ cdef void leave_job(JobState job, int i, bint broken):
 
 
 cdef void give_up(JobState job, int i):
-    """The mean that it waits for lacks a peer which left early: its trainer raises, and it leaves as failed."""
+    """Its trainer raises, and it leaves as failed: a mean lacks a peer which left early, or a peer took it for failed."""
     cdef Actor* a = &job.actors[i]
     a.gave_up = True
     a.steps = a.step
