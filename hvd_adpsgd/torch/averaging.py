@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -81,18 +82,13 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
-        self.engine = self.make_engine(world.outer, world.members, self._gather_from_leaders)
+        self.engine = self.make_engine(
+            world.outer, world.members, functools.partial(_gather_from_leaders, world)
+        )
         world.teardown.at_shutdown(self.stop)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
         _live.append(self)
-
-    def _gather_from_leaders(self, value: Any) -> list[Any]:
-        """The values of all leaders, by rank in `outer`; None for one that has failed. A collective."""
-        world = self.world
-        mine = (world.super_rank, value) if world.is_leader else None
-        told = dict(filter(None, world.collectives.gather("averaging", mine)))
-        return [told.get(peer) for peer in world.members or range(world.super_size)]
 
     def make_engine(
         self,
@@ -358,3 +354,10 @@ def _report_nonfinite(averaging: Averaging) -> None:
         raise NonFiniteModelError(message)
     if averaging.nonfinite_steps == 1:
         log.warning("%s", message)
+
+
+def _gather_from_leaders(world: World, value: Any) -> list[Any]:
+    """The values of all leaders, by rank in `outer`; None for one that has failed. A collective."""
+    mine = (world.super_rank, value) if world.is_leader else None
+    told = dict(filter(None, world.collectives.gather("averaging", mine)))
+    return [told.get(peer) for peer in world.members or range(world.super_size)]
