@@ -8,7 +8,6 @@ import select
 import signal
 import sys
 import termios
-import threading
 import tty
 from collections.abc import Iterator
 from types import FrameType
@@ -27,19 +26,23 @@ class Keys:
 
     Args:
         handle: file descriptor to read from; None: there are no keys.
+        woken: file descriptor that a signal makes readable.
     """
 
-    def __init__(self, handle: int | None) -> None:
+    def __init__(self, handle: int | None, woken: int) -> None:
         self._handle = handle
+        self._woken = woken
 
     def wait(self, seconds: float) -> str | None:
         """The keys of now, or of the next seconds as soon as there are any; "": none; None: the end."""
-        handles = [] if self._handle is None else [self._handle]
+        handles = [self._woken] if self._handle is None else [self._woken, self._handle]
         ready, _, _ = select.select(handles, [], [], seconds)
-        if not ready:
+        if self._woken in ready:
+            os.read(self._woken, 1024)
+        if self._handle not in ready:
             return ""
         try:
-            pressed = os.read(ready[0], 1024)
+            pressed = os.read(ready[-1], 1024)
         except OSError:  # the terminal is gone
             return None
         return pressed.decode("ascii", "replace") if pressed else None
@@ -47,32 +50,42 @@ class Keys:
 
 @contextlib.contextmanager
 def keys() -> Iterator[Keys]:
-    """The terminal of stdin gives keys at once, without echo; afterwards it is as before, also on SIGTERM."""
-    with _terminated():
+    """The terminal of stdin gives keys at once, without echo; afterwards it is as before, also on SIGTERM.
+
+    For the main thread.
+    """
+    with _signals() as woken:
         if sys.stdin is None or not sys.stdin.isatty():
-            yield Keys(None)
+            yield Keys(None, woken)
             return
         handle = sys.stdin.fileno()
         before = termios.tcgetattr(handle)
         try:
             tty.setcbreak(handle, termios.TCSANOW)
-            yield Keys(handle)
+            yield Keys(handle, woken)
         finally:
             termios.tcsetattr(handle, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM ends the block by an exception."""
+def _signals() -> Iterator[int]:
+    """SIGTERM ends the block by an exception, and signals can be read.
+
+    Without the latter, a signal that comes just before select() would be noticed only when that returns.
+    """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    os.set_blocking(woken, False)
     before = signal.signal(signal.SIGTERM, end)
+    waker_before = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     try:
-        yield
+        yield woken
     finally:
+        signal.set_wakeup_fd(waker_before)
         signal.signal(signal.SIGTERM, before)
+        os.close(woken)
+        os.close(waker)
