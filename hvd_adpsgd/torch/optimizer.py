@@ -43,6 +43,7 @@ from hvd_adpsgd.torch.consistency import agree
 from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.parameters import AveragingSpec
 from hvd_adpsgd.torch.supported import require_models, require_supported
+from hvd_adpsgd.torch.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
 
@@ -137,6 +138,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.super_size == 1:
         _say_nothing_to_average(world, spec.strategy)
         type(wrapped).close = _unhook
+        if world.config.timeline is not None:
+            _record_parts(wrapped, StepRecord(world))
         return wrapped
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
@@ -275,6 +278,29 @@ def _inner_process_set(process_set: Any, world: World) -> Any:
             "run one super learner."
         )
     return process_set
+
+
+def _record_parts(wrapped: Any, record: StepRecord) -> None:
+    """With one super learner: the parts of Horovod's steps go into the timeline."""
+    kind = type(wrapped)  # Horovod made this class for this instance
+    horovods_synchronize, horovods_step = kind.synchronize, kind.step
+    made = 0
+
+    def synchronize(self: Any) -> None:
+        with record.part("inner_allreduce", made):
+            horovods_synchronize(self)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        nonlocal made
+        adasum = hasattr(self, "_starting_models")  # its step reduces by itself
+        if not adasum:
+            _synchronize_for_step(self)
+        with record.part("optimizer", made):
+            loss = horovods_step(self, closure) if adasum else super(kind, self).step(closure)
+        made += 1
+        return loss
+
+    kind.synchronize, kind.step = synchronize, step
 
 
 _said_nothing_to_average = False

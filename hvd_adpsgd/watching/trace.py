@@ -9,15 +9,18 @@ shows 0. No torch; clocks are arguments.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import logging
 import math
 import os
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -36,6 +39,11 @@ _FOREIGN_PID = (
     1_000_000  # first process id of another program's trace; those of learners are their ranks
 )
 _UNIX_US = 1e15  # times above are unix times in microseconds: before 2001 there was no torch
+_FARTHEST_US = 1e18  # no time is farther from 0
+_MERGED = '{"displayTimeUnit":"ms","traceEvents":[\n'  # how a merged file begins
+_NO_TRACE = (  # what reading a file of any content raises
+    OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, EOFError, zlib.error
+)  # fmt: skip
 
 
 def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
@@ -261,12 +269,14 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
     different hosts as exactly as the hosts' clocks (NTP).
 
     Args:
-        paths: files of HVD_ADPSGD_TIMELINE and of torch's profiler (export_chrome_trace), or folders of
-            them. Of several launches the newest is taken; what is no trace in a folder is left out.
-        output: a Chrome trace, for Perfetto.
+        paths: files of HVD_ADPSGD_TIMELINE and of torch's profiler (export_chrome_trace), also those that
+            gzip has made smaller, or folders of them. Of several launches the newest is taken; what is no
+            trace in a folder is left out, and so is an event that does not fit the format.
+        output: a Chrome trace, for Perfetto. It appears when it is whole.
 
     Raises:
-        ConfigError: if there is no trace, a named file is none, or the output cannot be written.
+        ConfigError: if there is no trace, a named file is none, the output is one of the traces, or it
+            cannot be written.
     """
     sources, left_out = _sources(paths, Path(output))
     if not sources:
@@ -275,15 +285,15 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
             "Start the run with HVD_ADPSGD_TIMELINE=FOLDER/trace.json, and name that folder or its files."
         )
     zero_ns = min(source.unix_ns for source in sources)
-    events, ahead = 0, '{"displayTimeUnit":"ms","traceEvents":[\n'
+    events, ahead = 0, _MERGED
     try:
-        with open(output, "w", encoding="utf-8") as file:
+        with _whole(Path(output)) as file:
             for number, source in enumerate(sources):
-                for event in _shifted(source, number, (source.unix_ns - zero_ns) / 1e3):
-                    file.write(ahead + json.dumps(event, separators=(",", ":")))
+                for event, line in _shifted(source, number, (source.unix_ns - zero_ns) / 1e3):
+                    file.write(ahead + line)
                     ahead = ",\n"
                     events += event.get("ph") != "M"
-            file.write("\n]}\n")
+            file.write((_MERGED if ahead == _MERGED else "") + "\n]}\n")
     except OSError as error:
         raise ConfigError(
             f"no merged timeline: {os.fspath(output)!r} cannot be written ({error.strerror}). Name another "
@@ -297,6 +307,23 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
     )
 
 
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[IO[str]]:
+    """A file for writing that takes its name at the end of the block; after an error there is none."""
+    path = path.resolve()  # through a symbolic link
+    if path.exists() and not path.is_file():  # a pipe, say
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            yield file
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _sources(
     paths: Sequence[str | os.PathLike[str]], output: Path
 ) -> tuple[list[_Source], list[Path]]:
@@ -305,35 +332,87 @@ def _sources(
     left_out: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
+            _refuse_output(path, output)
             found.append(_source(path))
             continue
-        for file in sorted(path.glob("*.json")):
-            if not (output.exists() and file.samefile(output)):
-                try:
-                    found.append(_source(file))
-                except ConfigError:
+        for file in sorted([*path.glob("*.json"), *path.glob("*.json.gz")]):
+            try:
+                source = _source(file)
+            except ConfigError:
+                if not _same(file, output):
                     left_out.append(file)
+                continue
+            _refuse_output(file, output)
+            found.append(source)
     newest = max((one.job for one in found if one.job is not None), default=None)
     left_out += [one.path for one in found if one.job not in (None, newest)]
     return [one for one in found if one.job in (None, newest)], left_out
 
 
+def _same(path: Path, output: Path) -> bool:
+    return path.exists() and output.exists() and path.samefile(output)
+
+
+def _refuse_output(path: Path, output: Path) -> None:
+    if _same(path, output):
+        raise ConfigError(
+            f"the merged timeline would replace one of the traces that it is made of: {str(path)!r}. Name "
+            "another file with -o."
+        )
+
+
 def _source(path: Path) -> _Source:
     try:
-        with open(path, encoding="utf-8") as file:
+        if not path.is_file():
+            os.stat(path)  # tells why, if it is not there
+            raise ValueError("a folder or a pipe")
+        with _opened(path) as file:
             first, second = file.read(len(_BEGIN)), file.readline(_LONGEST)
         if first == _BEGIN and f'"{_HEAD}"' in second:
             head = json.loads(second.rstrip(",\n"))
             args = head["args"]
-            return _Source(path, round(1e9 * args["unix_s"]), args["job"], int(head["pid"]))
-        unix_ns = _unix_of_profile(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            job = args["job"]
+            if job is not None:
+                job = float(job)
+                if not math.isfinite(job):
+                    raise ValueError("no number of a job")
+            return _Source(path, _ns(1e9 * args["unix_s"]), job, int(head["pid"]))
+        return _Source(path, _unix_of_profile(path))
+    except _NO_TRACE as error:
         reason = getattr(error, "strerror", None) or "it is not JSON of that form"
         raise ConfigError(
             f"not a timeline: {str(path)!r} cannot be read ({reason}). Pass files that HVD_ADPSGD_TIMELINE "
             "or torch's profiler has written."
         ) from error
-    return _Source(path, unix_ns)
+
+
+def _opened(path: Path, errors: str = "strict") -> IO[str]:
+    """The file for reading; torch's profiler writes one with the name *.gz by gzip."""
+    if path.suffix == ".gz":
+        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8", errors=errors))
+    return open(path, encoding="utf-8", errors=errors)
+
+
+def _ns(number: Any) -> int:
+    """A unix time in nanoseconds.
+
+    Raises:
+        ValueError, TypeError, OverflowError: if it is none.
+    """
+    rounded = round(number)
+    if abs(rounded) >= 1 << 63:
+        raise ValueError("no unix time")
+    return rounded
+
+
+def _profile(path: Path) -> dict[str, Any]:
+    """The content of a profiler's trace, with a list of dicts as traceEvents."""
+    with _opened(path) as file:
+        if (text := file.read()).startswith(_MERGED):
+            raise ValueError("merged before")
+    whole = json.loads(text, parse_constant=str)  # NaN is not JSON
+    whole["traceEvents"] = [e for e in whole["traceEvents"] if isinstance(e, dict)]
+    return cast(dict[str, Any], whole)
 
 
 def _unix_of_profile(path: Path) -> int:
@@ -342,47 +421,60 @@ def _unix_of_profile(path: Path) -> int:
     Raises:
         ValueError: if the file is none, or its times are on a clock that it does not name.
     """
-    whole = json.loads(path.read_text("utf-8"))
+    whole = _profile(path)
     if "baseTimeNanoseconds" in whole:
-        return int(whole["baseTimeNanoseconds"])
-    times = [e["ts"] for e in whole["traceEvents"] if e.get("ph") == "X"]
+        return _ns(int(whole["baseTimeNanoseconds"]))
+    times = [e["ts"] for e in whole["traceEvents"] if e.get("ph") == "X" and _is_time(e.get("ts"))]
     if not times or min(times) < _UNIX_US:
         raise ValueError("no unix time")
     return 0
 
 
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of microseconds."""
+    return isinstance(value, (int, float)) and abs(value) <= _FARTHEST_US
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a learner's file, one per line; a line that is cut off is passed over."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with contextlib.suppress(EOFError, zlib.error), _opened(path, "replace") as file:
         for line in file:
             text = line.strip().rstrip(",")
             if text.startswith("{"):
                 try:
-                    event = json.loads(text)
-                except ValueError:
+                    event = json.loads(text, parse_constant=str)
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict):
                     yield event
 
 
-def _shifted(source: _Source, number: int, by_us: float) -> Iterator[dict[str, Any]]:
-    """The events of a trace on the common clock; those of a profiler as processes of their own."""
-    if source.rank is not None:
-        for event in _lines(source.path):
-            if event.get("name") != _HEAD:
-                yield _later(event, by_us)
-        return
-    pids: dict[Any, int] = {}
-    for event in json.loads(source.path.read_text("utf-8"))["traceEvents"]:
+def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[str, Any], str]]:
+    """The events of a trace on the common clock, with their JSON; an event that has none is left out."""
+    events = _lines(source.path) if source.rank is not None else _foreign(source.path, number)
+    for event in events:
+        if source.rank is not None and event.get("name") == _HEAD:
+            continue
+        if "ts" in event:
+            if not _is_time(event["ts"]):
+                continue
+            event = {**event, "ts": round(event["ts"] + by_us, 3)}
+        with contextlib.suppress(ValueError, RecursionError):
+            yield event, _line(event)
+
+
+def _foreign(path: Path, number: int) -> Iterator[dict[str, Any]]:
+    """The events of a profiler's trace, as processes of their own."""
+    pids: dict[str, int] = {}
+    for event in _profile(path)["traceEvents"]:
         if "pid" in event:
-            pid = pids.setdefault(event["pid"], _FOREIGN_PID * (number + 1) + len(pids))
+            pid = pids.setdefault(repr(event["pid"]), _FOREIGN_PID * (number + 1) + len(pids))
             event = {**event, "pid": pid}
         if isinstance(event.get("id"), int):  # of an arrow; other traces count from 0, too
             event["id"] += number << 40
         if event.get("name") == "process_name" and event.get("ph") == "M":
-            event["args"] = {"name": f"{source.path.stem}: {event['args'].get('name')}"}
-        yield _later(event, by_us)
-
-
-def _later(event: dict[str, Any], by_us: float) -> dict[str, Any]:
-    return {**event, "ts": round(event["ts"] + by_us, 3)} if "ts" in event else event
+            args = event.get("args")
+            name = args.get("name") if isinstance(args, dict) else None
+            stem = path.name.removesuffix(".gz").removesuffix(".json")
+            event["args"] = {"name": f"{stem}: {name}"}
+        yield event

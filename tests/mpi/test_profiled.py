@@ -33,3 +33,20 @@ def test_the_parts_of_a_step_are_marked_where_the_timeline_has_them(tmp_path: Pa
         ours, seen = sorted(began[part]), sorted(began[f"hvd_adpsgd.{part}"])
         assert len(ours) == len(seen) == 4 * STEPS
         assert max(abs(a - b) for a, b in zip(ours, seen, strict=True)) < APART_US
+
+
+def test_one_super_learner_has_a_timeline_too(tmp_path: Path) -> None:
+    said = run_learners(2, PROGRAM, args=[str(tmp_path), str(STEPS)]).checked().by_rank()
+    for facts in said:
+        assert facts["marks"] == ["hvd_adpsgd.inner_allreduce", "hvd_adpsgd.optimizer"]
+    merged = merge([tmp_path], tmp_path / "all.json")
+    assert merged.learners == (0, 1) and len(merged.profiles) == 2
+    for rank in range(2):
+        found = json.loads((tmp_path / f"trace.{rank}.json").read_text())
+        steps = [(e["name"], e["args"]["step"]) for e in found if e["ph"] == "X"]
+        assert steps == [(n, i) for i in range(STEPS) for n in ("inner_allreduce", "optimizer")]
+
+
+def test_one_super_learner_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    result = run_learners(2, PROGRAM, args=[str(tmp_path / "no"), str(STEPS)])
+    assert result.returncode and "ConfigError: no timeline: by HVD_ADPSGD_TIMELINE" in result.stderr

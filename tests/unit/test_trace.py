@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -190,6 +192,18 @@ def written(folder: Path, rank: int, *, unix_s: float = 1e9, job: float = 5.0, n
     return path
 
 
+def event(**fields: Any) -> dict[str, Any]:
+    return {"ph": "X", "pid": 77, "tid": 1, "name": "x", "dur": 1.0, **fields}
+
+
+def profile(folder: Path, name: str, **content: Any) -> Path:
+    """A trace as torch's profiler exports it, whose time 0 is the unix time 1 s."""
+    text = json.dumps({"baseTimeNanoseconds": 10**9, **content})
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
 def test_all_learners_on_one_clock(tmp_path: Path) -> None:
     for rank in range(3):
         written(tmp_path, rank, unix_s=1e9 + 0.25 * rank)
@@ -264,6 +278,93 @@ def test_arrows_of_two_profiles_are_kept_apart(tmp_path: Path) -> None:
     assert names == ["0: python", "1: python"]
 
 
+def test_the_output_is_none_of_the_traces(tmp_path: Path) -> None:
+    path = written(tmp_path, 0)
+    linked = tmp_path / "linked.json"
+    linked.symlink_to(path)
+    before = path.read_bytes()
+    for paths, output in [([path], path), ([path], linked), ([tmp_path], path), ([linked], path)]:
+        with pytest.raises(ConfigError, match="would replace one of the traces"):
+            merge(paths, output)
+    assert path.read_bytes() == before
+    linked.unlink()
+    merge([tmp_path], tmp_path / "m.json")
+    assert merge([tmp_path], tmp_path / "m.json").left_out == (), "an earlier merge is replaced"
+    assert merge([tmp_path], tmp_path / "n").left_out == (tmp_path / "m.json",)
+
+
+def test_an_output_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, 0)
+    output = tmp_path / "m.json"
+    output.write_text("before")
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails)
+        with pytest.raises(ConfigError, match="No space left"):
+            merge([tmp_path], output)
+    assert output.read_text() == "before"
+    assert sorted(os.listdir(tmp_path)) == ["m.json", "trace.0.json"]
+
+
+def test_a_profile_in_gzip(tmp_path: Path) -> None:
+    for number in range(2):
+        profile(tmp_path, f"{number}.json.gz", traceEvents=[event(name="x", ts=1.5)])
+    merged = merge([tmp_path], tmp_path / "m")
+    assert [path.name for path in merged.profiles] == ["0.json.gz", "1.json.gz"]
+    assert [e["ts"] for e in events(tmp_path / "m")] == [1.5, 1.5]
+    cut = tmp_path / "0.json.gz"
+    cut.write_bytes(cut.read_bytes()[:-12])
+    assert merge([tmp_path], tmp_path / "m").left_out == (cut,)
+
+
+DEEP = "[" * 100_000
+HEAD = '[\n{"name":"hvd_adpsgd","ph":"M","pid":0,"tid":0,"args":{"unix_s":%s,"job":%s}},\n'
+NO_TRACES = {
+    "late": HEAD % ("1e400", "5"),
+    "nan": HEAD % ("NaN", "5"),
+    "text": HEAD % ('"soon"', "5"),
+    "job": HEAD % ("1e9", "[]"),
+    "rank": (HEAD % ("1e9", "5")).replace('"pid":0', '"pid":1e400'),
+    "deep": DEEP,
+    "deep_head": HEAD % (DEEP[:900], "5"),
+    "no_events": '{"baseTimeNanoseconds": 1}',
+    "events": '{"baseTimeNanoseconds": 1, "traceEvents": 3}',
+    "time": '{"baseTimeNanoseconds": 1e400, "traceEvents": []}',
+    "huge": '{"baseTimeNanoseconds": 1%s, "traceEvents": []}' % ("0" * 400),
+    "clock": '{"traceEvents": [3, {"ph": "X"}, {"ph": "X", "ts": "1"}]}',
+}
+
+
+@pytest.mark.parametrize("text", NO_TRACES.values(), ids=NO_TRACES)
+def test_one_file_that_is_no_trace_is_left_out_and_named(tmp_path: Path, text: str) -> None:
+    written(tmp_path, 0)
+    bad = tmp_path / "bad.json"
+    bad.write_text(text)
+    merged = merge([tmp_path], tmp_path / "m")
+    assert merged.learners == (0,) and merged.events == 3 and merged.left_out == (bad,)
+    with pytest.raises(ConfigError, match=r"not a timeline: .*bad\.json"):
+        merge([bad], tmp_path / "n")
+
+
+def test_events_that_do_not_fit_the_format(tmp_path: Path) -> None:
+    odd = [
+        3, None, [1], event(ts="1.0"), event(ts=[]), event(ts=None), event(ts=10**400),
+        event(ts=math.nan), event(ts=1.0, dur=math.inf), event(ts=2.0, pid=[1]),
+        event(ts=3.0, pid={}), {"ph": "M", "name": "process_name", "pid": [1]},
+    ]  # fmt: skip
+    profile(tmp_path, "0.json", traceEvents=odd)
+    path = written(tmp_path, 0, unix_s=1.0)
+    lines = path.read_text().splitlines()
+    lines[2:2] = [DEEP, '{"a":' * 50_000, '{"ph":"X","pid":0,"ts":"1"},', "3,"]
+    path.write_text("\n".join(lines))
+    merge([tmp_path], tmp_path / "m")
+    found = events(tmp_path / "m")
+    assert sorted(e["ts"] for e in found if e["pid"] != 0) == [1.0, 2.0, 3.0]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, 0)
     written(tmp_path, 1, job=4.0)
@@ -276,6 +377,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["merge", str(tmp_path), "-o", str(tmp_path / "no" / "x")], "cannot be written"),
     ]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "broken\x1b[2J.json").write_text("[")
+    assert command.main(["merge", str(tmp_path), "-o", str(tmp_path / "m.json")]) == 0
+    assert "\x1b" not in capsys.readouterr().err
     wrong.append((["merge", str(tmp_path / "empty"), "-o", "x"], "HVD_ADPSGD_TIMELINE"))
     for arguments, text in wrong:
         assert command.main(arguments) == 2

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from hvd_adpsgd.errors import AdpsgdError
+from hvd_adpsgd.tools.terminal import printable
 from hvd_adpsgd.watching.trace import merge
 
 __all__ = ["main"]
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"timeline: {error}", file=sys.stderr)
         return 2
     for path in merged.left_out:
-        print(f"timeline: left out: {path}, of an earlier launch or no trace", file=sys.stderr)
+        name = printable(str(path))
+        print(f"timeline: left out: {name}, of an earlier launch or no trace", file=sys.stderr)
     print(
         f"{args.output}: {len(merged.learners)} learners, {len(merged.profiles)} profiles, "
         f"{merged.events} events"
@@ -41,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     merging = commands.add_parser("merge", help="write all traces into one")
     merging.add_argument(
-        "paths", nargs="+", help="files of HVD_ADPSGD_TIMELINE or torch's profiler, or folders"
+        "paths",
+        nargs="+",
+        help="files of HVD_ADPSGD_TIMELINE or torch's profiler (also *.json.gz), or folders",
     )
     merging.add_argument("-o", "--output", metavar="FILE", required=True, help="a Chrome trace")
     return parser

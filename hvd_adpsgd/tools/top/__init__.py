@@ -1,7 +1,9 @@
 """A table of a run in the terminal, from its record: a row per super learner.
 
-python -m hvd_adpsgd top [FOLDER]          until Ctrl-C; FOLDER: of HVD_ADPSGD_RECORD
+python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: of HVD_ADPSGD_RECORD
 python -m hvd_adpsgd top --once [--json]   one table, or JSON for other programs
+
+Keys: q ends it, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
 """
 
 from __future__ import annotations
@@ -14,19 +16,29 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
+from hvd_adpsgd.tools.terminal import keys, printable
 from hvd_adpsgd.watching.record import Run, read
 from hvd_adpsgd.watching.table import Row, rows, sparkline
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
 
 __all__ = ["main"]
 
 _TAIL_NBYTES = 200_000  # of each file: some hundred reports
 _SORTS = ("super_learner", "host", "state", "step", "steps_per_s", "distance", "apart_s", "loss")
+_COLUMNS = (
+    "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "MB/s", "loss", ""
+)  # fmt: skip
+_LEFT = ("host", "state", "")  # columns of text
+_DROPPED = ("", "MB/s", "exch/s", "stale", "distance", "host")  # first to last, where it is narrow
+_HOST_WIDTH = 12  # at least
+_WIDTH = 140  # all columns, where no terminal tells its width
+_EVERY_S = (0.1, 86400.0)
 _STYLES = {
     "ok": "green",
     "SLOW": "yellow",
@@ -36,13 +48,40 @@ _STYLES = {
 }
 
 
+@dataclass
+class _Order:
+    """By which column the rows are sorted; keys change it."""
+
+    by: str
+    descending: bool = False
+
+    def press(self, key: str) -> None:
+        if key == "s":
+            self.by = _SORTS[(_SORTS.index(self.by) + 1) % len(_SORTS)]
+        elif key == "r":
+            self.descending = not self.descending
+
+    def sort(self, found: Sequence[Row]) -> list[Row]:
+        """The rows in this order; those whose number is not finite come last."""
+        ordered = sorted(found, key=lambda row: _key(row, self.by), reverse=self.descending)
+        return sorted(ordered, key=lambda row: _key(row, self.by)[0])
+
+    def __str__(self) -> str:
+        return f"sorted by {self.by}, {'descending' if self.descending else 'ascending'}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 if there is no record."""
+    """The command line. Returns 0, 1 if the reader of a pipe has gone, or 2 if there is no record."""
     args = _parser().parse_args(arguments)
     try:
+        if not _EVERY_S[0] <= args.every <= _EVERY_S[1]:
+            raise ConfigError(
+                f"--every {args.every:g} s between two tables: allowed are {_EVERY_S[0]:g} to "
+                f"{_EVERY_S[1]:g}. Pass seconds in that range."
+            )
         folder = _folder(args.folder)
         if args.json:
-            print(json.dumps(_as_json(read(folder, _TAIL_NBYTES), time.time())))
+            print(json.dumps(_as_json(read(folder, _TAIL_NBYTES), time.time())), flush=True)
         else:
             _show(folder, args)
     except AdpsgdError as error:
@@ -50,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 1
     return 0
 
 
@@ -95,50 +137,102 @@ def _show(folder: str, args: argparse.Namespace) -> None:
             "no table: the package rich is not installed. Run: python -m pip install 'hvd_adpsgd[view]', "
             "or use --json."
         )
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    if args.once:
-        console.print(_drawn(read(folder, _TAIL_NBYTES), args.sort))
+    console = _console()
+    order = _Order(args.sort)
+    if sys.stdout.isatty() and not args.once:
+        _show_in_place(folder, console, order, args.every)
         return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    while True:
+        console.print(_drawn(read(folder, _TAIL_NBYTES), order, console.width))
+        sys.stdout.flush()
+        if args.once:
+            return
+        time.sleep(args.every)
+
+
+def _console() -> Console:
+    """With the width of the terminal or of COLUMNS, else one for all columns."""
+    from rich.console import Console
+
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console() if known else Console(width=_WIDTH)
+
+
+def _show_in_place(folder: str, console: Console, order: _Order, every_s: float) -> None:
+    """Until q or Ctrl-C, each table in place of the one before."""
+    from rich.layout import Layout
+    from rich.live import Live
+    from rich.text import Text
+
+    body, footer, page = Layout(), Layout(size=1), Layout()
+    page.split_column(body, footer)
+    with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_drawn(read(folder, _TAIL_NBYTES), args.sort), refresh=True)
-            time.sleep(args.every)
+            body.update(_drawn(read(folder, _TAIL_NBYTES), order, console.width))
+            footer.update(Text(f"q quit · s sort · r reverse · {order}", no_wrap=True, style="dim"))
+            live.update(page, refresh=True)
+            now = pressed.wait(every_s)
+            if now is None or "q" in now:
+                return
+            for key in now:
+                order.press(key)
 
 
-def _drawn(run: Run, sort: str) -> Group:
-    """The table and the last events."""
+def _drawn(run: Run, order: _Order, width: int) -> Group:
+    """The table and the last events, in so many characters."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     now_s = time.time()
-    found = sorted(rows(run, now_s), key=lambda row: _key(getattr(row, sort)))
+    found = order.sort(rows(run, now_s))
+    cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in found]
     states = [row.state for row in found]
-    title = f"{len(found)} super learners, {states.count('ok')} ok · {time.strftime('%H:%M:%S')}"
+    title = f"{len(found)} super learners, {states.count('ok')} ok · {_clock(now_s)}"
     table = Table(title=title, title_justify="left", expand=False)
-    table.add_column("#", justify="right")
-    table.add_column("host", overflow="ellipsis", no_wrap=True, max_width=24)
-    table.add_column("state", no_wrap=True)
-    for name in ("step", "steps/s", "stale", "distance", "exch/s", "MB/s", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in found:
+    widths = _widths(cells, width)
+    for name, wide in widths.items():
+        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=justify, width=wide, no_wrap=True, overflow="ellipsis")
+    for row, shown in zip(found, cells, strict=True):
         style = _STYLES.get(row.state, "")
         table.add_row(
-            *(Text(cell) for cell in _cells(row)), style=style if row.state != "ok" else ""
+            *(Text(shown[name]) for name in widths), style=style if row.state != "ok" else ""
         )
-    lines = [
-        Text(f"{time.strftime('%H:%M:%S', time.localtime(e.time_s))} {e.what}: {e.text}")
-        for e in run.events[-6:]
-    ]
-    return Group(table, *lines)
+    events = [Text(printable(f"{_clock(e.time_s)} {e.what}: {e.text}")) for e in run.events[-6:]]
+    return Group(table, *events)
 
 
-def _key(value: object) -> tuple[int, object]:
+def _clock(time_s: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(time_s))
+    except (ValueError, OverflowError, OSError):  # no time of this world
+        return "--:--:--"
+
+
+def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
+    """The columns that fit, with their widths: names of hosts are shortened, then columns are dropped."""
+    from rich.cells import cell_len
+
+    needed = {name: max(map(cell_len, [name, *(c[name] for c in cells)])) for name in _COLUMNS}
+    hosts = needed["host"]
+    needed["host"] = min(hosts, _HOST_WIDTH)
+
+    def spare() -> int:
+        return width - sum(needed.values()) - 3 * len(needed) - 1  # the frame
+
+    for name in _DROPPED:
+        if spare() >= 0:
+            break
+        del needed[name]
+    if "host" in needed:
+        needed["host"] = min(hosts, needed["host"] + max(spare(), 0))
+    return needed
+
+
+def _key(row: Row, by: str) -> tuple[int, object]:
     """For sorting: numbers that are not finite last."""
+    value = getattr(row, by)
     if isinstance(value, float) and not math.isfinite(value):
         return 1, 0.0
     return 0, value
@@ -148,7 +242,7 @@ def _cells(row: Row) -> list[str]:
     since = f" {_duration(row.since_s)}" if row.since_s else ""
     return [
         str(row.super_learner),
-        row.host,
+        printable(row.host),
         row.state + since,
         str(row.step),
         _short(row.steps_per_s),
