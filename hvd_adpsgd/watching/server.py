@@ -64,6 +64,7 @@ _SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <main><div id="table"></div><div id="charts" class="grid2"></div><div id="events"></div></main>
 <noscript><p>This page needs JavaScript.</p></noscript></body></html>
 """
+_STANDSTILL = "<h1>A run</h1><p class='fail'>An error of the library: this page stands still.</p>"
 _STYLE = ".grid2 > div { min-width: 0; } #status { font-size: .85rem; } #status.fail { color: var(--bad); }"
 
 
@@ -196,9 +197,12 @@ class _Drawing:
         if self._record is None:
             return run
         try:
-            others = read(self._record, _TAIL_NBYTES).tracks
+            recorded = read(self._record, _TAIL_NBYTES)
         except (ConfigError, OSError):
             return run
+        others = recorded.tracks
+        run.events += [event for event in recorded.events if event.what == "joining"]
+        run.events.sort(key=lambda event: event.time_s)
         for i, track in run.tracks.items():
             other = others.get(i)
             if other and other.reports and other.reports[-1].time_s >= track.reports[0].time_s:
@@ -217,7 +221,8 @@ class _Drawing:
         began, parts = time.thread_time(), self._parts
         try:
             parts = page.live(self.run(), time.time())
-        except Exception as error:  # of our own making: the viewers see the page stand still
+        except Exception as error:
+            parts = {**parts, "head": _STANDSTILL}
             if not self._told:
                 log.error("the dashboard cannot be drawn: %s", error, exc_info=True)
             self._told = True

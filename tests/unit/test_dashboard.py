@@ -21,6 +21,7 @@ from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd.watching import dashboard as dashboards
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Address, Dashboard, Token
+from hvd_adpsgd.watching.page import live
 from hvd_adpsgd.watching.prometheus import exposition
 from hvd_adpsgd.watching.record import Event, Record
 from hvd_adpsgd.watching.reports import Report
@@ -337,6 +338,31 @@ def test_the_first_event_has_every_part(served: Dashboard) -> None:
         assert title in text, title
 
 
+def test_the_newest_events_are_shown_newest_first() -> None:
+    board = filled(1)
+    for k in range(300):
+        board.event(Event(1e9 + 10 + k, "alert", None, f"number {k}."))
+    events = live(board.run(), 1e9)["events"]
+    assert events.index("number 299.") < events.index("number 150.") and "number 1." not in events
+
+
+def test_a_section_that_cannot_be_drawn_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from hvd_adpsgd.watching import page as pages
+
+    monkeypatch.setattr(pages, "_told", set())
+    monkeypatch.setattr(pages.svg, "heat_map", lambda *_: 1 / 0)
+    monkeypatch.setattr(pages, "rows", lambda *_: [].pop())
+    for _ in range(2):
+        parts = live(filled().run(), 1e9)
+    texts = [text for text in parts.values() if "cannot be drawn" in text]
+    assert len(texts) == 2 and "ZeroDivisionError" in texts[1] and "IndexError" in parts["table"]
+    for title in ("loss, over steps", "Staleness of corrections", "Events"):
+        assert title in "".join(parts.values())
+    assert len(caplog.records) == 2, "each is logged once"
+
+
 def test_later_events_have_what_has_changed(own: Dashboard) -> None:
     board = own._board
     connection = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=30)
@@ -397,7 +423,7 @@ def test_warnings_and_states_are_events() -> None:
     board = Board(["a", "b"], {})
     watcher: Any = watching.Watcher.__new__(watching.Watcher)
     watcher._board, watcher._record = board, None
-    watcher._states = [PeerState.ALIVE, PeerState.ALIVE]
+    watcher._states, watcher._suspect = [PeerState.ALIVE, PeerState.ALIVE], {}
     handler = watching._Warnings(board, 0)
     watching.logger.addHandler(handler)
     try:
@@ -407,7 +433,7 @@ def test_warnings_and_states_are_events() -> None:
         watching.logger.removeHandler(handler)
     for state in (PeerState.SUSPECT, PeerState.ALIVE, PeerState.FAILED, PeerState.ALIVE):
         membership = SimpleNamespace(states=[PeerState.ALIVE, state], names=["a", "b"])
-        watcher._note_states(SimpleNamespace(membership=membership))
+        watcher._note_states(SimpleNamespace(membership=membership), 0.0)
     assert [(event.what, event.about) for event in board.run().events] == [
         ("warning", 0),
         ("alert", 1),
@@ -542,5 +568,6 @@ def test_a_stopped_drawing_is_told_once(
     monkeypatch.setattr(server, "_REST", 0)
     caplog.set_level(logging.ERROR)
     for _ in range(2):
-        assert first_event(own) == {"order": [], "parts": {}}
+        event = first_event(own)
+        assert event["order"] == ["head"] and "stands still" in event["parts"]["head"]
     assert len([r for r in caplog.records if "cannot be drawn" in r.getMessage()]) == 1
