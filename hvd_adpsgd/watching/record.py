@@ -313,16 +313,26 @@ class _Reading:
             if kind == "report":
                 about = whole(found.get("super_learner", writer), _MOST_SUPER_LEARNERS)
                 if about == writer or about not in own:
-                    _take_report(self._tracks.setdefault(about, Track()), found)
+                    self._report(about, found)
             elif kind == "start":
                 self._start(writer, time_s, found)
             elif kind == "event":
                 self._event(writer, time_s, found)
             if "super_size" in found:
                 size = whole(found["super_size"], _MOST_SUPER_LEARNERS)
-                self._size = max(self._size, (time_s, size))
+                self._size = max(self._size, (time_s, size or _MOST_SUPER_LEARNERS))
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
             return  # a line of another version, or of another hand
+
+    def _report(self, about: int, found: Mapping[str, Any]) -> None:
+        report = Report.from_dict(found)
+        peers, staleness = _counts(found.get("peers", {})), _counts(found.get("staleness", {}))
+        every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+        track = self._tracks.setdefault(about, Track())
+        track.reports.append(report)
+        track.peers, track.staleness = peers or track.peers, staleness or track.staleness
+        if "every_s" in found:
+            track.every_s = every_s
 
     def _start(self, writer: int, time_s: float, found: Mapping[str, Any]) -> None:
         every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
@@ -352,15 +362,6 @@ class _Reading:
         if math.isfinite(self._size[0]):
             about = {**about, "super_size": self._size[1]}
         return Run(tracks, _merged(self._events), about)
-
-
-def _take_report(track: Track, found: Mapping[str, Any]) -> None:
-    report = Report.from_dict(found)
-    peers, staleness = _counts(found.get("peers", {})), _counts(found.get("staleness", {}))
-    every_s = number(found.get("every_s", track.every_s), 0, LATEST_S)
-    track.reports.append(report)
-    track.peers, track.staleness = peers or track.peers, staleness or track.staleness
-    track.every_s = every_s
 
 
 def _counts(found: Mapping[str, Any]) -> dict[int, int]:
