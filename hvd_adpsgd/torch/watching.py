@@ -181,6 +181,7 @@ class Watcher:
         self._alerts = Alerts(world.membership.names)
         self._states = [PeerState.ALIVE] * world.super_size
         self._suspect: dict[int, float] = {}  # since when
+        self._ill: dict[int, tuple[str, float]] = {}  # suspect or failed, and since when: time.time
         self._recorded: dict[int, float] = {}  # times of the reports of others that are recorded
         self._watched: weakref.ref[Averaging] | None = None
         self._lock = threading.Lock()  # of a look: the last one is the trainer's
@@ -277,6 +278,10 @@ class Watcher:
             return
         own, size = known[world.super_rank], world.super_size
         more = {"every_s": record.every_s, "super_size": size, **_tables(counters)}
+        if (
+            speaks and self._ill
+        ):  # who reads the end of a file only does not see an event of long ago
+            more["states"] = self._ill
         record.look(time.monotonic())
         record.report(world.super_rank, own, last=last, **more)
         if not speaks:
@@ -319,6 +324,9 @@ class Watcher:
             if now is not before:
                 what = "joined" if before in _GONE and now not in _GONE else now.name.lower()
                 self._note(what, i, f"super learner {i} ({world.membership.names[i]}): {what}")
+                self._ill.pop(i, None)
+                if now in (PeerState.SUSPECT, PeerState.FAILED):
+                    self._ill[i] = what, time.time()
         self._states = states
         self._suspect = {
             i: self._suspect.get(i, now_s)

@@ -302,6 +302,7 @@ class _Reading:
     def __init__(self) -> None:
         self._tracks: dict[int, Track] = {}
         self._events: list[tuple[Event, int]] = []  # and who has written it
+        self._states: set[tuple[float, str, int]] = set()  # in reports of the leader that speaks
         self._about: tuple[float, dict[str, Any]] = -math.inf, {}  # of the newest start
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # the newest super_size
 
@@ -328,6 +329,10 @@ class _Reading:
         report = Report.from_dict(found)
         peers, staleness = _counts(found.get("peers", {})), _counts(found.get("staleness", {}))
         every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+        for i, (what, since_s) in found.get("states", {}).items():
+            if what in _STATES:
+                since_s = number(since_s, 0, LATEST_S)
+                self._states.add((since_s, what, whole(i, _MOST_SUPER_LEARNERS)))
         track = self._tracks.setdefault(about, Track())
         track.reports.append(report)
         track.peers, track.staleness = peers or track.peers, staleness or track.staleness
@@ -361,7 +366,14 @@ class _Reading:
         about = self._about[1]
         if math.isfinite(self._size[0]):
             about = {**about, "super_size": self._size[1]}
-        return Run(tracks, _merged(self._events), about)
+        events = _merged(self._events)
+        for time_s, what, i in self._states:
+            if not any(
+                (e.what, e.about) == (what, i) and abs(e.time_s - time_s) < _SAME_S for e in events
+            ):
+                events.append(Event(time_s, what, i, f"super learner {i}: {what}"))
+        events.sort(key=lambda event: event.time_s)
+        return Run(tracks, events, about)
 
 
 def _counts(found: Mapping[str, Any]) -> dict[int, int]:

@@ -495,6 +495,7 @@ def test_warnings_and_states_are_events() -> None:
     watcher: Any = watching.Watcher.__new__(watching.Watcher)
     watcher._board, watcher._record = board, None
     watcher._states, watcher._suspect = [PeerState.ALIVE, PeerState.ALIVE], {}
+    watcher._ill = {}
     handler = watching._Warnings(board, 0)
     watching.logger.addHandler(handler)
     try:

@@ -44,7 +44,7 @@ FOREIGN = [
     *(f'{{"kind":"report","time_s":1e9,"scalars":{{"loss":{bad}}}}}' for bad in BAD),
     *(
         f'{{"kind":"report","time_s":1e9,"{table}":{bad}}}'
-        for table in ("peers", "staleness")
+        for table in ("peers", "staleness", "states")
         for bad in BAD
     ),
     *(f'{{"kind":"report","time_s":1e9,"peers":{{"0":{bad}}}}}' for bad in BAD),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.torch import watching
 from hvd_adpsgd.watching.board import Board
+from hvd_adpsgd.watching.record import Record, read
+from hvd_adpsgd.watching.reports import Report
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState.ALIVE, PeerState.SUSPECT, PeerState.LEFT, PeerState.FAILED
 
@@ -27,6 +31,7 @@ def watcher(of: Any) -> Any:
     made._membership, made._joining = of.membership, of.collectives.joining
     made._board, made._record = Board(of.membership.names, {}), None
     made._states, made._suspect = [ALIVE] * len(of.membership.states), {}
+    made._ill, made._recorded = {}, {}
     return made
 
 
@@ -63,6 +68,25 @@ def test_a_leader_that_answers_again_speaks_again() -> None:
     ):
         made._note_states(now, float(second))
         assert made._speaks(now, float(second)) is speaks, second
+
+
+def test_what_happened_long_ago_is_still_known_at_the_end_of_a_file(tmp_path: Path) -> None:
+    """Also to who reads only the end of it, as top does."""
+    now = world(0, ALIVE, FAILED, SUSPECT)
+    now.super_size = 3
+    made = watcher(now)
+    made._record = Record(tmp_path, 0)
+    for i in (1, 2):
+        made._record.report(i, Report(time_s=time.time()))
+    made._note_states(now, 0.0)
+    for k in range(100):
+        reports = {0: Report(time_s=time.time() + k, step=k)}
+        made._write(now, reports, None, last=True, speaks=True)
+    made._record.close()
+    for newest in (None, 2000):
+        run = read(tmp_path, newest)
+        assert [(e.what, e.about) for e in run.events] == [("failed", 1), ("suspect", 2)], newest
+    assert len((tmp_path / "0.jsonl").read_text()) > 20_000, "more than is read"
 
 
 def test_a_replacement_is_silent_until_it_has_joined() -> None:
