@@ -42,6 +42,7 @@ _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 _TAKEOVER_S = (
     3.0  # at the end of a job leaders leave one after the other: none opens a page for a moment
 )
+_SILENT_S = 10.0  # suspect for so long, and the next leader speaks in its place
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
 _SIZED = (torch.Tensor, np.ndarray, np.generic)
@@ -160,6 +161,8 @@ class Watcher:
     def __init__(self, world: World):
         config = world.config
         self._membership = world.membership
+        self._joining = world.collectives.joining
+        self._replaces = self._joining  # its page opens after a while: another leader has one
         self._every_s = config.report_s
         self._record: Record | None = None
         if config.record is not None:
@@ -177,6 +180,8 @@ class Watcher:
         self._sampler = Sampler(world.super_size)
         self._alerts = Alerts(world.membership.names)
         self._states = [PeerState.ALIVE] * world.super_size
+        self._suspect: dict[int, float] = {}  # since when
+        self._ill: dict[int, tuple[str, float]] = {}  # suspect or failed, and since when: time.time
         self._recorded: dict[int, float] = {}  # times of the reports of others that are recorded
         self._watched: weakref.ref[Averaging] | None = None
         self._lock = threading.Lock()  # of a look: the last one is the trainer's
@@ -246,27 +251,40 @@ class Watcher:
         if averaging is not None:
             averaging.engine.tell(encode(own))
             known = {**self._heard(averaging), **known}
-        self._write(world, known, counters, last)
-        self._note_states(world)
-        self._show(world, known, counters, last)
-        if self._speaks(world):
+        now_s = time.monotonic()
+        self._note_joined(world)
+        self._note_states(world, now_s)
+        speaks = self._speaks(world, now_s)
+        self._write(world, known, counters, last, speaks)
+        self._show(world, known, counters, speaks and not last)
+        if speaks:
             self._shown = known, world.super_rank, _alive(world)
-            for alert in self._alerts.check(time.monotonic(), known, _alive(world)):
+            for alert in self._alerts.check(now_s, known, _alive(world), self._suspect):
                 self._warn(alert)
+        else:
+            self._shown = None
 
     def _heard(self, averaging: Averaging) -> dict[int, Report]:
         """The newest report of each super learner that is known."""
         told = {i: decode(text) for i, (_, text, _) in averaging.engine.told().items()}
         return {i: report for i, report in told.items() if report is not None}
 
-    def _write(self, world: World, known: dict[int, Report], counters: Any, last: bool) -> None:
+    def _write(
+        self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
+    ) -> None:
         """Record the own report; the first living leader those of others whose files it does not see, too."""
         record = self._record
         if record is None:
             return
-        own = known[world.super_rank]
-        record.report(world.super_rank, own, last=last, every_s=record.every_s, **_tables(counters))
-        if not self._speaks(world):
+        own, size = known[world.super_rank], world.super_size
+        more = {"every_s": record.every_s, "super_size": size, **_tables(counters)}
+        if (
+            speaks and self._ill
+        ):  # who reads the end of a file only does not see an event of long ago
+            more["states"] = self._ill
+        record.look(time.monotonic())
+        record.report(world.super_rank, own, last=last, **more)
+        if not speaks:
             return
         for i, report in known.items():
             is_new = report.time_s != self._recorded.get(i)
@@ -274,7 +292,7 @@ class Watcher:
                 self._recorded[i] = report.time_s
                 record.report(i, report, every_s=record.every_s)
 
-    def _show(self, world: World, known: dict[int, Report], counters: Any, last: bool) -> None:
+    def _show(self, world: World, known: dict[int, Report], counters: Any, opens: bool) -> None:
         """Add to what the dashboard shows, and open its page on the first living leader alone."""
         if self._board is None or self._dashboard is None:
             return
@@ -282,23 +300,39 @@ class Watcher:
         tables = _tables(counters)
         if tables:
             self._board.tables(world.super_rank, tables["peers"], tables["staleness"])
-        if last or not self._speaks(world):
+        if not opens:
             self._first_since = None
             self._dashboard.close()
             return
         now = time.monotonic()
         self._first_since = now if self._first_since is None else self._first_since
-        if world.super_rank == 0 or now - self._first_since >= _TAKEOVER_S:
+        at_once = world.super_rank == 0 and not self._replaces
+        if at_once or now - self._first_since >= _TAKEOVER_S:
             self._dashboard.open()
 
-    def _note_states(self, world: World) -> None:
+    def _note_joined(self, world: World) -> None:
+        """Note that this super learner, which replaces a failed one, has joined."""
+        if self._joining and not world.collectives.joining:
+            self._joining = False
+            i = world.super_rank
+            self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
+
+    def _note_states(self, world: World, now_s: float) -> None:
         """Note which super learners have become suspect, have answered, left, failed or joined."""
         states = list(world.membership.states)
         for i, (before, now) in enumerate(zip(self._states, states, strict=False)):
             if now is not before:
                 what = "joined" if before in _GONE and now not in _GONE else now.name.lower()
                 self._note(what, i, f"super learner {i} ({world.membership.names[i]}): {what}")
+                self._ill.pop(i, None)
+                if now in (PeerState.SUSPECT, PeerState.FAILED):
+                    self._ill[i] = what, time.time()
         self._states = states
+        self._suspect = {
+            i: self._suspect.get(i, now_s)
+            for i, state in enumerate(states)
+            if state is PeerState.SUSPECT
+        }
 
     def _note(self, what: str, about: int | None, text: str) -> None:
         """Record and show an event."""
@@ -311,12 +345,18 @@ class Watcher:
     def _note_end(self) -> None:
         """Note that this super learner has ended its training, unless it ends because of a failure."""
         own = self._membership.own
-        if not self._membership.own_failed and not script_fails():
+        if self._joining:
+            text = f"super learner {own} ({self._membership.names[own]}): ended before it joined"
+            self._note("failed", own, text)
+        elif not self._membership.own_failed and not script_fails():
             self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
-    def _speaks(self, world: World) -> bool:
-        """Whether this is the first living leader, which warns."""
-        return all(state in _GONE for state in world.membership.states[: world.super_rank])
+    def _speaks(self, world: World, now_s: float) -> bool:
+        """Whether this is the first living leader, which warns; those that do not answer are passed over."""
+        return not world.collectives.joining and all(
+            state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
+            for i, state in enumerate(world.membership.states[: world.super_rank])
+        )
 
     def _warn(self, alert: Alert) -> None:
         logger.warning("%s", alert.text, extra={"is_shown": True})
@@ -344,6 +384,7 @@ def _about(world: World) -> dict[str, Any]:
         "learners": world.inner_size,
         "averaging": world.config.averaging,
         "every_s": world.config.report_s,
+        "joining": world.collectives.joining,
         "script": sys.argv[0],
     }
 

@@ -7,12 +7,15 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hvd_adpsgd.watching.reports import Report, main_scalar
+from hvd_adpsgd.watching.svg import can_draw
 
 __all__ = ["Alert", "Alerts"]
 
 APART_S = 60.0  # without an exchange
+SILENT_S = 60.0  # without an answer
 SLOW = 0.5  # of the median speed
 OPERATIONS = 0.5  # share of time in operations over all learners
 LASTING_S = 30.0  # for so long slow, or in such operations; the first seconds of a run do not count
@@ -26,7 +29,7 @@ class Alert:
     """One thing that is wrong.
 
     Attributes:
-        kind: apart, slow, operations, left_out or drifting.
+        kind: silent, apart, slow, operations, left_out or drifting.
         about: the super learner; None: all.
         text: what, where, the value against its bound, the cure.
     """
@@ -50,7 +53,11 @@ class Alerts:
         self._history: deque[tuple[float, float, float]] = deque()  # when, distance, loss
 
     def check(
-        self, now_s: float, reports: Mapping[int, Report], alive: Collection[int]
+        self,
+        now_s: float,
+        reports: Mapping[int, Report],
+        alive: Collection[int],
+        suspect: Mapping[int, float] = MappingProxyType({}),
     ) -> list[Alert]:
         """What is wrong now and was not told before.
 
@@ -58,9 +65,11 @@ class Alerts:
             now_s: a clock that is never set.
             reports: the newest of each super learner that is known.
             alive: super learners that are neither suspect, left nor failed.
+            suspect: those that do not answer, and since when.
         """
         living = {i: report for i, report in reports.items() if i in alive}
         found = [
+            *self._silent(now_s, suspect),
             *self._apart(living),
             *self._slow(now_s, living),
             *self._operations(now_s, living),
@@ -82,6 +91,19 @@ class Alerts:
             else f"super learner {i}"
         )
 
+    def _silent(self, now_s: float, suspect: Mapping[int, float]) -> list[Alert]:
+        return [
+            Alert(
+                "silent",
+                i,
+                f"{self._who(i)} has not answered for {now_s - since:.0f} s (bound: {SILENT_S:.0f} s): it is "
+                "stopped, its host is overloaded, or its link is cut. The others train on without it. Look "
+                "at its processes and at its network.",
+            )
+            for i, since in suspect.items()
+            if now_s - since >= SILENT_S
+        ]
+
     def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
         """It trains, and for 60 s and twice the steps between exchanges there was none."""
         if len(living) < 2:
@@ -91,8 +113,7 @@ class Alerts:
                 "apart",
                 i,
                 f"{self._who(i)} has had no exchange for {r.apart_s:.0f} s and {r.apart_steps} "
-                f"steps (bound: {APART_S:.0f} s): its model drifts from the others. Look at "
-                "its network; SIGUSR1 makes it write its state.",
+                f"steps (bound: {APART_S:.0f} s): its model drifts from the others. {_cause(r)}",
             )
             for i, r in living.items()
             if r.apart_s >= APART_S and r.apart_steps > 2 * max(r.due_steps, 1.0)
@@ -146,9 +167,9 @@ class Alerts:
 
     def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
         """The distance has risen threefold within ten minutes, and the loss has not moved."""
-        distances = [r.distance for r in living.values() if math.isfinite(r.distance)]
+        distances = [r.distance for r in living.values() if can_draw(r.distance)]
         losses = [found[1] for r in living.values() if (found := main_scalar(r))]
-        losses = [loss for loss in losses if math.isfinite(loss)]
+        losses = [loss for loss in losses if can_draw(loss)]
         if not distances or not losses:
             return []
         if not self._history or now_s >= self._history[-1][0] + EVERY_S:
@@ -176,3 +197,18 @@ class Alerts:
                 "HVD_ADPSGD_EXCHANGES_PER_STEP, lower the learning rate, or use gossip_pga.",
             )
         ]
+
+
+def _cause(report: Report) -> str:
+    """Why a super learner has no exchanges, as far as its report tells, and the cure."""
+    if 2 * report.nonfinite_steps >= report.apart_steps:
+        return (
+            f"Its model was not finite after {report.nonfinite_steps} steps, and such a model is not "
+            "averaged: lower its learning rate, clip gradients, or restart it from a checkpoint."
+        )
+    if report.left_out:
+        return (
+            f"{report.left_out} chunks of its model are not finite and are left out: lower its learning "
+            "rate, or clip gradients."
+        )
+    return "Look at its network; SIGUSR1 makes it write its state."

@@ -71,10 +71,10 @@ class Token:
     """What a request must carry.
 
     Args:
-        given: the token, at least 16 characters; None: a random one.
+        given: the token, at least 16 characters of printable ASCII without spaces; None: a random one.
 
     Raises:
-        ConfigError: for a shorter one. The message does not contain it.
+        ConfigError: for another one. The message does not contain it.
     """
 
     def __init__(self, given: str | None = None):
@@ -82,6 +82,11 @@ class Token:
             raise ConfigError(
                 f"no dashboard: HVD_ADPSGD_DASHBOARD_TOKEN has {len(given)} characters, needed are at least "
                 f"{_SHORTEST}. Set a longer one (openssl rand -hex 16), or none for a random one."
+            )
+        if given is not None and not all("!" <= character <= "~" for character in given):
+            raise ConfigError(
+                "no dashboard: HVD_ADPSGD_DASHBOARD_TOKEN has a space or a character that is no printable "
+                "ASCII. Set one of letters and digits (openssl rand -hex 16), or none for a random one."
             )
         self.text = given if given is not None else secrets.token_urlsafe(32)
 
@@ -128,6 +133,17 @@ class Dashboard:
         if self.is_open or self._broken:
             return
         try:
+            self._open()
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """The page does not open again; reports and the record go on."""
+        self._broken = True
+        log.error("the dashboard ends, training continues: %s", error, exc_info=True)
+
+    def _open(self) -> None:
+        try:
             listener = self.address.listener()
         except OSError as error:
             if not self._told:
@@ -142,13 +158,18 @@ class Dashboard:
             return
         self.address = Address(self.address.host, listener.getsockname()[1])
         self._over = threading.Event()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._serve,
             args=(listener, self._over),
             daemon=True,
             name="hvd_adpsgd.dashboard",
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the process may start no more
+            listener.close()
+            raise
+        self._thread = thread
         log.warning(
             "the dashboard of this run is on host %s: %s",
             socket.gethostname(),
@@ -166,8 +187,7 @@ class Dashboard:
                 if not over.is_set():
                     server.run(listener)
         except Exception as error:
-            self._broken = True
-            log.error("the dashboard ends, training continues: %s", error, exc_info=True)
+            self._end(error)
 
     def close(self) -> None:
         """Close the page; bounded, idempotent."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import html
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hvd_adpsgd.watching import svg
-from hvd_adpsgd.watching.record import Event, Run
+from hvd_adpsgd.watching.record import Event, Run, Track
 from hvd_adpsgd.watching.reports import PARTS, Report
 from hvd_adpsgd.watching.svg import Mark, Series
 from hvd_adpsgd.watching.table import Row, rows
 
 __all__ = ["live", "page", "style"]
 
+log = logging.getLogger("hvd_adpsgd")
+
 _BAD = ("failed", "suspect", "alert")
 _SHOWN_EVENTS = 200
 _SHOWN_SCALARS = 12
+_GAP_S = 10.0  # between two reports, at least, and no line is drawn
+_told: set[str] = set()  # of sections that could not be drawn
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --soft: #57606a;
@@ -59,17 +64,17 @@ _PALETTE = ("#2f81f7", "#d4731c", "#2da44e", "#bf3989", "#8250df", "#1b9e9e", "#
 def page(run: Run) -> str:
     """The page of a run."""
     last_s = max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
-    table = rows(run, last_s)
     sections = "".join(_charts(run))
+    head = _drawn("A run", lambda: _head(run, last_s))
+    events = _drawn("Events", lambda: _section("Events", _events(run.events[-_SHOWN_EVENTS:])))
+    title = html.escape(_headline(run))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_headline(run)}</title><style>{style()}</style></head><body>"
-        f"<header><h1>{_headline(run)}</h1><p>{_about(run, last_s)}</p></header>"
-        f'{_section("Super learners", _table(table), "wide")}<div class="grid2">{sections}</div>'
-        f"{_section('Events', _events(run.events))}</body></html>\n"
+        f"<title>{title}</title><style>{style()}</style></head><body><header>{head}</header>"
+        f'{_states(run, last_s)}<div class="grid2">{sections}</div>{events}</body></html>\n'
     )
 
 
@@ -81,11 +86,14 @@ def live(run: Run, now_s: float) -> dict[str, str]:
         now_s: the time (time.time).
     """
     parts = {
-        "head": f"<h1>{_headline(run)}</h1><p>{_about(run, now_s)}</p>",
-        "table": _section("Super learners", _table(rows(run, now_s)), "wide"),
+        "head": _drawn("A run", lambda: _head(run, now_s)),
+        "table": _states(run, now_s),
     }
     parts |= {f"chart{k}": chart for k, chart in enumerate(_charts(run))}
-    return parts | {"events": _section("Events", _events(run.events[::-1]))}
+    events = _drawn(
+        "Events", lambda: _section("Events", _events(run.events[-_SHOWN_EVENTS:][::-1]))
+    )
+    return parts | {"events": events}
 
 
 def style() -> str:
@@ -97,7 +105,28 @@ def style() -> str:
 
 
 def _headline(run: Run) -> str:
-    return html.escape(f"Run of {run.about.get('script') or 'a script'}")
+    return f"Run of {run.about.get('script') or 'a script'}"
+
+
+def _drawn(title: str, draw: Callable[[], str]) -> str:
+    """A section; if it cannot be drawn, one that says so: the others are not affected."""
+    try:
+        return draw()
+    except Exception as error:
+        if title not in _told:
+            log.error("a section of the page cannot be drawn (%s): %s", title, error, exc_info=True)
+        _told.add(title)
+        body = f'<p class="fail">This section cannot be drawn: {type(error).__name__}.</p>'
+        return _section(title, body)
+
+
+def _head(run: Run, last_s: float) -> str:
+    return f"<h1>{html.escape(_headline(run))}</h1><p>{_about(run, last_s)}</p>"
+
+
+def _states(run: Run, now_s: float) -> str:
+    title = "Super learners"
+    return _drawn(title, lambda: _section(title, _table(rows(run, now_s)), "wide"))
 
 
 def _about(run: Run, last_s: float) -> str:
@@ -140,7 +169,7 @@ def _table(found: Sequence[Row]) -> str:
         "loss",
     )
     out = "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"
-    kinds = {"ok": "", "left": "", "SLOW": "warn", "SUSPECT": "warn"}
+    kinds = {"ok": "", "left": "", "SLOW": "warn", "SUSPECT": "warn", "JOINING": "warn"}
     for row in found:
         cells = (
             str(row.super_learner),
@@ -165,7 +194,7 @@ def _events(events: Sequence[Event]) -> str:
     shown = [
         f'<li class="{"fail" if event.what in _BAD else ""}"><time>{_clock(event.time_s)}</time>'
         f"{html.escape(event.what)}: {html.escape(event.text)}</li>"
-        for event in events[-_SHOWN_EVENTS:]
+        for event in events
     ]
     return f"<ul>{''.join(shown)}</ul>" if shown else ""
 
@@ -182,11 +211,24 @@ def _charts(run: Run) -> list[str]:
     out += [
         plots.over_time("steps per second", lambda report: report.steps_per_s),
         plots.over_time("exchanges per second", lambda report: report.exchanges_per_s),
-        _section("Who exchanges with whom", _heat_map(run), note=_told_by(run)),
-        _section("Staleness of corrections", _staleness(run), note=_told_by(run)),
-        _section("Where the time goes, last 10 s", _shares(run)),
     ]
-    return [section for section in out if "<svg" in section]
+    for title, draw in (
+        ("Who exchanges with whom", lambda: _heat_map(run)),
+        ("Staleness of corrections", lambda: _staleness(run)),
+    ):
+        out.append(_chart(title, draw, _told_by(run)))
+    out.append(_chart("Where the time goes, last 10 s", lambda: _shares(run)))
+    return [section for section in out if section]
+
+
+def _chart(title: str, draw: Callable[[], str], note: str = "") -> str:
+    """A section with a picture; "" without one."""
+
+    def section() -> str:
+        body = draw()
+        return _section(title, body, note=note) if "<svg" in body else ""
+
+    return _drawn(title, section)
 
 
 class _Plots:
@@ -211,20 +253,25 @@ class _Plots:
         self, title: str, value: Callable[[Report], float], log: bool = False
     ) -> tuple[str, str]:
         """Over steps, and over time."""
-        series = _series(self._run, lambda report: float(report.step), value)
-        chart = svg.lines(title, series, "step", log=log)
+
+        def draw() -> str:
+            series = _series(self._run, lambda report: float(report.step), value)
+            return svg.lines(title, series, "step", log=log) + self._key
+
         return (
-            _section(f"{title}, over steps", chart + self._key),
+            _chart(f"{title}, over steps", draw),
             self.over_time(f"{title}, over time", value, log),
         )
 
     def over_time(self, title: str, value: Callable[[Report], float], log: bool = False) -> str:
         """With the events as marks."""
-        series = _series(self._run, lambda report: self._time(report.time_s), value)
-        label = f"time ({self._unit})"
-        return _section(
-            title, svg.lines(title, series, label, log=log, marks=self._marks) + self._key
-        )
+
+        def draw() -> str:
+            series = _series(self._run, lambda report: self._time(report.time_s), value)
+            label = f"time ({self._unit})"
+            return svg.lines(title, series, label, log=log, marks=self._marks) + self._key
+
+        return _chart(title, draw)
 
 
 def _unit(seconds: float) -> tuple[str, int]:
@@ -237,9 +284,26 @@ def _unit(seconds: float) -> tuple[str, int]:
 
 def _series(run: Run, x: Callable[[Report], float], y: Callable[[Report], float]) -> list[Series]:
     return [
-        Series(f"super learner {i}", [(x(report), y(report)) for report in track.reports])
+        Series(
+            f"super learner {i}",
+            [[(x(report), y(report)) for report in part] for part in _parts(track)],
+        )
         for i, track in sorted(run.tracks.items())
     ]
+
+
+def _parts(track: Track) -> list[list[Report]]:
+    """The reports without a gap in time, as after a failure, or a step back, as between two runs."""
+    longest_s = max(_GAP_S, 5 * track.every_s)
+    parts: list[list[Report]] = []
+    for report in track.reports:
+        before = parts[-1][-1] if parts else None
+        follows = before and report.step >= before.step
+        if before and follows and report.time_s - before.time_s <= longest_s:
+            parts[-1].append(report)
+        else:
+            parts.append([report])
+    return parts
 
 
 def _scalar(name: str) -> Callable[[Report], float]:

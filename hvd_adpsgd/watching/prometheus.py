@@ -17,7 +17,7 @@ from hvd_adpsgd.watching.table import rows
 
 __all__ = ["exposition"]
 
-_STATES = ("ok", "SLOW", "SUSPECT", "SILENT", "FAILED", "left")
+_STATES = ("ok", "SLOW", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
 class _Number(NamedTuple):

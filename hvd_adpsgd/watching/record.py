@@ -15,21 +15,26 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.watching.reports import Report
+from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
 __all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "read"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 LIMIT_NBYTES = 8 << 20  # of one super learner's file
+_LOOK_S = 30.0  # between two looks whether the file is still there
 _EVENTS = 1000  # kept when a file is thinned, of each kind but reports
+_SAME_S = 5.0  # what several leaders note of a super learner so soon after each other is one event
+_STATES = ("suspect", "alive", "left", "failed", "joined")
+_MOST_SUPER_LEARNERS = 1_000_000
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -60,6 +65,7 @@ class Record:
         self.path = self.folder / f"{super_rank}.jsonl"
         self.every_s = every_s
         self._limit = limit_nbytes
+        self._next_look_s = -math.inf
         self._last: dict[int, float] = {}  # time of the last report, by super_rank
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +104,28 @@ class Record:
             log.warning("record %s ends here, training continues: %s.", self.path, error.strerror)
             self._file = None
 
+    def look(self, now_s: float) -> None:
+        """Now and then look whether the path is still this file; if not, the record ends, with a warning.
+
+        Args:
+            now_s: a clock that is never set.
+        """
+        if self._file is None or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        try:
+            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError:  # of a file system that does not answer: the next write tells
+            return
+        if not is_there:
+            self.close()
+            log.warning(
+                "record %s ends here, training continues: the file has been deleted or moved.",
+                self.path,
+            )
+
     def close(self) -> None:
         """Close the file; idempotent."""
         if self._file is not None:
@@ -106,7 +134,8 @@ class Record:
 
     def _thin(self) -> None:
         """Halve the file: keep every second report, and the newest events."""
-        kept = "".join(line + "\n" for line in thinned(self.path.read_text("utf-8").splitlines()))
+        lines = self.path.read_text("utf-8", errors="replace").split("\n")
+        kept = "".join(line + "\n" for line in thinned(lines))
         handle, new = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.folder)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(kept)
@@ -118,17 +147,17 @@ class Record:
         self.every_s = 2 * self.every_s
 
 
-def thinned(lines: list[str]) -> list[str]:
+def thinned(lines: Sequence[str]) -> list[str]:
     """Every second report of each super learner, the newest one included, and the newest other lines."""
     kept: list[str] = []
-    reports: dict[Any, int] = {}
+    reports: dict[str, int] = {}
     others = 0
     for line in reversed(lines):
         found = _parsed(line)
         if found is None:
             continue
         if found.get("kind") == "report":
-            who = found.get("super_learner")
+            who = str(found.get("super_learner"))
             reports[who] = reports.get(who, 0) + 1
             if reports[who] % 2:
                 kept.append(line)
@@ -159,7 +188,7 @@ class Event:
 
     Attributes:
         time_s: when, by the clock of the host that has written it.
-        what: start, suspect, alive, left, failed, joined, alert, warning.
+        what: start, joining, suspect, alive, left, failed, joined, alert, warning.
         about: the super learner; None: all.
         text: for people.
     """
@@ -196,7 +225,7 @@ class Run:
     Attributes:
         tracks: by super_rank.
         events: of all, oldest first.
-        about: of the start: strategy, script, super_size.
+        about: of the newest start: strategy, script, super_size.
     """
 
     tracks: dict[int, Track] = field(default_factory=dict)
@@ -205,31 +234,42 @@ class Run:
 
 
 def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
-    """The record in a folder.
+    """The record in a folder. Lines that are no part of a record are passed over.
 
     Args:
         folder: of HVD_ADPSGD_RECORD.
         newest: only so many bytes from the end of each file (its first line is read too).
 
     Raises:
-        ConfigError: if there is no record.
+        ConfigError: if there is no record, or it cannot be read.
     """
-    paths = sorted(Path(folder).glob("*.jsonl"), key=lambda p: (len(p.stem), p.stem))
+    reading = _Reading()
+    try:
+        paths = _paths(Path(folder))
+        for writer, path in paths.items():
+            for found in _lines(path, newest):
+                reading.take(writer, found, paths)
+    except OSError as error:
+        raise ConfigError(
+            f"no record in {os.fspath(folder)!r}: it cannot be read ({error.strerror}). Name the folder of a "
+            "record, whose files may be read."
+        ) from error
     if not paths:
         raise ConfigError(
             f"no record in {os.fspath(folder)!r}: there is no file *.jsonl. Start the run with "
             "HVD_ADPSGD_RECORD=FOLDER, and name that folder."
         )
-    run = Run()
-    own = {int(path.stem) for path in paths if path.stem.isdigit()}
-    for path in paths:
-        if path.stem.isdigit():
-            for found in _lines(path, newest):
-                _take(run, int(path.stem), found, own)
-    for track in run.tracks.values():
-        track.reports.sort(key=lambda report: report.time_s)
-    run.events.sort(key=lambda event: event.time_s)
-    return run
+    return reading.run()
+
+
+def _paths(folder: Path) -> dict[int, Path]:
+    """The files of a record by super learner, in order. A pipe named like one would be waited for."""
+    found = {
+        int(path.stem): path
+        for path in folder.glob("*.jsonl")
+        if re.fullmatch(r"0|[1-9]\d{0,5}", path.stem, re.ASCII) and path.is_file()
+    }
+    return dict(sorted(found.items()))
 
 
 def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
@@ -251,46 +291,108 @@ def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
 def _parsed(line: str | bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _take(run: Run, writer: int, found: dict[str, Any], own: set[int]) -> None:
-    """Add a line of a super learner's file; what it heard of another counts where that one has no file."""
-    kind, who = found.get("kind"), found.get("super_learner", writer)
-    try:
-        if kind == "report" and (who == writer or who not in own):
-            _take_report(run.tracks.setdefault(int(who), Track()), found)
-        elif kind == "start":
-            run.about = {**run.about, **found}
-            track = run.tracks.setdefault(writer, Track())
-            track.name = str(found.get("name", ""))
-            track.every_s = float(found.get("every_s", 1.0))
-            run.events.append(
-                Event(float(found["time_s"]), "start", writer, f"super learner {writer} starts")
-            )
-        elif kind == "event":
-            about = found.get("about")
-            run.events.append(
-                Event(
-                    float(found["time_s"]),
-                    str(found["event"]),
-                    None if about is None else int(about),
-                    str(found.get("text", "")),
-                )
-            )
-    except (TypeError, ValueError, KeyError, AttributeError):
-        return  # a line of another version, or of another hand
+class _Reading:
+    """Collects the lines of all files."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, Track] = {}
+        self._events: list[tuple[Event, int]] = []  # and who has written it
+        self._states: set[tuple[float, str, int]] = set()  # in reports of the leader that speaks
+        self._about: tuple[float, dict[str, Any]] = -math.inf, {}  # of the newest start
+        self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # the newest super_size
+
+    def take(self, writer: int, found: Mapping[str, Any], own: Container[int]) -> None:
+        """Add a line of a super learner's file; what it heard of another counts if that one has no file."""
+        kind = found.get("kind")
+        try:
+            time_s = number(found.get("time_s"), 0, LATEST_S)
+            if kind == "report":
+                about = whole(found.get("super_learner", writer), _MOST_SUPER_LEARNERS)
+                if about == writer or about not in own:
+                    self._report(about, found)
+            elif kind == "start":
+                self._start(writer, time_s, found)
+            elif kind == "event":
+                self._event(writer, time_s, found)
+            if "super_size" in found:
+                size = whole(found["super_size"], _MOST_SUPER_LEARNERS)
+                self._size = max(self._size, (time_s, size or _MOST_SUPER_LEARNERS))
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
+            return  # a line of another version, or of another hand
+
+    def _report(self, about: int, found: Mapping[str, Any]) -> None:
+        report = Report.from_dict(found)
+        peers, staleness = _counts(found.get("peers", {})), _counts(found.get("staleness", {}))
+        every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+        for i, (what, since_s) in found.get("states", {}).items():
+            if what in _STATES:
+                since_s = number(since_s, 0, LATEST_S)
+                self._states.add((since_s, what, whole(i, _MOST_SUPER_LEARNERS)))
+        track = self._tracks.setdefault(about, Track())
+        track.reports.append(report)
+        track.peers, track.staleness = peers or track.peers, staleness or track.staleness
+        if "every_s" in found:
+            track.every_s = every_s
+
+    def _start(self, writer: int, time_s: float, found: Mapping[str, Any]) -> None:
+        every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+        track = self._tracks.setdefault(writer, Track())
+        track.name, track.every_s = readable(found.get("name", "")), every_s
+        what, why = "start", ""
+        if found.get("joining"):
+            what, why = "joining", ", in place of one that has failed"
+        text = f"super learner {writer} starts{why}"
+        self._events.append((Event(time_s, what, writer, text), writer))
+        if time_s >= self._about[0]:
+            texts = {key: readable(value) for key, value in found.items()}
+            self._about = time_s, {**self._about[1], **texts}
+
+    def _event(self, writer: int, time_s: float, found: Mapping[str, Any]) -> None:
+        about = found.get("about")
+        about = None if about is None else whole(about, _MOST_SUPER_LEARNERS)
+        what, text = readable(found["event"]), readable(found.get("text", ""))
+        self._events.append((Event(time_s, what, about, text), writer))
+
+    def run(self) -> Run:
+        """All that was read, of the super learners that the newest start has."""
+        tracks = {i: self._tracks[i] for i in sorted(self._tracks) if i < self._size[1]}
+        for track in tracks.values():
+            track.reports.sort(key=lambda report: report.time_s)
+        about = self._about[1]
+        if math.isfinite(self._size[0]):
+            about = {**about, "super_size": self._size[1]}
+        events = _merged(self._events)
+        for time_s, what, i in self._states:
+            if not any(
+                (e.what, e.about) == (what, i) and abs(e.time_s - time_s) < _SAME_S for e in events
+            ):
+                events.append(Event(time_s, what, i, f"super learner {i}: {what}"))
+        events.sort(key=lambda event: event.time_s)
+        return Run(tracks, events, about)
 
 
-def _take_report(track: Track, found: dict[str, Any]) -> None:
-    report = Report.from_dict(found)
-    float(report.time_s), int(report.step)
-    track.reports.append(report)
-    if "peers" in found:
-        track.peers = {int(peer): int(count) for peer, count in found["peers"].items()}
-    if "staleness" in found:
-        track.staleness = {int(age): int(count) for age, count in found["staleness"].items()}
-    if "every_s" in found:
-        track.every_s = float(found["every_s"])
+def _counts(found: Mapping[str, Any]) -> dict[int, int]:
+    return {whole(key, _MOST_SUPER_LEARNERS): whole(count) for key, count in found.items()}
+
+
+def _merged(events: Iterable[tuple[Event, int]]) -> list[Event]:
+    """The events in order; a change of state that several leaders have noted is one event.
+
+    A leader that notes the same once more means another change: a super learner was suspect twice.
+    """
+    kept: list[Event] = []
+    newest: dict[tuple[str, int | None], tuple[float, set[int]]] = {}
+    for event, writer in sorted(events, key=lambda pair: pair[0].time_s):
+        key = event.what, event.about
+        time_s, writers = newest.get(key, (-math.inf, set()))
+        if event.what in _STATES and event.time_s - time_s <= _SAME_S and writer not in writers:
+            writers.add(writer)
+        else:
+            newest[key] = event.time_s, {writer}
+            kept.append(event)
+    return kept

@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["NAME_NBYTES", "PARTS", "REPORT_NBYTES", "Report", "decode", "encode", "main_scalar"]
+__all__ = [
+    "LATEST_S",
+    "NAME_NBYTES",
+    "PARTS",
+    "REPORT_NBYTES",
+    "Report",
+    "decode",
+    "encode",
+    "main_scalar",
+    "number",
+    "readable",
+    "whole",
+]
 
 # shares of the time
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
@@ -19,6 +31,8 @@ _FORM = 1  # first byte; other forms are not read
 _NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBII")
 _SCALAR = struct.Struct("<f")
 _LARGEST = 2**32 - 1
+_LARGEST_COUNT = 2**63 - 1
+LATEST_S = 4e9  # of a time: in the year 2096
 
 
 @dataclass(frozen=True)
@@ -69,19 +83,49 @@ class Report:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Report:
-        """The inverse of to_dict; names that are not known are passed over, None is NaN."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        numbers: dict[str, Any] = {
-            name: math.nan if value is None else value
-            for name, value in found.items()
-            if name in known
-        }
-        scalars = {
-            str(name): math.nan if value is None else float(value)
-            for name, value in (found.get("scalars") or {}).items()
-        }
-        numbers["scalars"] = scalars
-        return cls(**numbers)
+        """The inverse of to_dict; names that are not known are passed over, None is NaN.
+
+        Raises:
+            TypeError, ValueError, OverflowError, AttributeError: for what is no report.
+        """
+        values: dict[str, Any] = {"time_s": number(found.get("time_s"), 0, LATEST_S)}
+        for f in dataclasses.fields(cls):
+            if f.name in found and f.name not in ("time_s", "scalars"):
+                value = found[f.name]
+                values[f.name] = whole(value) if isinstance(f.default, int) else number(value)
+        scalars = (found.get("scalars") or {}).items()
+        values["scalars"] = {readable(name): number(value) for name, value in scalars}
+        return cls(**values)
+
+
+def number(value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """A number of JSON as a float; None is NaN. A bound leaves NaN out as well.
+
+    Raises:
+        TypeError, ValueError, OverflowError: if it is none, or not within the bounds.
+    """
+    found = math.nan if value is None else float(value)
+    is_bounded = math.isfinite(least) or math.isfinite(most)
+    if is_bounded and not least <= found <= most:
+        raise ValueError(f"{found} is not within {least} and {most}")
+    return found
+
+
+def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
+    """A number of JSON, or a key, as an integer from 0 to `most`.
+
+    Raises:
+        TypeError, ValueError, OverflowError: if it is none.
+    """
+    found = int(value)
+    if not 0 <= found <= most:
+        raise ValueError(f"not within 0 and {most}")
+    return found
+
+
+def readable(value: Any) -> str:
+    """A text of JSON as one that any file can hold: lone surrogates are replaced."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def encode(report: Report) -> bytes:

@@ -1,8 +1,10 @@
 """Answers requests for the dashboard: the page, its events, metrics. Needs starlette and uvicorn.
 
 A request needs the token. The page is drawn and escaped here, at most once per pause for all viewers, and
-only while there is one; the pause is so long that drawing takes at most 1 % of a core. Beyond 32 connections
-a request is refused; beyond 64 a connection is closed unread: the training needs the descriptors.
+only while there is one; the pause is so long that drawing takes at most 1 % of a core. Connections beyond 50
+per second are closed unread: the training needs the core. Beyond 32 open ones the oldest without a request is
+closed, or if there is none the new request is refused; beyond 64 a connection is closed unread: the training
+needs the descriptors.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import dataclasses
 import html
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import h11
@@ -40,8 +44,12 @@ __all__ = ["Server", "application"]
 log = logging.getLogger("hvd_adpsgd")
 
 _ANSWERED, _OPEN = 32, 64  # connections
+_PER_S, _BURST = 50.0, 100.0  # connections that are read
+_CLOSED_AT_ONCE = 64  # unread, before the server looks at the others again
 _HEADERS_NBYTES = 16 << 10
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _REQUEST_S = 10.0  # for the headers of a request
+_METRICS_S = 1.0  # between two expositions for Prometheus, at least
 _PAUSE_S, _REST = 1.0, 100  # between two drawings: at least, and in times of what one takes
 _TAIL_NBYTES = 20_000  # of each file of the record
 _HEADERS = {
@@ -64,6 +72,7 @@ _SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <main><div id="table"></div><div id="charts" class="grid2"></div><div id="events"></div></main>
 <noscript><p>This page needs JavaScript.</p></noscript></body></html>
 """
+_STANDSTILL = "<h1>A run</h1><p class='fail'>An error of the library: this page stands still.</p>"
 _STYLE = ".grid2 > div { min-width: 0; } #status { font-size: .85rem; } #status.fail { color: var(--bad); }"
 
 
@@ -96,25 +105,93 @@ class Server:
         )
 
     def run(self, listener: socket.socket) -> None:
-        """Serve until stop()."""
-        self._uvicorn.run([listener])
+        """Serve until stop(); the listener is closed then."""
+        self._uvicorn.run([_Listener(listener)])
 
     def stop(self) -> None:
         self._uvicorn.should_exit = True
 
 
+class Bucket:
+    """Tokens: so many per second, and at most so many at once.
+
+    Args:
+        per_s: tokens per second.
+        most: tokens at the beginning, and at most.
+    """
+
+    def __init__(self, per_s: float, most: float):
+        self._per_s, self._most = per_s, most
+        self._tokens, self._at_s = most, math.inf
+
+    def take(self, now_s: float) -> bool:
+        """Whether there was one.
+
+        Args:
+            now_s: a clock that is never set.
+        """
+        grown = self._tokens + self._per_s * max(0.0, now_s - self._at_s)
+        self._tokens, self._at_s = min(self._most, grown), now_s
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class _Listener(socket.socket):
+    """A listening socket in place of another; connections that are too many per second are closed unread.
+
+    That costs a tenth of a connection that is read and refused.
+    """
+
+    def __init__(self, listener: socket.socket):
+        super().__init__(listener.family, listener.type, listener.proto, listener.detach())
+        self._bucket = Bucket(_PER_S, _BURST)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        for _ in range(_CLOSED_AT_ONCE):
+            connection, address = super().accept()
+            if self._bucket.take(time.monotonic()):
+                return connection, address
+            connection.close()
+        raise BlockingIOError  # others wait; asyncio comes back
+
+
 class _Bounded(H11Protocol):
     """A connection; closed unread if there are too many, and if no request comes."""
 
+    _nbytes = 0  # received before there was a request
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._began_s = self.loop.time()
         if len(self.connections) > _OPEN:
             transport.abort()
-        else:
-            self._late = self.loop.call_later(_REQUEST_S, self._end_without_request)
+            return
+        self._late = self.loop.call_later(_REQUEST_S, self._end_without_request)
+        others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
+        idle = [one for one in others if one.is_idle]
+        if len(others) >= _ANSWERED and idle:  # a viewer's request comes at once
+            oldest = min(idle, key=lambda one: one._began_s)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there was no whole request yet."""
+        return self.conn.their_state is h11.IDLE
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_idle:
+            self._nbytes += len(data)
+            if self._nbytes > _HEADERS_NBYTES:
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+                return
+        super().data_received(data)
 
     def _end_without_request(self) -> None:
-        if self.conn.their_state is h11.IDLE:
+        if self.is_idle:
             self.transport.abort()
 
 
@@ -127,7 +204,7 @@ def application(board: Board, token: Token, record: str | None = None) -> ASGIAp
     shell = _SHELL.replace("TOKEN", html.escape(quote(token.text, safe="")))
 
     async def metrics(_: Request) -> Response:
-        text, kind = await asyncio.to_thread(lambda: exposition(drawing.run(), time.time()))
+        text, kind = await drawing.metrics()
         return Response(text, headers={"content-type": kind})
 
     async def events(_: Request) -> Response:
@@ -187,6 +264,8 @@ class _Drawing:
         self._board, self._record = board, record
         self._parts: dict[str, str] = {}
         self._next_s, self._pause_s = 0.0, _PAUSE_S
+        self._metrics = b"", ""
+        self._metrics_s = -math.inf  # made then
         self._lock = asyncio.Lock()
         self._told = False  # of an error
 
@@ -196,9 +275,12 @@ class _Drawing:
         if self._record is None:
             return run
         try:
-            others = read(self._record, _TAIL_NBYTES).tracks
+            recorded = read(self._record, _TAIL_NBYTES)
         except (ConfigError, OSError):
             return run
+        others = recorded.tracks
+        run.events += [event for event in recorded.events if event.what == "joining"]
+        run.events.sort(key=lambda event: event.time_s)
         for i, track in run.tracks.items():
             other = others.get(i)
             if other and other.reports and other.reports[-1].time_s >= track.reports[0].time_s:
@@ -213,11 +295,20 @@ class _Drawing:
                 self._parts = await asyncio.to_thread(self._draw)
         return self._parts
 
+    async def metrics(self) -> tuple[bytes, str]:
+        """For Prometheus, and their content type; as they were, if that is less than a second ago."""
+        async with self._lock:
+            if time.monotonic() >= self._metrics_s + _METRICS_S:
+                self._metrics = await asyncio.to_thread(lambda: exposition(self.run(), time.time()))
+                self._metrics_s = time.monotonic()
+        return self._metrics
+
     def _draw(self) -> dict[str, str]:
         began, parts = time.thread_time(), self._parts
         try:
             parts = page.live(self.run(), time.time())
-        except Exception as error:  # of our own making: the viewers see the page stand still
+        except Exception as error:
+            parts = {**parts, "head": _STANDSTILL}
             if not self._told:
                 log.error("the dashboard cannot be drawn: %s", error, exc_info=True)
             self._told = True

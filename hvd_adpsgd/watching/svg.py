@@ -8,20 +8,36 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Mark", "Series", "bars", "heat_map", "lines", "number", "shares", "ticks"]
+__all__ = [
+    "Mark",
+    "Series",
+    "bars",
+    "can_draw",
+    "heat_map",
+    "lines",
+    "number",
+    "shares",
+    "ticks",
+]
 
 WIDTH, HEIGHT = 640, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 12, 44  # room for the larger letters of a narrow window
 _POINTS = 4800  # of one chart, over all its lines
+_LARGEST, _LEAST = 1e100, 1e-100  # of values that are drawn; of a span that is not a constant
 COLOURS = 8  # as classes c0, c1, ...; the page's style gives each a colour
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: points (x, y) in the order of x; those that are not finite are left out."""
+    """One line, of parts with a gap between each other.
+
+    Attributes:
+        name: of the line.
+        parts: of points (x, y); those that cannot be drawn are left out.
+    """
 
     name: str
-    points: Sequence[tuple[float, float]]
+    parts: Sequence[Sequence[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,11 @@ class Mark:
     x: float
     text: str
     is_bad: bool
+
+
+def can_draw(value: float) -> bool:
+    """Whether it is finite, and differences and sums of such values are."""
+    return abs(value) <= _LARGEST
 
 
 def number(value: float) -> str:
@@ -65,11 +86,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """The finite points; if there are too many, the mean of each group of neighbours."""
-    finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
-    if len(finite) <= most:
-        return finite
-    groups = [finite[k * len(finite) // most : (k + 1) * len(finite) // most] for k in range(most)]
+    """The points; if there are too many, the mean of each group of neighbours."""
+    n = len(points)
+    if n <= most:
+        return list(points)
+    groups = [points[k * n // most : (k + 1) * n // most] for k in range(most)]
     return [
         (statistics.fmean(x for x, _ in group), statistics.fmean(y for _, y in group))
         for group in groups
@@ -86,11 +107,14 @@ class _Frame:
 
     def __init__(self, xs: tuple[float, float], ys: tuple[float, float], log: bool = False):
         self.log = log and ys[0] > 0
-        self.xs = xs if xs[1] > xs[0] else (xs[0], xs[0] + 1)
+        self.xs = xs
+        if xs[1] - xs[0] <= max(1e-9 * max(map(abs, xs)), _LEAST):
+            self.xs = xs[0], xs[0] + max(1.0, 1e-6 * abs(xs[0]))
         low, high = (math.log10(ys[0]), math.log10(ys[1])) if self.log else ys
         margin = 0.05 * (high - low)
-        if margin <= 1e-7 * max(abs(low), abs(high)):  # a constant, rounded to float32 for some
-            margin = 0.05 * abs(high) or 0.5
+        largest = max(abs(low), abs(high))
+        if margin <= max(1e-7 * largest, _LEAST):  # a constant, rounded to float32 for some
+            margin = 0.05 * largest if largest > _LEAST else 0.5
         self.low, self.high = low - margin, high + margin
 
     def x(self, value: float) -> float:
@@ -137,31 +161,35 @@ def lines(
     log: bool = False,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """A chart of lines; "" if no line has a finite point.
+    """A chart of lines; "" if no line has a point that can be drawn.
 
     Args:
         title: for readers of the picture.
         series: the lines.
         x_label: name and unit of the x axis.
-        log: a logarithmic y axis; points that are not positive are left out.
+        log: a logarithmic y axis; points that are not above 1e-100 are left out.
         marks: moments, as vertical lines.
     """
     most = max(60, _POINTS // max(1, len(series)))
-    kept = [
-        (
-            one.name,
-            _thinned([p for p in one.points if not log or p[1] > 0], most),
-        )
-        for one in series
-    ]
-    every = [point for _, points in kept for point in points]
+    kept = [(one.name, _kept(one, log, most)) for one in series]
+    every = [point for _, parts in kept for part in parts for point in part]
     if not every:
         return ""
     frame = _Frame(_range([x for x, _ in every]), _range([y for _, y in every]), log)
     body = frame.axes(x_label) + "".join(_drawn_mark(frame, mark) for mark in marks)
-    for i, (name, points) in enumerate(kept):
-        body += _drawn_line(frame, i, name, points)
+    for i, (name, parts) in enumerate(kept):
+        body += _drawn_line(frame, i, name, parts)
     return _picture(title, body)
+
+
+def _kept(series: Series, log: bool, most: int) -> list[list[tuple[float, float]]]:
+    """Of each part the points that can be drawn, at most so many in all, but one of each part."""
+    parts = [
+        [(x, y) for x, y in part if can_draw(x) and can_draw(y) and (y > _LEAST or not log)]
+        for part in series.parts
+    ]
+    total = max(1, sum(map(len, parts)))
+    return [_thinned(part, max(1, most * len(part) // total)) for part in parts if part]
 
 
 def _drawn_mark(frame: _Frame, mark: Mark) -> str:
@@ -172,14 +200,18 @@ def _drawn_mark(frame: _Frame, mark: Mark) -> str:
     return f'<path class="mark {kind}" d="{path}"><title>{html.escape(mark.text)}</title></path>'
 
 
-def _drawn_line(frame: _Frame, i: int, name: str, points: Sequence[tuple[float, float]]) -> str:
-    """The i-th line; one point is drawn as a dot."""
-    if not points:
+def _drawn_line(
+    frame: _Frame, i: int, name: str, parts: Sequence[Sequence[tuple[float, float]]]
+) -> str:
+    """The i-th line; a part of one point is drawn as a dot."""
+    if not parts:
         return ""
-    shown = [points[0], points[0]] if len(points) == 1 else points
-    path = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in shown)
+    path = ""
+    for points in parts:
+        shown = [points[0], points[0]] if len(points) == 1 else points
+        path += "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in shown)
     name = html.escape(name)
-    return f'<path class="line c{i % COLOURS}" d="M{path}"><title>{name}</title></path>'
+    return f'<path class="line c{i % COLOURS}" d="{path}"><title>{name}</title></path>'
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -10,12 +10,14 @@ from typing import Any
 
 from hvd_adpsgd.watching.record import Run, Track
 from hvd_adpsgd.watching.reports import Report, main_scalar
+from hvd_adpsgd.watching.svg import can_draw
 
 __all__ = ["Row", "rows", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SILENT_S = 10.0  # without a report, at least
 _STATES = {"suspect": "SUSPECT", "left": "left", "failed": "FAILED"}
+_BEGINNINGS = ("alive", "joining", "joined", "start")
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Row:
     Attributes:
         super_learner: its super_rank.
         host: and leader.
-        state: ok, SLOW, SUSPECT, SILENT, FAILED, left.
-        since_s: for so long, but for ok and SLOW.
+        state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
+        since_s: for so long, but for ok, SLOW and JOINING.
         step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, sent_per_s: see Report.
-        apart_s: since its last exchange.
+        apart_s: since its last exchange, the age of the report included.
         loss, losses: the last value, and those before, oldest first.
         age_s: of the report.
     """
@@ -97,7 +99,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
         distance=last.distance,
         exchanges_per_s=last.exchanges_per_s,
         sent_per_s=last.sent_per_s,
-        apart_s=last.apart_s,
+        apart_s=last.apart_s + max(0.0, now_s - last.time_s),
         loss=found[1] if found else math.nan,
         losses=losses,
         age_s=now_s - last.time_s,
@@ -107,13 +109,13 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
 def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
     """What the last event about it says; without one, what its reports say."""
     last = track.reports[-1]
-    told = [
-        e for e in run.events if e.about == i and e.what in (*_STATES, "alive", "joined", "start")
-    ]
+    told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
     if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:
         return _STATES[told[-1].what], now_s - told[-1].time_s
     if now_s - last.time_s >= _silent_s(track):
         return "SILENT", now_s - last.time_s
+    if told and told[-1].what == "joining":
+        return "JOINING", 0.0
     if last.steps_per_s < 0.5 * median:
         return "SLOW", 0.0
     return "ok", 0.0
@@ -125,12 +127,12 @@ def _silent_s(track: Track) -> float:
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
     """The values as bars, in at most so many characters; each is the mean of its share of them."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if can_draw(value)]
     if not finite:
         return ""
     n = min(width, len(finite))
     parts = [finite[k * len(finite) // n : (k + 1) * len(finite) // n] for k in range(n)]
     means = [statistics.fmean(part) for part in parts]
     low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    span = high - low if high > low else math.inf
+    return "".join(_BARS[round((len(_BARS) - 1) * ((mean - low) / span))] for mean in means)

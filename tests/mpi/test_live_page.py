@@ -57,7 +57,7 @@ def attack(port: int) -> None:
         connection.close()
     wait_for(lambda: page(port, "/")[0] == 200, "the page answers after 200 connections")
     for _ in range(20):
-        assert page(port, "/metrics", "wrong")[0] == 403
+        assert page(port, "/metrics", "wrong")[0] in (0, 403)  # 0: too many per second
         assert page(port, "/" + "x" * (1 << 20))[0] in (0, 400, 414, 431)
 
 

@@ -19,8 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd.watching import dashboard as dashboards
+from hvd_adpsgd.watching import server
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Address, Dashboard, Token
+from hvd_adpsgd.watching.page import live
 from hvd_adpsgd.watching.prometheus import exposition
 from hvd_adpsgd.watching.record import Event, Record
 from hvd_adpsgd.watching.reports import Report
@@ -54,6 +56,14 @@ def filled(n: int = 3, reports: int = 5) -> Board:
     board.tables(0, {1: 7, 2: 5}, {0: 10, 1: 4})
     board.event(Event(1e9 + 2, "failed", 2, f"super learner 2 ({SCRIPT}): failed"))
     return board
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unbounded() -> Iterator[None]:
+    """These tests ask more often than viewers may."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "_BURST", 1e9)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +181,35 @@ def test_a_short_token_is_an_error_that_does_not_tell_it() -> None:
     assert len({Token().text for _ in range(3)}) == 3 and len(Token().text) >= 40
 
 
+@pytest.mark.parametrize(
+    "token",
+    [
+        "a-token-with-\udcff-bytes",
+        "a-token-with-é-in-it",
+        "a token with spaces",
+        "0123456789abcdef\n",
+    ],
+)
+def test_a_token_that_no_address_can_hold_is_an_error(token: str) -> None:
+    with pytest.raises(ConfigError, match="no printable ASCII") as error:
+        Token(token)
+    assert token not in str(error.value)
+
+
+def test_an_error_while_the_page_opens_ends_the_page_alone(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    page = Dashboard(":0", TOKEN, filled())
+    for _ in range(2):
+        page.open()
+    assert not page.is_open and [r.levelname for r in caplog.records] == ["ERROR"]
+    page.close()
+
+
 def test_the_address_is_told_once(caplog: Any) -> None:
     page = Dashboard(":0", None, filled())
     page.open()
@@ -265,24 +304,57 @@ def test_huge_headers_and_other_bytes_are_refused(
     assert not caplog.records, "what strangers send is not for the log of the job"
 
 
-def test_200_connections_take_no_more_than_64_descriptors(own: Dashboard) -> None:
+def test_200_idle_connections_take_no_descriptors_and_keep_no_viewer_out(own: Dashboard) -> None:
     assert get(own, "/")[0] == 200
     before = descriptors()
-    open_ones = []
+    idle = []
     try:
         for _ in range(200):
-            open_ones.append(socket.create_connection(("127.0.0.1", own.address.port), 30))
-        refused = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=30)
-        with pytest.raises(OSError):  # closed unread: all that were before it have been accepted
-            refused.request("GET", f"/?token={TOKEN}")
-            refused.getresponse()
-        refused.close()
-        assert descriptors() - before - len(open_ones) <= 64
+            idle.append(socket.create_connection(("127.0.0.1", own.address.port), 30))
+        assert get(own, "/")[0] == 200, "all that were before it have been accepted"
+        assert descriptors() - before - len(idle) <= 64
     finally:
-        for connection in open_ones:
+        for connection in idle:
             connection.close()
-    wait_for(lambda: get(own, "/")[0] == 200, "it answers again")
     wait_for(lambda: descriptors() <= before + 1, "every descriptor is given back")
+
+
+def test_connections_that_are_too_many_per_second_are_closed_unread(
+    monkeypatch: pytest.MonkeyPatch, own: Dashboard
+) -> None:
+    monkeypatch.setattr(server, "_PER_S", 0.0)
+    monkeypatch.setattr(server, "_BURST", 3.0)
+    page = Dashboard(":0", TOKEN, filled())
+    page.open()
+    assert [get(page, "/", "wrong")[0] for _ in range(3)] == [403] * 3
+    for _ in range(100):
+        with pytest.raises(OSError):
+            get(page, "/")
+    page.close()
+    assert get(own, "/")[0] == 200
+
+
+def test_a_bucket_fills_as_time_passes() -> None:
+    bucket = server.Bucket(50.0, 100.0)
+    assert [bucket.take(7.0) for _ in range(101)] == [True] * 100 + [False]
+    assert [bucket.take(7.125) for _ in range(7)] == [True] * 6 + [False]
+    assert [bucket.take(1000.0) for _ in range(101)] == [True] * 100 + [False]
+
+
+@pytest.mark.parametrize("nbytes", [15_000, 17_000])
+def test_headers_in_one_write_are_bounded_too(served: Dashboard, nbytes: int) -> None:
+    start = f"GET /?token={TOKEN} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode()
+    answer = raw(served, start + b"X: yyyy\r\n" * (nbytes // 9) + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200" if nbytes < 16_384 else b"HTTP/1.1 431"), answer[:100]
+
+
+def test_metrics_are_made_once_for_many(monkeypatch: pytest.MonkeyPatch, own: Dashboard) -> None:
+    made = []
+    monkeypatch.setattr(server, "_METRICS_S", 1e9)
+    monkeypatch.setattr(server, "exposition", lambda *_: made.append(1) or (b"a 1\n", "text/plain"))
+    for _ in range(3):
+        assert get(own, "/metrics")[2] == "a 1\n"
+    assert len(made) == 1
 
 
 def descriptors() -> int:
@@ -335,6 +407,31 @@ def test_the_first_event_has_every_part(served: Dashboard) -> None:
         "Events",
     ):
         assert title in text, title
+
+
+def test_the_newest_events_are_shown_newest_first() -> None:
+    board = filled(1)
+    for k in range(300):
+        board.event(Event(1e9 + 10 + k, "alert", None, f"number {k}."))
+    events = live(board.run(), 1e9)["events"]
+    assert events.index("number 299.") < events.index("number 150.") and "number 1." not in events
+
+
+def test_a_section_that_cannot_be_drawn_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    from hvd_adpsgd.watching import page as pages
+
+    monkeypatch.setattr(pages, "_told", set())
+    monkeypatch.setattr(pages.svg, "heat_map", lambda *_: 1 / 0)
+    monkeypatch.setattr(pages, "rows", lambda *_: [].pop())
+    for _ in range(2):
+        parts = live(filled().run(), 1e9)
+    texts = [text for text in parts.values() if "cannot be drawn" in text]
+    assert len(texts) == 2 and "ZeroDivisionError" in texts[1] and "IndexError" in parts["table"]
+    for title in ("loss, over steps", "Staleness of corrections", "Events"):
+        assert title in "".join(parts.values())
+    assert len(caplog.records) == 2, "each is logged once"
 
 
 def test_later_events_have_what_has_changed(own: Dashboard) -> None:
@@ -397,7 +494,8 @@ def test_warnings_and_states_are_events() -> None:
     board = Board(["a", "b"], {})
     watcher: Any = watching.Watcher.__new__(watching.Watcher)
     watcher._board, watcher._record = board, None
-    watcher._states = [PeerState.ALIVE, PeerState.ALIVE]
+    watcher._states, watcher._suspect = [PeerState.ALIVE, PeerState.ALIVE], {}
+    watcher._ill = {}
     handler = watching._Warnings(board, 0)
     watching.logger.addHandler(handler)
     try:
@@ -407,7 +505,7 @@ def test_warnings_and_states_are_events() -> None:
         watching.logger.removeHandler(handler)
     for state in (PeerState.SUSPECT, PeerState.ALIVE, PeerState.FAILED, PeerState.ALIVE):
         membership = SimpleNamespace(states=[PeerState.ALIVE, state], names=["a", "b"])
-        watcher._note_states(SimpleNamespace(membership=membership))
+        watcher._note_states(SimpleNamespace(membership=membership), 0.0)
     assert [(event.what, event.about) for event in board.run().events] == [
         ("warning", 0),
         ("alert", 1),
@@ -535,12 +633,13 @@ def test_in_a_browser(own: Dashboard, tmp_path: Path, width: int, scheme: str, p
 def test_a_stopped_drawing_is_told_once(
     own: Dashboard, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from hvd_adpsgd.watching import page, server
+    from hvd_adpsgd.watching import page
 
     monkeypatch.setattr(page, "live", lambda run, now_s: 1 / 0)
     monkeypatch.setattr(server, "_PAUSE_S", 0.0)
     monkeypatch.setattr(server, "_REST", 0)
     caplog.set_level(logging.ERROR)
     for _ in range(2):
-        assert first_event(own) == {"order": [], "parts": {}}
+        event = first_event(own)
+        assert event["order"] == ["head"] and "stands still" in event["parts"]["head"]
     assert len([r for r in caplog.records if "cannot be drawn" in r.getMessage()]) == 1

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -190,6 +192,38 @@ def test_one_without_an_exchange_for_a_minute() -> None:
     assert told(100, lambda s: {1: apart(s)[1]}) == [], "it is the only one"
 
 
+def test_one_that_does_not_answer_is_told_once_after_a_minute() -> None:
+    alerts = Alerts(["a", "b", "c"])
+    found = [
+        (second, alert.kind, alert.about, alert.text)
+        for second in range(100, 300)
+        for alert in alerts.check(float(second), {0: FINE}, {0, 1}, {2: 105.0})
+    ]
+    ((second, kind, about, text),) = found
+    assert (second, kind, about) == (165, "silent", 2)
+    assert "super learner 2 (c) has not answered for 60 s (bound: 60 s)" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "chunks", "cause"),
+    [
+        (750, 0, "not finite after 750 steps"),
+        (0, 3, "3 chunks of its model are not finite"),
+        (5, 0, "its network"),
+    ],
+)
+def test_why_there_is_no_exchange(steps: int, chunks: int, cause: str) -> None:
+    bad = replace(FINE, apart_s=75.0, apart_steps=812, nonfinite_steps=steps, left_out=chunks)
+    found = Alerts(["a", "b"]).check(0.0, {0: FINE, 1: bad}, {0, 1})
+    (text,) = [alert.text for alert in found if alert.kind == "apart"]
+    assert cause in text and ("network" in cause or "network" not in text)
+
+
+def test_huge_losses_do_not_end_the_alerts() -> None:
+    huge = replace(FINE, scalars={"loss": sys.float_info.max})
+    assert told(300, lambda s: dict.fromkeys(range(3), huge)) == []
+
+
 def test_what_is_over_may_be_told_again() -> None:
     bad = replace(FINE, global_operations=0.7)
     found = told(1000, lambda s: {0: bad if s < 40 or s > 600 else FINE, 1: FINE})
@@ -246,7 +280,7 @@ def recorded(folder: Path, n: int = 2, seconds: int = 30, **how: Any) -> None:
         )
         for s in range(seconds if i < n - 1 else seconds // 2):
             report = replace(FINE, time_s=float(s), step=10 * s, scalars={"loss": 1 / (s + 1)})
-            record.report(i, report, peers={str(1 - i): s}, staleness={"1": 5 * s})
+            record.report(i, report, peers={str((i + 1) % n): s}, staleness={"1": 5 * s})
         record.close()
     record = Record(folder, 0)
     record.write(
@@ -312,6 +346,86 @@ def test_reports_of_others_count_where_they_have_no_file(tmp_path: Path) -> None
     own.report(1, replace(FINE, time_s=1.0, step=8))
     own.close()
     assert [report.step for report in read(tmp_path).tracks[1].reports] == [8]
+
+
+def test_a_deleted_record_ends_with_one_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    record = Record(folder, 0)
+    record.look(0.0)
+    record.report(0, replace(FINE, time_s=1.0))
+    record.look(100.0)
+    assert not caplog.records
+    shutil.rmtree(folder)
+    record.look(101.0)
+    assert not caplog.records, "it looks each 30 s"
+    for now_s in (200.0, 300.0):
+        record.look(now_s)
+        record.report(0, replace(FINE, time_s=now_s))
+    assert [line.getMessage() for line in caplog.records] == [
+        f"record {folder / '0.jsonl'} ends here, training continues: the file has been deleted or moved."
+    ]
+
+
+def noted(folder: Path, writer: int, *changes: tuple[float, str]) -> None:
+    """Events about super learner 2 in the file of a leader."""
+    record = Record(folder, writer)
+    for time_s, what in changes:
+        record.write("event", time_s=time_s, event=what, about=2, text=what)
+    record.close()
+
+
+def test_what_several_leaders_note_is_one_event(tmp_path: Path) -> None:
+    noted(tmp_path, 0, (10.0, "suspect"), (11.0, "alive"), (12.0, "suspect"), (50.0, "failed"))
+    noted(tmp_path, 1, (10.2, "suspect"), (11.1, "alive"), (12.1, "suspect"), (52.0, "failed"))
+    noted(tmp_path, 3, (10.3, "suspect"), (11.2, "alive"), (11.9, "suspect"), (58.0, "failed"))
+    assert [(event.time_s, event.what) for event in read(tmp_path).events] == [
+        (10.0, "suspect"),
+        (11.0, "alive"),
+        (11.9, "suspect"),
+        (50.0, "failed"),
+        (58.0, "failed"),
+    ]
+
+
+@pytest.mark.parametrize("newest", [None, 1000])
+def test_super_learners_of_an_earlier_larger_run_are_dropped(
+    tmp_path: Path, newest: int | None
+) -> None:
+    for size, began_s in ((4, 0.0), (2, 1000.0)):
+        for i in range(size):
+            record = Record(tmp_path, i)
+            record.write(
+                "start", time_s=began_s, super_learner=i, super_size=size, averaging=str(size)
+            )
+            for s in range(20):
+                record.report(i, replace(FINE, time_s=began_s + s), super_size=size)
+            record.close()
+    run = read(tmp_path, newest)
+    assert list(run.tracks) == [0, 1] and run.about["super_size"] == 2
+    assert [row.super_learner for row in rows(run, 1020.0)] == [0, 1]
+    assert newest or run.about["averaging"] == "2", "of the newest start, not of the last file"
+
+
+def test_a_super_learner_that_is_replaced_is_joining(tmp_path: Path) -> None:
+    record = Record(tmp_path, 1)
+    record.write("event", time_s=5.0, event="failed", about=1, text="")
+    record.write("start", time_s=10.0, joining=True, name="b")
+    for s in range(20):
+        record.report(1, replace(FINE, time_s=10.0 + s))
+    assert [row.state for row in rows(read(tmp_path), 30.0)] == ["JOINING"]
+    assert [row.state for row in rows(read(tmp_path), 60.0)] == ["SILENT"]
+    record.write("event", time_s=29.0, event="joined", about=1, text="")
+    assert [row.state for row in rows(read(tmp_path), 30.0)] == ["ok"]
+    record.close()
+
+
+def test_the_age_of_a_report_counts_as_time_without_an_exchange(tmp_path: Path) -> None:
+    record = Record(tmp_path, 0)
+    record.report(0, replace(FINE, time_s=10.0, apart_s=2.0))
+    record.close()
+    assert rows(read(tmp_path), 50.0)[0].apart_s == 42.0
 
 
 def test_a_full_disk_ends_the_record_not_the_training(
@@ -401,6 +515,28 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
     policy = next(a for tag, a in found if tag == "meta" and "http-equiv" in a)["content"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     assert "nan" not in " ".join(str(a.get("d")) for _, a in found)
+
+
+@pytest.mark.parametrize(("every_s", "parts"), [(1.0, 2), (100.0, 1)])
+def test_lines_have_gaps_where_nothing_is_known(tmp_path: Path, every_s: float, parts: int) -> None:
+    record = Record(tmp_path, 0)
+    record.write("start", time_s=0.0, every_s=every_s)
+    for time_s in (1, 2, 9, 200, 201, 202):
+        record.report(0, replace(FINE, time_s=float(time_s), step=time_s, scalars={"loss": 1.0}))
+    record.close()
+    found = elements(page(read(tmp_path)))
+    drawn = [str(a["d"]) for tag, a in found if tag == "path" and "line" in str(a["class"])]
+    assert len(drawn) >= 4 and {path.count("M") for path in drawn} == {parts}
+
+
+def test_a_line_does_not_go_back_to_the_steps_of_a_new_run(tmp_path: Path) -> None:
+    record = Record(tmp_path, 0)
+    for time_s, step in ((1, 100), (2, 200), (4, 0), (5, 100)):
+        record.report(0, replace(FINE, time_s=float(time_s), step=step))
+    record.close()
+    found = elements(page(read(tmp_path)))
+    drawn = [str(a["d"]) for tag, a in found if tag == "path" and "line" in str(a["class"])]
+    assert {path.count("M") for path in drawn} == {2}
 
 
 def test_a_script_in_any_name_is_text(tmp_path: Path) -> None:

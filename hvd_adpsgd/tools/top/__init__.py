@@ -44,6 +44,7 @@ _STYLES = {
     "SLOW": "yellow",
     "SUSPECT": "yellow",
     "SILENT": "red",
+    "JOINING": "cyan",
     "FAILED": "bold red",
 }
 

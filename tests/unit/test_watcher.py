@@ -1,0 +1,107 @@
+"""Which leader warns, opens the page and sends for all: the first one that lives, answers and has joined."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.torch import watching
+from hvd_adpsgd.watching.board import Board
+from hvd_adpsgd.watching.record import Record, read
+from hvd_adpsgd.watching.reports import Report
+
+ALIVE, SUSPECT, LEFT, FAILED = PeerState.ALIVE, PeerState.SUSPECT, PeerState.LEFT, PeerState.FAILED
+
+
+def world(own: int, *states: PeerState, joining: bool = False) -> Any:
+    names = [f"host{i}" for i in range(len(states))]
+    return SimpleNamespace(
+        super_rank=own,
+        membership=SimpleNamespace(states=list(states), names=names, own=own, own_failed=False),
+        collectives=SimpleNamespace(joining=joining),
+    )
+
+
+def watcher(of: Any) -> Any:
+    """Without a thread and without files; its events are on a board."""
+    made: Any = watching.Watcher.__new__(watching.Watcher)
+    made._membership, made._joining = of.membership, of.collectives.joining
+    made._board, made._record = Board(of.membership.names, {}), None
+    made._states, made._suspect = [ALIVE] * len(of.membership.states), {}
+    made._ill, made._recorded = {}, {}
+    return made
+
+
+def speaks_at(own: int, *states: PeerState) -> list[int]:
+    """The seconds at which this leader speaks, of 0 to 30; from second 10 on the states are these."""
+    well = world(own, *([ALIVE] * len(states)))
+    ill = world(own, *states)
+    made = watcher(well)
+    found = []
+    for second in range(30):
+        now = ill if second >= 10 else well
+        made._note_states(now, float(second))
+        if made._speaks(now, float(second)):
+            found.append(second)
+    return found
+
+
+def test_leaders_that_do_not_answer_are_passed_over_after_10_s() -> None:
+    assert speaks_at(1, SUSPECT, ALIVE) == list(range(21, 30))
+    assert speaks_at(2, SUSPECT, SUSPECT, ALIVE) == list(range(21, 30))
+    assert speaks_at(2, SUSPECT, ALIVE, ALIVE) == [], "the second one speaks"
+    assert speaks_at(2, LEFT, FAILED, ALIVE) == list(range(10, 30)), "at once"
+    assert speaks_at(0, ALIVE, SUSPECT) == list(range(30))
+
+
+def test_a_leader_that_answers_again_speaks_again() -> None:
+    ill, well = world(1, SUSPECT, ALIVE), world(1, ALIVE, ALIVE)
+    made = watcher(well)
+    for now, second, speaks in (
+        (ill, 0, False),
+        (ill, 15, True),
+        (well, 16, False),
+        (ill, 17, False),
+    ):
+        made._note_states(now, float(second))
+        assert made._speaks(now, float(second)) is speaks, second
+
+
+def test_what_happened_long_ago_is_still_known_at_the_end_of_a_file(tmp_path: Path) -> None:
+    """Also to who reads only the end of it, as top does."""
+    now = world(0, ALIVE, FAILED, SUSPECT)
+    now.super_size = 3
+    made = watcher(now)
+    made._record = Record(tmp_path, 0)
+    for i in (1, 2):
+        made._record.report(i, Report(time_s=time.time()))
+    made._note_states(now, 0.0)
+    for k in range(100):
+        reports = {0: Report(time_s=time.time() + k, step=k)}
+        made._write(now, reports, None, last=True, speaks=True)
+    made._record.close()
+    for newest in (None, 2000):
+        run = read(tmp_path, newest)
+        assert [(e.what, e.about) for e in run.events] == [("failed", 1), ("suspect", 2)], newest
+    assert len((tmp_path / "0.jsonl").read_text()) > 20_000, "more than is read"
+
+
+def test_a_replacement_is_silent_until_it_has_joined() -> None:
+    now = world(0, ALIVE, ALIVE, joining=True)
+    made = watcher(now)
+    made._note_joined(now)
+    assert not made._speaks(now, 0.0)
+    made._note_end()
+    now.collectives.joining = False
+    made._note_joined(now)
+    made._note_joined(now)
+    assert made._speaks(now, 0.0)
+    made._note_end()
+    assert [(event.what, event.about) for event in made._board.run().events] == [
+        ("failed", 0),  # it ended before it joined
+        ("joined", 0),
+        ("left", 0),
+    ]
