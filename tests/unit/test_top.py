@@ -108,7 +108,7 @@ def test_a_time_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with open(tmp_path / "0.jsonl", "a") as file:
         file.write(line[:-1] + ', "time_s": 1e400}\n')
     assert top.main(["--once", str(tmp_path)]) == 0
-    assert "--:--:-- alert: x" in capsys.readouterr().out
+    assert "alert: x" not in capsys.readouterr().out, "the line is passed over"
 
 
 @pytest.mark.parametrize("every", ["nan", "inf", "-1", "0"])

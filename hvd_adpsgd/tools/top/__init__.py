@@ -205,10 +205,7 @@ def _drawn(run: Run, order: _Order, width: int) -> Group:
 
 
 def _clock(time_s: float) -> str:
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(time_s))
-    except (ValueError, OverflowError, OSError):  # no time of this world
-        return "--:--:--"
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
