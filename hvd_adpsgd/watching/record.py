@@ -25,7 +25,7 @@ from typing import IO, Any
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
-__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "read"]
+__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines", "read"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -94,9 +94,8 @@ class Record:
         """Add a line. If the file system refuses, the record ends there, with a warning."""
         if self._file is None:
             return
-        line = json.dumps({"kind": kind, **_plain(fields)}, separators=(",", ":"), allow_nan=False)
         try:
-            self._file.write(line + "\n")
+            self._file.write(_line(kind, fields) + "\n")
             self._file.flush()
             if self._file.tell() > self._limit:
                 self._thin()
@@ -166,6 +165,10 @@ def thinned(lines: Sequence[str]) -> list[str]:
             if others <= _EVENTS or found.get("kind") == "start":
                 kept.append(line)
     return kept[::-1]
+
+
+def _line(kind: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps({"kind": kind, **_plain(fields)}, separators=(",", ":"), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
@@ -259,6 +262,36 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
             f"no record in {os.fspath(folder)!r}: there is no file *.jsonl. Start the run with "
             "HVD_ADPSGD_RECORD=FOLDER, and name that folder."
         )
+    return reading.run()
+
+
+def lines(run: Run, newest: int) -> Iterator[str]:
+    """A run as lines that `of_lines` reads.
+
+    Args:
+        run: any.
+        newest: so many reports of each super learner.
+    """
+    about = {**_plain(run.about), "joining": False}
+    for i, track in run.tracks.items():
+        own = {"super_learner": i, "name": track.name, "every_s": track.every_s}
+        began_s = track.reports[0].time_s if track.reports else 0.0
+        yield _line("start", {**about, **own, "time_s": began_s})
+        for report in track.reports[-newest:]:
+            yield _line("report", {**report.to_dict(), "super_learner": i})
+    for event in run.events:
+        if event.what != "start":
+            told = {"event": event.what, "about": event.about, "text": event.text}
+            yield _line("event", {**told, "time_s": event.time_s})
+
+
+def of_lines(text: Iterable[str | bytes]) -> Run:
+    """The run in such lines. Those that are none are passed over."""
+    reading = _Reading()
+    for found in filter(None, map(_parsed, text)):
+        writer = found.get("super_learner", 0)
+        if isinstance(writer, int) and 0 <= writer <= _MOST_SUPER_LEARNERS:
+            reading.take(writer, found, ())
     return reading.run()
 
 

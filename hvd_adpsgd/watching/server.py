@@ -17,7 +17,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +37,7 @@ from hvd_adpsgd.watching import page
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Token
 from hvd_adpsgd.watching.prometheus import exposition
-from hvd_adpsgd.watching.record import Run, read
+from hvd_adpsgd.watching.record import Run, lines, read
 
 __all__ = ["Server", "application"]
 
@@ -49,7 +49,8 @@ _CLOSED_AT_ONCE = 64  # unread, before the server looks at the others again
 _HEADERS_NBYTES = 16 << 10
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _REQUEST_S = 10.0  # for the headers of a request
-_METRICS_S = 1.0  # between two expositions for Prometheus, at least
+_AGAIN_S = 1.0  # between two answers of /metrics that are made anew, at least; of /record too
+_NEWEST = 200  # reports of each super learner in /record
 _PAUSE_S, _REST = 1.0, 100  # between two drawings: at least, and in times of what one takes
 _TAIL_NBYTES = 20_000  # of each file of the record
 _HEADERS = {
@@ -207,6 +208,10 @@ def application(board: Board, token: Token, record: str | None = None) -> ASGIAp
         text, kind = await drawing.metrics()
         return Response(text, headers={"content-type": kind})
 
+    async def newest(_: Request) -> Response:
+        text, kind = await drawing.newest()
+        return Response(text, headers={"content-type": kind})
+
     async def events(_: Request) -> Response:
         return StreamingResponse(drawing.stream(), media_type="text/event-stream")
 
@@ -223,6 +228,7 @@ def application(board: Board, token: Token, record: str | None = None) -> ASGIAp
         fixed("/grafana.json", grafana, "application/json"),
         Route("/events", events),
         Route("/metrics", metrics),
+        Route("/record", newest),
     ]
     return _Guard(Starlette(routes=routes), token)
 
@@ -264,8 +270,7 @@ class _Drawing:
         self._board, self._record = board, record
         self._parts: dict[str, str] = {}
         self._next_s, self._pause_s = 0.0, _PAUSE_S
-        self._metrics = b"", ""
-        self._metrics_s = -math.inf  # made then
+        self._made: dict[str, tuple[float, tuple[bytes, str]]] = {}  # when, and what
         self._lock = asyncio.Lock()
         self._told = False  # of an error
 
@@ -296,12 +301,25 @@ class _Drawing:
         return self._parts
 
     async def metrics(self) -> tuple[bytes, str]:
-        """For Prometheus, and their content type; as they were, if that is less than a second ago."""
+        """For Prometheus, and their content type."""
+        return await self._lately("metrics", lambda: exposition(self.run(), time.time()))
+
+    async def newest(self) -> tuple[bytes, str]:
+        """The newest reports and the events as lines of a record, and their content type."""
+        return await self._lately("record", self._lines)
+
+    def _lines(self) -> tuple[bytes, str]:
+        text = "".join(line + "\n" for line in lines(self.run(), _NEWEST))
+        return text.encode(), "application/x-ndjson"
+
+    async def _lately(self, name: str, make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+        """What is made; what was made, if that is less than a second ago."""
         async with self._lock:
-            if time.monotonic() >= self._metrics_s + _METRICS_S:
-                self._metrics = await asyncio.to_thread(lambda: exposition(self.run(), time.time()))
-                self._metrics_s = time.monotonic()
-        return self._metrics
+            made_s, found = self._made.get(name, (-math.inf, (b"", "")))
+            if time.monotonic() >= made_s + _AGAIN_S:
+                found = await asyncio.to_thread(make)
+                self._made[name] = time.monotonic(), found
+        return found
 
     def _draw(self) -> dict[str, str]:
         began, parts = time.thread_time(), self._parts

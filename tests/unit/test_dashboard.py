@@ -18,13 +18,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
+from hvd_adpsgd.tools import top
 from hvd_adpsgd.watching import dashboard as dashboards
 from hvd_adpsgd.watching import server
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Address, Dashboard, Token
 from hvd_adpsgd.watching.page import live
 from hvd_adpsgd.watching.prometheus import exposition
-from hvd_adpsgd.watching.record import Event, Record
+from hvd_adpsgd.watching.record import Event, Record, of_lines
 from hvd_adpsgd.watching.reports import Report
 from tests.browser import browser
 from tests.launcher import wait_for
@@ -221,7 +222,16 @@ def test_the_address_is_told_once(caplog: Any) -> None:
 
 # ---- who may read it -----------------------------------------------------------------------------
 
-PATHS = ("/", "/events", "/metrics", "/dashboard.js", "/style.css", "/grafana.json", "/nothing")
+PATHS = (
+    "/",
+    "/events",
+    "/metrics",
+    "/record",
+    "/dashboard.js",
+    "/style.css",
+    "/grafana.json",
+    "/nothing",
+)
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "%FF%00", "é"])
@@ -350,7 +360,7 @@ def test_headers_in_one_write_are_bounded_too(served: Dashboard, nbytes: int) ->
 
 def test_metrics_are_made_once_for_many(monkeypatch: pytest.MonkeyPatch, own: Dashboard) -> None:
     made = []
-    monkeypatch.setattr(server, "_METRICS_S", 1e9)
+    monkeypatch.setattr(server, "_AGAIN_S", 1e9)
     monkeypatch.setattr(server, "exposition", lambda *_: made.append(1) or (b"a 1\n", "text/plain"))
     for _ in range(3):
         assert get(own, "/metrics")[2] == "a 1\n"
@@ -643,3 +653,43 @@ def test_a_stopped_drawing_is_told_once(
         event = first_event(own)
         assert event["order"] == ["head"] and "stands still" in event["parts"]["head"]
     assert len([r for r in caplog.records if "cannot be drawn" in r.getMessage()]) == 1
+
+
+# ---- top, from another host ----------------------------------------------------------------------
+
+
+def test_the_page_answers_its_run_as_lines_of_a_record(served: Dashboard) -> None:
+    status, _, text = get(served, "/record")
+    run, known = of_lines(text.splitlines()), filled().run()
+    assert status == 200 and set(run.tracks) == set(known.tracks)
+    for i, track in run.tracks.items():
+        assert track.name == known.tracks[i].name
+        assert track.reports == known.tracks[i].reports
+    told = {(event.time_s, event.what, event.about) for event in known.events}
+    assert (1e9 + 2, "failed", 2) in told
+    assert {(event.time_s, event.what, event.about) for event in run.events} == told
+
+
+def test_top_shows_a_run_from_its_page(
+    served: Dashboard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert top.main(["--json", served.address.url(TOKEN)]) == 0
+    found = json.loads(capsys.readouterr().out)["super_learners"]
+    assert [row["super_learner"] for row in found] == sorted(filled().run().tracks)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:{port}/?token=wrong", "it answers 403"),
+        ("http://127.0.0.1:1/?token=x", "refused"),
+        ("http://", "no run at"),
+        ("http://127.0.0.1:port/", "no run at"),
+    ],
+)
+def test_top_without_a_page(
+    served: Dashboard, capsys: pytest.CaptureFixture[str], url: str, why: str
+) -> None:
+    assert top.main(["--json", url.replace("{port}", str(served.address.port))]) == 2
+    told = capsys.readouterr().err
+    assert why in told and "Traceback" not in told and "wrong" not in told

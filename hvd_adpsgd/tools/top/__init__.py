@@ -1,6 +1,7 @@
-"""A table of a run in the terminal, from its record: a row per super learner.
+"""A table of a run in the terminal, from its record or its live page: a row per super learner.
 
 python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: of HVD_ADPSGD_RECORD
+python -m hvd_adpsgd top URL               of the live page (HVD_ADPSGD_DASHBOARD), with its token
 python -m hvd_adpsgd top --once [--json]   one table, or JSON for other programs
 
 Keys: q ends it, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
 from hvd_adpsgd.tools.terminal import keys, printable
-from hvd_adpsgd.watching.record import Run, read
+from hvd_adpsgd.tools.top.remote import fetched
+from hvd_adpsgd.watching.record import Run, of_lines, read
 from hvd_adpsgd.watching.table import Row, rows, sparkline
 
 if TYPE_CHECKING:
@@ -80,11 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--every {args.every:g} s between two tables: allowed are {_EVERY_S[0]:g} to "
                 f"{_EVERY_S[1]:g}. Pass seconds in that range."
             )
-        folder = _folder(args.folder)
+        where = _where(args.where)
         if args.json:
-            print(json.dumps(_as_json(read(folder, _TAIL_NBYTES), time.time())), flush=True)
+            print(json.dumps(_as_json(_run(where), time.time())), flush=True)
         else:
-            _show(folder, args)
+            _show(where, args)
     except AdpsgdError as error:
         print(f"top: {error}", file=sys.stderr)
         return 2
@@ -102,7 +104,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", nargs="?", help="the record (default: $HVD_ADPSGD_RECORD)")
+    parser.add_argument(
+        "where",
+        nargs="?",
+        metavar="FOLDER or URL",
+        help="the record (default: $HVD_ADPSGD_RECORD), or the live page",
+    )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--json", action="store_true", help="print JSON once and exit")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="default: 1 s")
@@ -110,14 +117,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder(given: str | None) -> str:
-    folder = given or os.environ.get("HVD_ADPSGD_RECORD", "")
-    if not folder:
+def _where(given: str | None) -> str:
+    where = given or os.environ.get("HVD_ADPSGD_RECORD", "")
+    if not where:
         raise ConfigError(
             "no folder: neither an argument nor HVD_ADPSGD_RECORD names one. Start the run with "
-            "HVD_ADPSGD_RECORD=FOLDER, and pass that folder."
+            "HVD_ADPSGD_RECORD=FOLDER, and pass that folder, or the URL of its live page."
         )
-    return folder
+    return where
+
+
+def _run(where: str) -> Run:
+    if where.startswith(("http://", "https://")):
+        return of_lines(fetched(where))
+    return read(where, _TAIL_NBYTES)
 
 
 def _as_json(run: Run, now_s: float) -> dict[str, object]:
@@ -131,7 +144,7 @@ def _as_json(run: Run, now_s: float) -> dict[str, object]:
     }
 
 
-def _show(folder: str, args: argparse.Namespace) -> None:
+def _show(where: str, args: argparse.Namespace) -> None:
     """Print the table once, or again and again in its place."""
     if importlib.util.find_spec("rich") is None:
         raise MissingRequirementError(
@@ -141,10 +154,10 @@ def _show(folder: str, args: argparse.Namespace) -> None:
     console = _console()
     order = _Order(args.sort)
     if sys.stdout.isatty() and not args.once:
-        _show_in_place(folder, console, order, args.every)
+        _show_in_place(where, console, order, args.every)
         return
     while True:
-        console.print(_drawn(read(folder, _TAIL_NBYTES), order, console.width))
+        console.print(_drawn(_run(where), order, console.width))
         sys.stdout.flush()
         if args.once:
             return
@@ -159,7 +172,7 @@ def _console() -> Console:
     return Console() if known else Console(width=_WIDTH)
 
 
-def _show_in_place(folder: str, console: Console, order: _Order, every_s: float) -> None:
+def _show_in_place(where: str, console: Console, order: _Order, every_s: float) -> None:
     """Until q or Ctrl-C, each table in place of the one before."""
     from rich.layout import Layout
     from rich.live import Live
@@ -169,7 +182,7 @@ def _show_in_place(folder: str, console: Console, order: _Order, every_s: float)
     page.split_column(body, footer)
     with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            body.update(_drawn(read(folder, _TAIL_NBYTES), order, console.width))
+            body.update(_drawn(_run(where), order, console.width))
             footer.update(Text(f"q quit · s sort · r reverse · {order}", no_wrap=True, style="dim"))
             live.update(page, refresh=True)
             now = pressed.wait(every_s)
