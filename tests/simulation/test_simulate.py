@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import math
 import os
@@ -285,3 +287,31 @@ def test_blocks_come_in_their_order_from_all_workers(monkeypatch: pytest.MonkeyP
 def runs_only(seeds: range) -> campaign.Report:
     """In place of run_block; nothing runs."""
     return campaign.Report(runs=len(seeds))
+
+
+class Mallinfo2(ctypes.Structure):
+    """Of glibc: sizes, of which `uordblks` are the bytes that are in use."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def in_use() -> int:
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo2
+    return int(mallinfo2().uordblks)
+
+
+def test_runs_leave_no_memory() -> None:
+    """A million of them fit in one process; what engines leave to a wire that ends is given back."""
+    seeds = range(7000, 7100)
+    campaign.run_block(seeds)  # and what is planned once
+    before = in_use()
+    assert not campaign.run_block(seeds).failures
+    assert in_use() - before < 100_000, "bytes, 1000 per run"

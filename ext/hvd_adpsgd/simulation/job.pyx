@@ -15,6 +15,7 @@ from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
+from hvd_adpsgd.engine.core cimport Core, Exchange, Letter, Sums
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
@@ -150,6 +151,7 @@ cdef class Job(JobState):
         Raises:
             BrokenPromise: as soon as one is broken.
         """
+        cdef int i
         self.begin()
         self.ends = self.net.now_s + seconds
         while self.net.entries and self.living > 0:
@@ -157,6 +159,8 @@ cdef class Job(JobState):
                 self.fail("promise 6 (ends)", f"still running after {self.happened} events: {self.describe()}")
             self.next_happening()
         check_end(self)
+        for i in range(self.n):
+            take_back(self.actors[i].core)
 
     def run_for(self, double seconds):
         """Let it happen for so many virtual seconds more."""
@@ -311,3 +315,29 @@ cdef class Job(JobState):
     def loop_of(self, int i):
         """The engine of a rank."""
         return self.loops[i]
+
+
+cdef void take_back(Core* e) noexcept:
+    """Free what an engine has left to its wire, which uses nothing any more."""
+    cdef Exchange* x
+    cdef Sums* sums
+    while e.pairs.running != NULL:
+        x = e.pairs.running
+        e.pairs.running = x.next_one
+        free(x.buffers)
+        free(x)
+    while e.mean.abandoned != NULL:
+        sums = e.mean.abandoned
+        e.mean.abandoned = sums.next_one
+        free(sums)
+    free_letters(&e.control.outgoing)
+    free_letters(&e.mean.letters)
+    e.control.listening.in_use = e.mean.listening.in_use = e.mean.running = False
+
+
+cdef void free_letters(Letter** link) noexcept:
+    cdef Letter* letter
+    while link[0] != NULL:
+        letter = link[0]
+        link[0] = letter.next_one
+        free(letter)
