@@ -22,7 +22,7 @@ import numpy as np
 from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION, BrokenPromise
 
 from hvd_adpsgd.engine.core cimport (ASKED, BROKEN, BYE, BYE_SEEN, CLOSING, IDLE, LANES, NEWS, RUNNING, SETS, STAMP, Core,
-                                     Exchange, Letter, Message)
+                                     Exchange, Message)
 from hvd_adpsgd.engine.loop cimport OVER, Loop, Rest, Rhythm, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Listener, Membership, has_departed, listener_of
 from hvd_adpsgd.engine.port cimport EVENT_MERGED, NO_STEP, Event, load
@@ -32,6 +32,7 @@ from hvd_adpsgd.simulation.choices cimport *
 from hvd_adpsgd.simulation.digests cimport (LANE_NBYTES, PAUSE_S, TICK_S, Seen, add_seen, digest_engine,
                                             digest_memory, digest_messages, is_recent, mixed, mixed_bytes)
 from hvd_adpsgd.simulation.ledger cimport Half, Ledger
+from hvd_adpsgd.simulation.leftovers cimport take_back
 from hvd_adpsgd.simulation.promises cimport wrong_exchanges
 
 SURVIVES = "promise 4 (survives)"
@@ -212,22 +213,10 @@ cdef class Explorer:
         return self.numbers + ((SLOTS + 2) * i + SLOTS + 1) * self.chunks
 
     cdef void drop(self):
-        """Free what engines keep for a wire that might still use it."""
-        cdef Core* e
-        cdef Exchange* x
-        cdef Letter* letter
+        """End the engines, and free what they keep for their wires."""
         cdef int i
         for i in range(len(self.loops)):
-            e = self.learners[i].core
-            while e.pairs.running != NULL:
-                x = e.pairs.running
-                e.pairs.running = x.next_one
-                free(x.buffers)
-                free(x)
-            while e.control.outgoing != NULL:
-                letter = e.control.outgoing
-                e.control.outgoing = letter.next_one
-                free(letter)
+            take_back(self.learners[i].core)
         self.loops.clear()
         self.stores.clear()
 

@@ -15,7 +15,6 @@ from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
-from hvd_adpsgd.engine.core cimport Core, Exchange, Letter, Sums
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
@@ -23,6 +22,7 @@ from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
+from hvd_adpsgd.simulation.leftovers cimport take_back
 from hvd_adpsgd.simulation.network cimport (ARRIVAL, Entry, Envelope, Network, SimulatedClock, SimulatedWire, arrive,
                                             bytes_sent, enter, leave)
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
@@ -315,29 +315,3 @@ cdef class Job(JobState):
     def loop_of(self, int i):
         """The engine of a rank."""
         return self.loops[i]
-
-
-cdef void take_back(Core* e) noexcept:
-    """Free what an engine has left to its wire, which uses nothing any more."""
-    cdef Exchange* x
-    cdef Sums* sums
-    while e.pairs.running != NULL:
-        x = e.pairs.running
-        e.pairs.running = x.next_one
-        free(x.buffers)
-        free(x)
-    while e.mean.abandoned != NULL:
-        sums = e.mean.abandoned
-        e.mean.abandoned = sums.next_one
-        free(sums)
-    free_letters(&e.control.outgoing)
-    free_letters(&e.mean.letters)
-    e.control.listening.in_use = e.mean.listening.in_use = e.mean.running = False
-
-
-cdef void free_letters(Letter** link) noexcept:
-    cdef Letter* letter
-    while link[0] != NULL:
-        letter = link[0]
-        link[0] = letter.next_one
-        free(letter)

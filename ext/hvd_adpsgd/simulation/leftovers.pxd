@@ -1,0 +1,3 @@
+from hvd_adpsgd.engine.core cimport Core
+
+cdef void take_back(Core* e) noexcept
