@@ -173,6 +173,11 @@ def test_a_signal_before_the_wait_ends_it() -> None:
         signal.signal(number, before)
 
 
+def heeds_interrupts() -> None:
+    """Also if the tests run in the background of a shell, where SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """`top` on a pseudo-terminal of 100 x 30 characters."""
 
@@ -188,6 +193,7 @@ class Terminal:
             stdout=self.theirs,
             stderr=self.theirs,
             env={**variables, "TERM": "xterm"},
+            preexec_fn=heeds_interrupts,
         )
 
     def wait_for(self, text: str) -> None:
