@@ -86,9 +86,8 @@ def require_replaced(result: Result, np: int, of: int, joined: int, new: set[int
 
 def test_replaced_under_horovodrun(tmp_path):
     result = train(tmp_path, 3, "2", "--after", 10, launcher="horovodrun")
-    if (
-        "was not replaced" not in result.stderr
-    ):  # MPI has connected the first one: docs/failures.md, exit status
+    # One that MPI does not connect in time ends, which is the launcher's status (docs/failures.md).
+    if "was not replaced" not in result.stderr:
         result.checked()
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "super learner 2 has joined" in result.stderr
