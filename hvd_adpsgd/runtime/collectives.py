@@ -117,7 +117,7 @@ class Collectives:
         1. all learners exchange what they call; a mismatch is an error on all of them;
         2. they do it, over plain messages (runtime/messages); a learner that detects a failure, or fails
            itself, leaves the attempt and tells its peers, which leave it too;
-        3. all learners agree whether all have the result, and who has failed;
+        3. all learners agree whether all have the result, and which have failed;
         4. if not, the surviving learners make another attempt; after an error all of them raise.
 
     Every call takes part in as many agreements on all learners, also one that raises. So the learners stay

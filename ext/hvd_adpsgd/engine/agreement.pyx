@@ -16,8 +16,8 @@ coordinator whose predecessor is believed failed first asks: ASK(attempt) -> ANS
 repeats the accepted value of the highest attempt; only if there is none, it makes one from the votes.
 
 With `direct`, two steps without a coordinator suffice as long as no failure is suspected: every member sends
-its vote to all; a member that has all votes accepts the value that follows from them, and sends ACK to all; who has all
-acknowledgements has decided. It takes n^2 messages, half as long. At a suspicion the coordinator asks, as above.
+its vote to all; a member that has all votes accepts the value that follows from them, and sends ACK to all; one that has
+all acknowledgements has decided. It takes n^2 messages, half as long. At a suspicion the coordinator asks, as above.
 
 Why decisions do not split. An attempt is the coordinator's rank, so each member has one attempt per decision,
 and attempts rise as coordinators fail; the direct one is below all. A member that has answered an attempt takes no part in a lower one, nor
@@ -29,7 +29,7 @@ lacks an acknowledgement, waits, and is told the decision; one that declares it 
 decides nothing more. With `majority`, nothing is committed unless more than half of the last decision's members
 are believed alive and have answered; then no false suspicion splits a decision.
 
-Beliefs (who has failed) are never withdrawn. They travel with votes, questions and values: a member that alone
+Beliefs (which members have failed) are never withdrawn. They travel with votes, questions and values: a member that alone
 believes a coordinator failed convinces the next one, and one that alone believes a member failed its coordinator.
 One false suspicion blocks nobody. Several at once may (in a circle of three: each waits for the next).
 
@@ -112,7 +112,7 @@ cdef size_t agreement_message_size(int n) noexcept nogil:
     return sizeof(Header) + n * sizeof(int32_t)
 
 
-# ---- who is who ---------------------------------------------------------------------------------
+# ---- members, and what is believed of them ------------------------------------------------------
 
 
 cdef int lowest(const char* failed, int n) noexcept nogil:
@@ -491,7 +491,7 @@ cdef int agreement_receive(AgreementState* a, int peer, const void* message, siz
 
 
 cdef void on_commit(AgreementState* a, const Header* header, const int32_t* ranks) noexcept nogil:
-    """A commit is a fact, whoever sends it."""
+    """A commit is a fact, whichever member sends it."""
     cdef int i
     if header.number == a.number:
         read_value(a, &a.held, header, ranks)

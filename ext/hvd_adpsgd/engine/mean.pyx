@@ -316,7 +316,7 @@ cdef bint advance_agreement(Core* e) noexcept nogil:
 
 
 cdef void tell_gone(Core* e) noexcept nogil:
-    """Somebody's state has changed: who left or failed takes no part in decisions, and ends the attempt."""
+    """Somebody's state has changed: one that left or failed takes no part in decisions, and ends the attempt."""
     cdef Mean* m = &e.mean
     cdef int i
     cdef bint ended = False
@@ -415,8 +415,8 @@ cdef void record_mean(Core* e, EventKind kind, int chunk, double began, int64_t 
 cdef void require_everybody(Core* e) noexcept nogil:
     """A mean waits for slow super learners without bound, but not for one that has left.
 
-    Where failures are reported, it continues without one that has left once its process has ended. Who is gone for
-    certain does not count there: the agreement leaves it out, however long it waits for the votes of slow ones."""
+    Where failures are reported, it continues without one that has left once its process has ended. One that is gone
+    for certain does not count there: the agreement leaves it out, however long it waits for the votes of slow ones."""
     cdef Mean* m = &e.mean
     cdef int peer
     cdef double patience = e.pairs.deadline_s               # its last messages may still arrive
