@@ -175,11 +175,50 @@ class Config:
         "with ULFM (failures are survived) always pairwise",
         choices=("mpi", "butterfly"),
     )
+    wire: str = _option(
+        "auto",
+        str,
+        "",
+        "what carries messages between super learners: MPI, or TCP connections of the engine's own; auto: MPI",
+        choices=("auto", "mpi", "tcp"),
+    )
+    nics: str | None = _option(
+        None,
+        str,
+        "",
+        "with wire=tcp: network interface to listen on, or several names separated by commas, of which the "
+        "first that a host has; None: loopback on a single host, else the one that reaches the other hosts",
+        optional=True,
+    )
+    connections: int = _option(
+        128,
+        int,
+        "connections",
+        "with wire=tcp: most connections that a super learner opens and keeps; those in use are kept beyond it",
+        low=1,
+        high=65536,
+    )
+    idle_connection_s: float = _option(
+        300.0,
+        float,
+        "s",
+        "with wire=tcp: a connection that has carried nothing for so long is closed, and opened when needed",
+        low=1,
+        high=10**6,
+    )
+    failure_timeout_s: float = _option(
+        60.0,
+        float,
+        "s",
+        "with wire=tcp: a super learner whose host has answered nothing for so long has failed",
+        low=1,
+        high=86400,
+    )
     same_host: str = _option(
         "memory",
         str,
         "",
-        "how models travel between super learners of one host: in shared memory, or as MPI messages",
+        "how models travel between super learners of one host: in shared memory, or as messages",
         choices=("memory", "mpi"),
     )
     nonfinite: str = _option(

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.engine.shared_memory import Outboxes
+from hvd_adpsgd.engine.shared_memory import Outboxes, host_name
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
 from hvd_adpsgd.engine.wire_mpi import MpiWire
@@ -87,6 +88,7 @@ class Engine:
         self.memory = ModelMemory(config.chunk_kib * 1024, inner, outer is not None)
         self._outer = outer
         self._plan = plan
+        self._connections: Connections | None = None  # of the wire, unless it is MPI's
         self._outboxes: Outboxes | None = None  # kept for the thread
         self._announced = 0  # parts of the layout that the thread knows
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
@@ -103,6 +105,11 @@ class Engine:
     # ---- set-up and tear-down ------------------------------------------------------------
 
     def _make_wire(self) -> AnyWire:
+        if self.config.wire == "tcp":
+            rank, size = self._outer.Get_rank(), self._outer.Get_size()
+            self._connections = Connections(rank, size, self.config)
+            return self._connections.wire
+
         from mpi4py import MPI
 
         return MpiWire(self._outer, MPI._addressof(self._outer), _next_wire(self._outer))
@@ -140,8 +147,8 @@ class Engine:
             TransportError: if MPI failed otherwise.
         """
         if self.loop is None:
-            if gather is not None and self.config.same_host == "memory":
-                for _ in range(Outboxes.GATHERS):
+            if gather is not None:
+                for _ in range(self._gathers):
                     gather(None)
             return
         with mpi_failures("averaging"):
@@ -149,6 +156,12 @@ class Engine:
         self._announce()
         self.loop.start()
         atexit.register(self.stop)  # else MPI_Finalize at exit runs under the thread
+
+    @property
+    def _gathers(self) -> int:
+        """How often `_meet_leaders` gathers."""
+        outboxes = Outboxes.GATHERS if self.config.same_host == "memory" else 0
+        return outboxes + (Connections.GATHERS if self.config.wire == "tcp" else 0)
 
     def _comm_rank(self, peer: int) -> int:
         """The rank in `outer` of a super learner; NOBODY if it has none."""
@@ -159,9 +172,12 @@ class Engine:
         return self._members[rank] if rank != NOBODY else NOBODY
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
-        """Make shared memory, on all leaders together."""
+        """Make shared memory and learn addresses, on all leaders together."""
+        survives = self._connections is not None or ulfm_enabled()
         if self._plan.averages_all:
-            loop.average_all(ulfm_enabled(), self.config.all_reduce == "butterfly")
+            loop.average_all(survives, self.config.all_reduce == "butterfly")
+        if self._connections is not None:
+            self._connections.meet(host_name(), gather)
         if self.config.same_host == "memory":
             nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
             self._outboxes = Outboxes(nbytes, self._outer.Get_rank(), gather)
@@ -184,6 +200,9 @@ class Engine:
         if self.loop is not None:
             self.loop.stop(broken)
             atexit.unregister(self.stop)
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
 
     def release(self) -> None:
         """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept."""

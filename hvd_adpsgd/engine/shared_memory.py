@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["Mailbox", "Outboxes", "private_memory", "slots_of"]
+__all__ = ["Mailbox", "Outboxes", "host_name", "private_memory", "slots_of"]
 
 SHARED_FOLDER = "/dev/shm"
 
@@ -92,7 +92,7 @@ class Outboxes:
 
     def __init__(self, nbytes: int, me: int, gather: Callable[[Any], list[Any]]):
         file = _try_file(nbytes)
-        files = [found or (None, None) for found in gather((_host(), file))]
+        files = [found or (None, None) for found in gather((host_name(), file))]
         areas = [
             _try_map(other, nbytes) if other and host == files[me][0] and file else None
             for host, other in files
@@ -113,7 +113,7 @@ class Outboxes:
         self.own = mine.ctypes.data if mine is not None and any(both) else 0
 
 
-def _host() -> str:
+def host_name() -> str:
     """An identifier of the running system, the same in all its processes."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

@@ -170,7 +170,7 @@ MUTANTS = (
         "merging subtracts what is in the mirror now, not what was sent",
         "exchange.pyx",
         "e.pairs.weight, lane.inp, lane.keep)",
-        "e.pairs.weight, lane.inp, chunk_at(e.memory, lane.chunk).mirror)",
+        "e.pairs.weight, lane.inp, e.memory.blocks[0][lane.chunk].mirror)",
     ),
     Mutant(
         "snapshots in flight are not told to the trainer",

@@ -22,7 +22,7 @@ from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, cl
 from hvd_adpsgd.engine.port cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
-from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire
+from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire, progress
 
 cdef extern from "<time.h>" nogil:
     ctypedef int clockid_t
@@ -75,6 +75,7 @@ cdef bint poll_once(Core* e) noexcept nogil:
     cdef bint moved, at_rest
     cdef int peer
     cdef Message* message
+    progress(e.wire)
     read_orders(&e.port)
     message = take_message(e, &peer)
     moved = message != NULL

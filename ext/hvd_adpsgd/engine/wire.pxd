@@ -41,6 +41,8 @@ cdef struct Wire:
     bint (*release)(Wire*, Transfer*) noexcept nogil
     # A peer that has failed and was not reported before; NOBODY if there is none. `look`: search thoroughly.
     int (*next_failed)(Wire*, bint look) noexcept nogil
+    # Move bytes: called once per turn, before all else. NULL: the wire moves them by itself, or in `test`.
+    void (*progress)(Wire*) noexcept nogil
     # The sum of `count` numbers over all engines, by the wire's library; all post theirs in the same order. NULL: it has
     # none. Nobody may fail meanwhile.
     Status (*sum)(Wire*, Transfer*, const void* mine, void* total, int count, bint double_precision) noexcept nogil
@@ -59,6 +61,11 @@ cdef inline Status test_once(Wire* wire, Transfer* t) noexcept nogil:
     if t.status == PENDING:
         t.status = wire.test(wire, t)
     return t.status
+
+
+cdef inline void progress(Wire* wire) noexcept nogil:
+    if wire.progress != NULL:
+        wire.progress(wire)
 
 
 cdef struct Clock:

@@ -1,0 +1,44 @@
+# Transfers that were posted on a wire that moves its bytes itself, and messages that came before their receives.
+from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status
+
+cdef struct Post:           # a transfer that was posted
+    Status status
+    int peer                # of a completed receive the sender
+    int channel
+    int nbytes              # of a completed receive those that came
+    char* buffer
+    bint anybody            # a receive from anybody
+    bint owned              # a copy: the sender has given up the transfer
+    Post* before            # among the receives
+    Post* after             # ... or in the queue of a connection, or in the pool
+
+cdef struct Stray:          # a message without a receive; its bytes follow
+    int peer
+    int channel
+    int nbytes
+    bint complete
+    Post* wanted            # a receive that was posted before the message was complete
+    Stray* after
+
+cdef struct Posts:
+    Post* oldest            # receives
+    Post* newest
+    Stray* first
+    Stray* last
+    Post* pool
+
+cdef inline char* stray_bytes(Stray* stray) noexcept nogil:
+    return <char*>(stray + 1)
+
+
+cdef Post* take_post(Posts* p, int peer, int channel, void* buffer, int nbytes) noexcept nogil
+cdef void give_post(Posts* p, Post* post) noexcept nogil
+cdef void expect(Posts* p, Post* post) noexcept nogil
+cdef bint is_here(Posts* p, int peer, int channel) noexcept nogil
+cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil
+cdef void give_up(Posts* p, Post* post) noexcept nogil
+cdef void cut_off(Posts* p, Post* post) noexcept nogil
+cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil
+cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil
+cdef void fail_posts(Posts* p, int peer) noexcept nogil
+cdef void close_posts(Posts* p) noexcept nogil

@@ -1,0 +1,198 @@
+# cython: language_level=3
+# Why compiled: the engine's thread keeps these lists without the GIL.
+"""Which message is for which receive, on a wire that moves its bytes itself.
+
+A message goes to the oldest receive that was posted for its sender, or for anybody, and for its channel. One that
+comes first is a *stray* and is kept. MPI's rule: messages of one sender and channel are received in the order in
+which they were sent.
+"""
+
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from hvd_adpsgd.engine.posts cimport *
+
+
+# ---- the pool ------------------------------------------------------------------------------
+
+cdef Post* take_post(Posts* p, int peer, int channel, void* buffer, int nbytes) noexcept nogil:
+    """A pending post; NULL without memory."""
+    cdef Post* post = p.pool
+    if post != NULL:
+        p.pool = post.after
+    else:
+        post = <Post*>malloc(sizeof(Post))
+    if post != NULL:
+        post[0] = Post(PENDING, peer, channel, nbytes, <char*>buffer, peer == NOBODY, False, NULL, NULL)
+    return post
+
+
+cdef void give_post(Posts* p, Post* post) noexcept nogil:
+    if post.owned:
+        free(post.buffer)
+    post.after = p.pool
+    p.pool = post
+
+
+# ---- receives ------------------------------------------------------------------------------
+
+cdef inline bint is_for(Post* post, int peer, int channel) noexcept nogil:
+    return post.channel == channel and (post.peer == peer or post.peer == NOBODY)
+
+
+cdef void expect(Posts* p, Post* post) noexcept nogil:
+    """Post a receive: it takes the first stray that is for it, or waits for a message."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or not is_for(post, stray.peer, stray.channel)):
+        stray = stray.after
+    if stray != NULL:
+        stray.wanted = post
+        if stray.complete:
+            hand_over(p, stray)
+        return
+    post.before = p.newest
+    if p.newest != NULL:
+        p.newest.after = post
+    else:
+        p.oldest = post
+    p.newest = post
+
+
+cdef bint is_here(Posts* p, int peer, int channel) noexcept nogil:
+    """Whether a stray of this peer waits for a receive."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or stray.peer != peer or stray.channel != channel):
+        stray = stray.after
+    return stray != NULL
+
+
+cdef void unlink_receive(Posts* p, Post* post) noexcept nogil:
+    if post.before != NULL:
+        post.before.after = post.after
+    else:
+        p.oldest = post.after
+    if post.after != NULL:
+        post.after.before = post.before
+    else:
+        p.newest = post.before
+    post.before = post.after = NULL
+
+
+cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil:
+    """Take the receive for a message that begins to arrive; NULL if none was posted."""
+    cdef Post* post = p.oldest
+    while post != NULL and not is_for(post, peer, channel):
+        post = post.after
+    if post != NULL:
+        unlink_receive(p, post)
+        post.peer = peer
+    return post
+
+
+cdef void give_up(Posts* p, Post* post) noexcept nogil:
+    """Forget a pending receive into which no message arrives yet."""
+    cdef Stray* stray = p.first
+    cdef Post* other = p.oldest
+    while stray != NULL:
+        if stray.wanted == post:
+            stray.wanted = NULL
+            return
+        stray = stray.after
+    while other != NULL and other != post:
+        other = other.after
+    if other != NULL:
+        unlink_receive(p, post)
+
+
+cdef void cut_off(Posts* p, Post* post) noexcept nogil:
+    """The message that this receive had begun to take does not come to its end."""
+    if post.anybody:
+        post.peer = NOBODY
+        expect(p, post)
+    else:
+        post.status = PEER_DOWN
+
+
+# ---- strays --------------------------------------------------------------------------------
+
+cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil:
+    """Room for a message that no receive waits for, behind those that are here; NULL without memory."""
+    cdef Stray* stray = <Stray*>malloc(sizeof(Stray) + nbytes)
+    if stray == NULL:
+        return NULL
+    stray[0] = Stray(peer, channel, nbytes, False, NULL, NULL)
+    if p.last != NULL:
+        p.last.after = stray
+    else:
+        p.first = stray
+    p.last = stray
+    return stray
+
+
+cdef void drop(Posts* p, Stray* stray) noexcept nogil:
+    cdef Stray* before = NULL
+    cdef Stray* other = p.first
+    while other != stray:
+        before = other
+        other = other.after
+    if before != NULL:
+        before.after = stray.after
+    else:
+        p.first = stray.after
+    if p.last == stray:
+        p.last = before
+    free(stray)
+
+
+cdef void hand_over(Posts* p, Stray* stray) noexcept nogil:
+    cdef Post* post = stray.wanted
+    post.peer = stray.peer
+    if stray.nbytes > post.nbytes:
+        post.status = TOO_LONG
+    else:
+        memcpy(post.buffer, stray_bytes(stray), stray.nbytes)
+        post.nbytes = stray.nbytes
+        post.status = DONE
+    drop(p, stray)
+
+
+cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil:
+    """All of its bytes have come."""
+    stray.complete = True
+    if stray.wanted != NULL:
+        hand_over(p, stray)
+
+
+# ---- ends ----------------------------------------------------------------------------------
+
+cdef void fail_posts(Posts* p, int peer) noexcept nogil:
+    """Nothing more comes from this peer: its receives fail. Complete strays stay, but for chunks: their exchange is over."""
+    cdef Post* post = p.oldest
+    cdef Post* next_post
+    cdef Stray* stray = p.first
+    cdef Stray* next_stray
+    while post != NULL:
+        next_post = post.after
+        if post.peer == peer:
+            unlink_receive(p, post)
+            post.status = PEER_DOWN
+        post = next_post
+    while stray != NULL:
+        next_stray = stray.after
+        if stray.peer == peer and (stray.channel >= DATA or not stray.complete):
+            post = stray.wanted
+            drop(p, stray)
+            if post != NULL:
+                cut_off(p, post)
+        stray = next_stray
+
+
+cdef void close_posts(Posts* p) noexcept nogil:
+    """Free the strays and the pool."""
+    cdef Post* post
+    while p.first != NULL:
+        drop(p, p.first)
+    while p.pool != NULL:
+        post = p.pool
+        p.pool = post.after
+        free(post)

@@ -1,0 +1,332 @@
+"""Opens the connections of a TcpWire, in a thread beside the engine's.
+
+The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes. When the
+engine has something to say to a peer to which it has no connection, it asks for one; a connection goes to it when both
+ends have proven that they belong to the job (handshake.py), and nothing that was received before that is kept.
+
+Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds, and what
+is read of it is 130 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.handshake import (
+    HELLO_NBYTES,
+    PROOF_NBYTES,
+    REPLY_NBYTES,
+    SECRET_NBYTES,
+    WELCOME,
+    Hello,
+    NotAMember,
+)
+from hvd_adpsgd.engine.interfaces import addresses, choose_address
+from hvd_adpsgd.engine.wire import SystemClock
+from hvd_adpsgd.engine.wire_tcp import TcpWire
+from hvd_adpsgd.errors import TopologyError
+
+__all__ = ["Connections"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_HANDSHAKE_S = 5.0  # from the connection to its proof
+_UNPROVEN = 64
+_AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0  # between two attempts to reach a peer
+_NO_DESCRIPTOR_S = 0.2  # until the next accept, when the process has no descriptor left
+_FLUSH_S = 0.5  # for what was not sent yet, at the end
+_NEWS = struct.Struct("=iii")
+_RANK = struct.Struct("=i")
+
+
+class _Member(NamedTuple):
+    """What an engine says of itself when the engines meet, before they choose their addresses."""
+
+    host: str
+    addresses: list[tuple[str, str]]
+    secret: bytes
+    incarnation: int
+
+
+class _Address(NamedTuple):
+    """Where an engine listens; or why it cannot."""
+
+    host: str
+    port: int
+    incarnation: int
+    error: str = ""
+
+
+class Connections:
+    """The connections between engines, all of which make one together.
+
+    Attributes:
+        wire: what the engine is handed.
+    """
+
+    GATHERS = 2
+
+    def __init__(self, rank: int, size: int, config: Config):
+        self._rank = rank
+        self._config = config
+        self._secret = b""
+        self._incarnation = secrets.randbits(64)
+        self._addresses: list[_Address | None] = []
+        self._listener: socket.socket | None = None
+        self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._dialing: set[asyncio.Task[None]] = set()
+        self._ready = threading.Event()
+        self._stop: Callable[[], object] = bool
+        self._thread: threading.Thread | None = None
+        self._news_out, self._news_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._dials_out, self._dials_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.wire = TcpWire(
+            SystemClock(),
+            rank,
+            size,
+            self._news_out,
+            self._dials_in,
+            config.connections,
+            config.idle_connection_s,
+            config.failure_timeout_s,
+        )
+        _open.add(self)
+
+    # ---- meeting -------------------------------------------------------------------------
+
+    def meet(self, host: str, gather: Callable[[Any], list[Any]]) -> None:
+        """Learn the addresses of the others, and listen.
+
+        Args:
+            host: name of this host, unique.
+            gather: see Engine.start.
+
+        Raises:
+            TopologyError: on all, if one of them finds no address to listen on.
+        """
+        me = _Member(host, addresses(), secrets.token_bytes(SECRET_NBYTES), self._incarnation)
+        members: list[_Member | None] = gather(me)
+        present = [member for member in members if member is not None]
+        self._secret = present[0].secret
+        self._addresses = gather(self._listen(host, [(m.host, m.addresses) for m in present]))
+        for rank, address in enumerate(self._addresses):
+            if address is not None and address.error:
+                self.close()
+                raise TopologyError(f"super learner {rank}: {address.error}")
+        self._thread = threading.Thread(target=self._main, name="adpsgd-connect", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def _listen(self, host: str, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
+        try:
+            address = choose_address(self._config.nics, host, known)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.socket(family, socket.SOCK_STREAM)
+            self._listener.bind((address, 0))
+            self._listener.listen(1024)
+            self._listener.setblocking(False)
+        except TopologyError as error:
+            return _Address("", 0, 0, str(error))
+        except OSError as error:
+            return _Address("", 0, 0, f"listening on {address}: {error}")
+        return _Address(address, self._listener.getsockname()[1], self._incarnation)
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _main(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        accepting = loop.create_task(self._accept())
+        loop.add_reader(self._dials_out, self._take_dials)
+        self._stop = functools.partial(loop.call_soon_threadsafe, accepting.cancel)
+        self._ready.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await accepting
+
+    def _hand_over(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
+        """Give a proven connection to the engine, or tell it that there is none."""
+        handle = -1
+        if connection is not None:
+            _prepare(connection, self._config.failure_timeout_s)
+            handle = connection.detach()
+        os.write(self._news_in, _NEWS.pack(kind, peer, handle))
+
+    # ---- accepting -----------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        loop, listener = asyncio.get_running_loop(), self._listener
+        assert listener is not None
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    await asyncio.sleep(_NO_DESCRIPTOR_S)
+                continue
+            if len(self._unproven) >= _UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.cancel()
+            task = asyncio.create_task(self._welcome(connection))
+            self._unproven[task] = None
+            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    async def _welcome(self, connection: socket.socket) -> None:
+        """Let the other end prove who it is; hand the connection over, or close it."""
+        loop = asyncio.get_running_loop()
+        with connection:
+            try:
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
+                    reply = hello.reply(self._secret)
+                    await loop.sock_sendall(connection, reply)
+                    hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))
+            except (NotAMember, OSError, TimeoutError) as error:
+                log.debug("a connection was refused: %s", error)
+                return
+            with contextlib.suppress(OSError):
+                # the engine must know the connection before the peer can use and end it
+                other = connection.dup()
+                self._hand_over(TcpWire.ACCEPTED, hello.caller, other)
+                await loop.sock_sendall(connection, WELCOME)
+
+    def _checked(self, hello: Hello) -> Hello:
+        """The message, if it is for this engine and from one that is known."""
+        known = hello.caller < len(self._addresses) and hello.caller != self._rank
+        caller = self._addresses[hello.caller] if known else None
+        if caller is None or caller.incarnation != hello.caller_incarnation:
+            raise NotAMember("an unknown engine")
+        if (hello.called, hello.called_incarnation) != (self._rank, self._incarnation):
+            raise NotAMember("meant for another engine")
+        return hello
+
+    # ---- dialing -------------------------------------------------------------------------
+
+    def _take_dials(self) -> None:
+        """The engine wants connections."""
+        with contextlib.suppress(BlockingIOError):
+            while wanted := os.read(self._dials_out, _RANK.size):
+                task = asyncio.create_task(self._dial(*_RANK.unpack(wanted)))
+                self._dialing.add(task)
+                task.add_done_callback(self._dialing.discard)
+
+    async def _dial(self, peer: int) -> None:
+        """Open a connection, with attempts until the peer refuses or could not be reached for too long."""
+        pause, ends = _AGAIN_FIRST_S, time.monotonic() + self._config.failure_timeout_s
+        address = self._addresses[peer]
+        while address is not None and time.monotonic() < ends:
+            try:
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    connection = await self._call(peer, address)
+                self._hand_over(TcpWire.DIALED, peer, connection)
+                return
+            except ConnectionRefusedError:
+                break  # nobody listens there any more
+            except NotAMember as error:
+                log.warning("super learner %d at %s port %d: %s", peer, *address[:2], error)
+                break
+            except (OSError, TimeoutError) as error:
+                log.debug("super learner %d cannot be reached: %s", peer, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _AGAIN_LAST_S)
+        self._hand_over(TcpWire.REFUSED, peer)
+
+    async def _call(self, peer: int, address: _Address) -> socket.socket:
+        """A connection whose other end has proven to be the peer, and to which we have proven who we are."""
+        loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, (address.host, address.port))
+            hello = Hello.new(self._rank, peer, self._incarnation, address.incarnation)
+            await loop.sock_sendall(connection, hello.pack())
+            reply = await _read(connection, REPLY_NBYTES)
+            await loop.sock_sendall(connection, hello.answer(self._secret, reply))
+            await _read(connection, len(WELCOME))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Send what was not sent yet, at most half a second long, and close all; after the engine's thread has ended."""
+        ends = time.monotonic() + _FLUSH_S
+        while self._thread is not None and self.wire.unsent and time.monotonic() < ends:
+            self.wire.progress()
+            time.sleep(1e-3)
+        if self._thread is not None:
+            self._stop()
+            self._thread.join()
+            self._thread = None
+            self.wire.progress()  # takes the connections that were handed over last
+        self.wire.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._news_in >= 0:
+            for handle in (self._news_in, self._news_out, self._dials_in, self._dials_out):
+                os.close(handle)
+            self._news_in = -1
+        _open.discard(self)
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors of the parent, else its peers would not see it end."""
+        self.wire.forget()
+        if self._listener is not None:
+            self._listener.close()
+
+
+_open: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for connections in list(_open):
+        connections.forget()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+async def _read(connection: socket.socket, nbytes: int) -> bytes:
+    """Exactly so many bytes.
+
+    Raises:
+        ConnectionResetError: if the connection ends before.
+    """
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < nbytes:
+        more = await loop.sock_recv(connection, nbytes - len(data))
+        if not more:
+            raise ConnectionResetError("the other end closed the connection")
+        data += more
+    return data
+
+
+def _prepare(connection: socket.socket, failure_s: float) -> None:
+    """Small messages go at once; a host that is gone is noticed also where nothing is sent."""
+    every = max(1, round(failure_s / 4))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -1,0 +1,94 @@
+"""Which address of this host other engines connect to."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from hvd_adpsgd.errors import TopologyError
+
+__all__ = ["LOOPBACK", "addresses", "choose_address"]
+
+LOOPBACK = "127.0.0.1"
+
+
+def addresses() -> list[tuple[str, str]]:
+    """(interface, address) of each interface that is up: IPv4 first, no loopback, no link-local ones."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        (name, address.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, of_interface in psutil.net_if_addrs().items()
+        for address in of_interface
+        if name in up and address.family == family
+    ]
+    return [(name, address) for name, address in found if _is_reachable(address)]
+
+
+def _is_reachable(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return not (ip.is_loopback or ip.is_link_local)
+
+
+def choose_address(
+    nics: str | None, here: str, known: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+) -> str:
+    """The address on which this host listens.
+
+    The first interface of `nics` that has one. Without `nics`: loopback, if all are on this host; else the
+    address from which the system reaches the first other host, by the first of that host's addresses that
+    no third one has too (bridges of containers have the same address everywhere).
+
+    Args:
+        nics: names of interfaces, separated by commas; None: choose.
+        here: name of this host, unique.
+        known: of each engine, by rank: name of its host, and what `addresses` returned there.
+
+    Raises:
+        TopologyError: if there is none.
+    """
+    own = next(found for host, found in known if host == here)
+    if nics is not None:
+        return _of_interface([name.strip() for name in nics.split(",")], own)
+    hosts = {host: [address for _, address in found] for host, found in known}
+    others = [host for host in hosts if host != here]
+    if not others:
+        return LOOPBACK
+    for other in others:
+        for address in hosts[other]:
+            unique = sum(address in found for found in hosts.values()) == 1
+            if unique and (source := _source_towards(address)):
+                return source
+    raise TopologyError(
+        "no other host can be reached: none of their addresses "
+        f"({', '.join(a for other in others for a in hosts[other]) or 'they have none'}) has a route from "
+        "here. Name the interface that the hosts share in HVD_ADPSGD_NICS."
+    )
+
+
+def _of_interface(names: Sequence[str], own: Sequence[tuple[str, str]]) -> str:
+    if "lo" in names:
+        own = [*own, ("lo", LOOPBACK)]
+    for name in names:
+        for interface, address in own:
+            if interface == name:
+                return address
+    has = ", ".join(dict.fromkeys(interface for interface, _ in own)) or "none that is up"
+    raise TopologyError(
+        f"HVD_ADPSGD_NICS={','.join(names)}: none of these interfaces is up and has an address on "
+        f"{socket.gethostname()}, which has {has}. Name one of those."
+    )
+
+
+def _source_towards(address: str) -> str | None:
+    """The own address from which the system would send to another one; None if it has no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
