@@ -71,7 +71,7 @@ cdef enum:
     EVENTS = 64             # of one epoll_wait
     PIECES = 16             # of one sendmsg
     WASTE = 65536           # bytes of a message that nobody receives, read at once
-    TURN_NBYTES = 4 << 20   # read from one connection per turn, at most
+    TURN_NBYTES = 1 << 18   # read from one connection per turn, at most
 
 cdef double SECOND_S = 1.0  # that a peer's other connections, and the news of its departure, may take longer
 cdef double LOOK_S = 1.0    # between searches for silent hosts and idle connections
@@ -334,8 +334,9 @@ cdef int pieces_of(Link* link, Head* heads, iovec* pieces) noexcept nogil:
     """What is left of the first messages of the queue, with their heads."""
     cdef Post* post = link.first
     cdef int n = 0, i = 0
-    cdef int64_t skip = link.moved
-    while post != NULL and n + 2 <= PIECES:
+    cdef int64_t skip = link.moved, nbytes = -skip
+    while post != NULL and n + 2 <= PIECES and nbytes < TURN_NBYTES:
+        nbytes += <int64_t>sizeof(Head) + post.nbytes
         heads[i] = [post.nbytes, post.channel]
         if skip < <int64_t>sizeof(Head):
             pieces[n] = [<char*>&heads[i] + skip, sizeof(Head) - skip]
@@ -370,23 +371,20 @@ cdef void count_sent(Sockets* s, Link* link, int64_t nbytes) noexcept nogil:
 
 
 cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
-    """Send what the socket takes."""
+    """Send what the socket takes, a part of it in this turn: what is sent in large parts has left the caches."""
     cdef Head heads[PIECES]
     cdef iovec pieces[PIECES]
     cdef msghdr message
     cdef ssize_t n
     memset(&message, 0, sizeof(message))
     message.msg_iov = pieces
-    while link.first != NULL:
-        message.msg_iovlen = pieces_of(link, heads, pieces)
-        n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
-        if n >= 0:
-            count_sent(s, link, n)
-        elif errno == EAGAIN:
-            break
-        elif errno != EINTR:
-            read_link(s, link)      # what the peer said before it ended
-            return
+    message.msg_iovlen = pieces_of(link, heads, pieces)
+    n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
+    if n >= 0:
+        count_sent(s, link, n)
+    elif errno != EAGAIN and errno != EINTR:
+        read_link(s, link)          # what the peer said before it ended
+        return
     if link.blocked != (link.first != NULL):
         link.blocked = not link.blocked
         watch(s, link, EPOLL_CTL_MOD)
