@@ -1,0 +1,207 @@
+"""Engines over TCP connections, each with its thread, all in this process and without MPI."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.strategies import Plan, parse
+
+LONGEST_S = 30.0
+ELEMENTS = 200_000  # float64: seven chunks
+
+
+class Rank:
+    """What an engine asks of a communicator whose messages it does not send."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+
+class Meeting:
+    """Gathers values of threads."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size)
+        self.values: list[Any] = [None] * size
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait(LONGEST_S)
+        values = list(self.values)
+        self.barrier.wait(LONGEST_S)
+        return values
+
+
+class SuperLearner:
+    """An engine and its model."""
+
+    def __init__(self, rank: int, size: int, strategy: str, **options: Any):
+        plan = parse(strategy).plan(rank, size) if strategy else Plan.nobody(weight=1 / 2)
+        config = Config(wire="tcp", same_host="mpi", leave_deadline_s=LONGEST_S, **options)
+        self.engine = Engine(inner=None, outer=Rank(rank, size), plan=plan, config=config)
+        self.model = np.random.default_rng(rank).standard_normal(ELEMENTS)
+        self.engine.memory.extend([TensorSpec("model", self.model.shape, "float64")])
+        self.rank, self.steps = rank, 0
+
+    def start(self, meeting: Meeting) -> None:
+        self.engine.start(lambda value: meeting.gather(self.rank, value))
+
+    def step(self) -> None:
+        """Add the corrections, and offer the model; its sum changes by nothing else."""
+        address = np.array([self.model.ctypes.data], dtype=np.uintp)
+        self.engine.publish(self.steps)
+        self.engine.memory.absorb(address, self.steps)
+        self.engine.offer(self.steps)
+        self.steps += 1
+
+    @property
+    def connections(self) -> tuple[int, int, int, int]:
+        assert self.engine._connections is not None
+        return self.engine._connections.wire.connections
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., list[SuperLearner]]]:
+    """Starts n super learners; ends those that the test has not ended."""
+    made: list[SuperLearner] = []
+
+    def start(n: int, strategy: str = "", **options: Any) -> list[SuperLearner]:
+        members = [SuperLearner(i, n, strategy, **options) for i in range(n)]
+        meeting = Meeting(n)
+        together(*(lambda m=m: m.start(meeting) for m in members))
+        made.extend(members)
+        return members
+
+    yield start
+    together(*(m.engine.stop for m in made))
+    for member in made:
+        member.engine.release()
+
+
+def together(*acts: Callable[[], Any]) -> None:
+    """At the same time; the first exception is raised."""
+    with ThreadPoolExecutor(max(1, len(acts))) as pool:
+        for done in [pool.submit(act) for act in acts]:
+            done.result(LONGEST_S)
+
+
+def until(fact: Callable[[], Any]) -> None:
+    ends = time.monotonic() + LONGEST_S
+    while not fact():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(1e-3)
+
+
+def exchange(a: SuperLearner, b: SuperLearner) -> None:
+    """One exchange between two idle engines, to its end on both sides."""
+    for member in (a, b):
+        member.step()
+    loops = a.engine.loop, b.engine.loop
+    assert loops[0] is not None and loops[1] is not None
+    wanted = [loop.finished() + 1 for loop in loops]
+    loops[0].ask(b.rank)
+    for loop, count in zip(loops, wanted, strict=True):
+        assert loop.wait_finished(count, LONGEST_S)
+    for member in (a, b):
+        member.step()
+
+
+def states(member: SuperLearner) -> list[PeerState]:
+    assert member.engine.loop is not None
+    return [PeerState(state) for state in member.engine.loop.peers()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["random_pairs", "random_ring", "synchronous_gossip", "periodic_averaging:period=3"],
+)
+def test_the_mean_is_kept(started: Callable[..., list[SuperLearner]], strategy: str) -> None:
+    """Promise 1, with chunks that travel over TCP while the models change."""
+    members = started(3, strategy, chunk_kib=64, exchanges_per_step=4.0)
+    before = sum(m.model for m in members)
+
+    def train(member: SuperLearner) -> None:
+        for _ in range(60):
+            member.step()
+            member.engine.rounds.begin(member.steps)
+            member.engine.rounds.finish()
+
+    together(*(lambda m=m: train(m) for m in members))
+    together(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))
+    together(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))  # all are at rest
+    for _ in range(2):
+        for member in members:
+            member.step()
+    after = sum(m.model for m in members)
+    assert np.abs(after - before).max() < 1e-9
+    metrics = [m.engine.metrics() for m in members]
+    assert sum(m["exchanges"] + m["means"] for m in metrics) > 0, "nothing was averaged"
+    for member in members:
+        member.engine.resume()
+
+
+def test_an_exchange_averages_exactly(started: Callable[..., list[SuperLearner]]) -> None:
+    a, b = started(2)
+    expected = (a.model + b.model) / 2
+    exchange(a, b)
+    np.testing.assert_allclose(a.model, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(b.model, expected, rtol=0, atol=1e-12)
+
+
+def test_nobody_dials_before_there_is_something_to_say(
+    started: Callable[..., list[SuperLearner]],
+) -> None:
+    a, b, c = started(3, report_s=0)
+    exchange(a, b)
+    assert [m.connections for m in (a, b, c)] == [(1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0)]
+
+
+def test_connections_beyond_the_bound_are_closed_and_opened_again(
+    started: Callable[..., list[SuperLearner]],
+) -> None:
+    a, b, c = started(3, report_s=0, connections=1)
+    total = sum(m.model.sum() for m in (a, b, c))
+    for _ in range(3):
+        exchange(a, b)
+        exchange(a, c)
+    assert a.connections[0] == 1
+    assert a.connections[2] >= 6  # dialed in all
+    assert states(a) == states(b) == states(c) == [PeerState.ALIVE] * 3
+    assert abs(sum(m.model.sum() for m in (a, b, c)) - total) < 1e-6
+
+
+def test_idle_connections_are_closed(started: Callable[..., list[SuperLearner]]) -> None:
+    a, b = started(2, report_s=0, idle_connection_s=1.0)
+    exchange(a, b)
+    until(lambda: a.connections[:2] == b.connections[:2] == (0, 0))
+    exchange(a, b)
+    assert states(a) == states(b) == [PeerState.ALIVE] * 2
+
+
+def test_an_engine_that_leaves_is_not_taken_for_failed(
+    started: Callable[..., list[SuperLearner]],
+) -> None:
+    members = started(4, report_s=0)
+    exchange(members[0], members[3])
+    members[3].engine.stop()
+    until(lambda: all(states(m)[3] == PeerState.LEFT for m in members[:3]))
+    exchange(members[0], members[1])
+    time.sleep(1.5)  # longer than the second after which a closed connection counts
+    assert all(states(m)[3] == PeerState.LEFT for m in members[:3])
