@@ -35,7 +35,7 @@ from hvd_adpsgd.engine.handshake import (
     Hello,
     NotAMember,
 )
-from hvd_adpsgd.engine.interfaces import addresses, choose_address
+from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
 from hvd_adpsgd.errors import TopologyError
@@ -56,7 +56,7 @@ _RANK = struct.Struct("=i")
 class _Member(NamedTuple):
     """What an engine says of itself when the engines meet, before they choose their addresses."""
 
-    host: str
+    network: str
     addresses: list[tuple[str, str]]
     secret: bytes
     incarnation: int
@@ -108,21 +108,22 @@ class Connections:
 
     # ---- meeting -------------------------------------------------------------------------
 
-    def meet(self, host: str, gather: Callable[[Any], list[Any]]) -> None:
+    def meet(self, gather: Callable[[Any], list[Any]]) -> None:
         """Learn the addresses of the others, and listen.
 
         Args:
-            host: name of this host, unique.
             gather: see Engine.start.
 
         Raises:
             TopologyError: on all, if one of them finds no address to listen on.
         """
-        me = _Member(host, addresses(), secrets.token_bytes(SECRET_NBYTES), self._incarnation)
+        me = _Member(
+            network_name(), addresses(), secrets.token_bytes(SECRET_NBYTES), self._incarnation
+        )
         members: list[_Member | None] = gather(me)
         present = [member for member in members if member is not None]
         self._secret = present[0].secret
-        self._addresses = gather(self._listen(host, [(m.host, m.addresses) for m in present]))
+        self._addresses = gather(self._listen([(m.network, m.addresses) for m in present]))
         for rank, address in enumerate(self._addresses):
             if address is not None and address.error:
                 self.close()
@@ -131,9 +132,9 @@ class Connections:
         self._thread.start()
         self._ready.wait()
 
-    def _listen(self, host: str, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
+    def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
         try:
-            address = choose_address(self._config.nics, host, known)
+            address = choose_address(self._config.nics, network_name(), known)
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._listener = socket.socket(family, socket.SOCK_STREAM)
             self._listener.bind((address, 0))

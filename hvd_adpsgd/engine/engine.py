@@ -29,7 +29,7 @@ from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.engine.shared_memory import Outboxes, host_name
+from hvd_adpsgd.engine.shared_memory import Outboxes
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
 from hvd_adpsgd.engine.wire_mpi import MpiWire
@@ -177,7 +177,7 @@ class Engine:
         if self._plan.averages_all:
             loop.average_all(survives, self.config.all_reduce == "butterfly")
         if self._connections is not None:
-            self._connections.meet(host_name(), gather)
+            self._connections.meet(gather)
         if self.config.same_host == "memory":
             nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
             self._outboxes = Outboxes(nbytes, self._outer.Get_rank(), gather)

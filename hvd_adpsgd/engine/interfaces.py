@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 
@@ -10,9 +11,18 @@ import psutil
 
 from hvd_adpsgd.errors import TopologyError
 
-__all__ = ["LOOPBACK", "addresses", "choose_address"]
+__all__ = ["LOOPBACK", "addresses", "choose_address", "network_name"]
 
 LOOPBACK = "127.0.0.1"
+
+
+def network_name() -> str:
+    """Names the system's network, the same in all processes that share its loopback interface.
+
+    Containers of one host share the kernel, and may each have a network of their own.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -44,8 +54,8 @@ def choose_address(
 
     Args:
         nics: names of interfaces, separated by commas; None: choose.
-        here: name of this host, unique.
-        known: of each engine, by rank: name of its host, and what `addresses` returned there.
+        here: name of this host's network (`network_name`).
+        known: of each engine, by rank: name of its network, and what `addresses` returned there.
 
     Raises:
         TopologyError: if there is none.
