@@ -179,22 +179,22 @@ class Config:
         "auto",
         str,
         "",
-        "what carries messages between super learners: MPI, or TCP connections of the engine's own; auto: MPI",
+        "what carries messages between engines: MPI, or TCP connections of their own; auto: MPI",
         choices=("auto", "mpi", "tcp"),
     )
     nics: str | None = _option(
         None,
         str,
         "",
-        "with wire=tcp: network interface to listen on, or several names separated by commas, of which the "
-        "first that a host has; None: loopback on a single host, else the one that reaches the other hosts",
+        "with wire=tcp: names of network interfaces, separated by commas; the first that a host has is used; "
+        "None: loopback on a single host, else the one that reaches the other hosts",
         optional=True,
     )
     connections: int = _option(
         128,
         int,
         "connections",
-        "with wire=tcp: most connections that a super learner opens and keeps; those in use are kept beyond it",
+        "with wire=tcp: most connections that an engine opens and keeps; those in use are kept beyond it",
         low=1,
         high=65536,
     )

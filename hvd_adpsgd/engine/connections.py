@@ -1,11 +1,12 @@
 """Opens the connections of a TcpWire, in a thread beside the engine's.
 
-The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes. When the
-engine has something to say to a peer to which it has no connection, it asks for one; a connection goes to it when both
-ends have proven that they belong to the job (handshake.py), and nothing that was received before that is kept.
+The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes.
+When the engine has something to say to a peer to which it has no connection, it asks for one; a connection
+goes to it when both ends have proven that they belong to the job (handshake.py), and nothing that was
+received before that is kept.
 
-Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds, and what
-is read of it is 130 bytes.
+Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds,
+and what is read of it is 130 bytes.
 """
 
 from __future__ import annotations
@@ -269,7 +270,10 @@ class Connections:
     # ---- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send what was not sent yet, at most half a second long, and close all; after the engine's thread has ended."""
+        """Send what was not sent yet, for half a second at most, and close all.
+
+        The engine's thread has ended.
+        """
         ends = time.monotonic() + _FLUSH_S
         while self._thread is not None and self.wire.unsent and time.monotonic() < ends:
             self.wire.progress()

@@ -1,6 +1,7 @@
 """How the two ends of a new connection prove to each other that they belong to the job.
 
-Both know the engines' secret, 32 random bytes that were handed out when they met. The side that dials speaks first:
+Both know the engines' secret, 32 random bytes that were handed out when they met. The side that dials
+speaks first:
 
     dials                                   accepts
     Hello: magic, version, who calls whom,
@@ -9,8 +10,8 @@ Both know the engines' secret, 32 random bytes that were handed out when they me
     proof over all of that          ->
                                     <-      WELCOME
 
-A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other. Fresh
-nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.
+A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other.
+Fresh nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ ORDER = (
     "port",
     "wire",
     "wire_mpi",
+    "posts",
+    "wire_tcp",
     "agreement",
     "butterfly",
     "membership",
@@ -36,7 +38,8 @@ def cimports(source: str) -> set[str]:
 def allowed(module: str, cimported: str) -> bool:
     if not cimported.startswith("hvd_adpsgd"):
         package = cimported.split(".")[0]
-        return package in ("libc", "cpython") or (package, module) == ("mpi4py", "wire_mpi")
+        of_wires = {("mpi4py", "wire_mpi"), ("posix", "wire_tcp")}
+        return package in ("libc", "cpython") or (package, module) in of_wires
     package, _, name = cimported.rpartition(".")
     return package == "hvd_adpsgd.engine" and ORDER.index(name) < ORDER.index(module)
 

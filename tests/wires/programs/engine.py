@@ -65,8 +65,11 @@ class Commands:
         self.steps += 1
         return float(self.model.sum())
 
-    def ask(self, peer: int) -> int:
+    def ask(self, peer: int) -> None:
         self.loop.ask(peer)
+
+    def count(self) -> int:
+        """Exchanges that have ended."""
         return int(self.loop.finished())
 
     def finished(self, count: int) -> bool:
