@@ -54,6 +54,13 @@ def test_gossip() -> None:
     assert all(result["left"]["drift"][scheme] > 0 for scheme in ("plain", "a2cid2", "double"))
 
 
+def test_wires() -> None:
+    result = json.loads(bench("wires", "--json", "--mib=1", "--rounds=2"))
+    for way in ("socket", "mpi", "tcp"):
+        assert all(result[way][name] > 0 for name in ("mb_per_s_each_way", "cpu_s_per_gb"))
+    assert result["tcp"]["speed_to_socket_min"] > 0
+
+
 @pytest.mark.extended
 def test_watching() -> None:
     result = json.loads(bench("watching", "--json", "--blocks=2", "--steps=20"))

@@ -25,6 +25,9 @@ MARK = "HVD_ADPSGD_BENCH "
 
 _MEANINGS = {
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
+    "*.mb_per_s_each_way": "of the model, median of rounds",
+    "*.cpu_s_per_gb": "of the averaging thread (socket: of both threads), per GB sent or received",
+    "*.speed_to_socket": "of the same bytes in the same round, median",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
     "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
@@ -56,6 +59,15 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "mib": (164.6, "size of the model"),
             "rounds": (9, ""),
             "through-mpi": (False, "use messages, as between hosts"),
+        },
+    ),
+    "wires": (
+        "one exchange as messages, over MPI and over TCP, against a plain socket",
+        {
+            "mib": (32.0, "size of the model"),
+            "rounds": (9, ""),
+            "hosts": ("", "two hosts, as node1,node2; none: two processes here"),
+            "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
     "step": (
@@ -186,8 +198,9 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         )
         return None
     program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
+    hosts = ["-H", asked["hosts"]] if asked.get("hosts") else []
     done = subprocess.run(
-        [launcher, "-np", str(asked["learners"]), *program],
+        [launcher, "-np", str(asked["learners"]), *hosts, *program],
         env=environment, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
