@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def main() -> None:
         cpu["socket"].append(sockets.cpu_s - before)
         for name, driven in engines.items():
             before = driven.engine.metrics()["engine_cpu_s"]
-            seconds[name].append(driven.round(number, lambda d=driven: _exchange(comm, d, number)))
+            seconds[name].append(driven.round(number, partial(_exchange, comm, driven, number)))
             cpu[name].append(driven.engine.metrics()["engine_cpu_s"] - before)
     for driven in engines.values():
         driven.engine.stop()
