@@ -28,9 +28,8 @@ from hvd_adpsgd.runtime.messages import (
     Attempt,
     AttemptAbandonedError,
     Messages,
-    failed_comm_ranks,
-    is_failure,
 )
+from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks, is_failure
 from hvd_adpsgd.runtime.turns import Turns
 
 __all__ = ["Call", "Collectives", "allgather_object", "failed_comm_ranks", "wait"]

@@ -10,7 +10,6 @@ Every attempt ends with one agreement, so attempts are numbered like decisions. 
 of its attempt in its tag. A message of an attempt that is over is received and dropped; one of the next
 attempt is kept, and there are none of later ones, because a decision needs all votes.
 
-mpi4py does not keep the buffers of a non-blocking call alive. `Messages` holds them until MPI is done.
 """
 
 from __future__ import annotations
@@ -27,21 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.agreement import Agreement, Decision
-from hvd_adpsgd.engine.failures import ulfm_enabled
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
+from hvd_adpsgd.runtime.mpi_transport import (
+    SEGMENT,
+    Bytes,
+    Transport,
+    transport_of,
+)
 
 __all__ = [
     "COMPLETE",
     "Attempt",
     "AttemptAbandonedError",
     "Messages",
-    "failed_comm_ranks",
     "gather_once",
 ]
 
 COMPLETE, NO_ERROR = 1, 2  # flags of a vote
-
-Bytes = NDArray[np.uint8]
 
 _SPAN, _CHANNELS = (
     2**13,
@@ -54,11 +55,8 @@ _AGREEMENT, _ABANDON, _LAST, _FIRST_PHASE = (
     3,
 )  # channels; each collective of an attempt has one
 _FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
-_SEGMENT = 2**19  # bytes of one message
-_SPARES = 8  # of these, kept for the next ones: fresh memory costs a page fault per 4 KiB
 _SMALL = 2**16  # bytes up to which latency counts more than bandwidth
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
-_LOOKS = 16  # Open MPI polls the launcher in every 8th call
 _PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
 
 
@@ -75,105 +73,43 @@ class AttemptAbandonedError(Exception):
         self.reason, self.is_told = reason, is_told
 
 
-def is_failure(error: Any) -> bool:
-    """Whether an mpi4py exception says that a process has failed."""
-    from mpi4py import MPI
-
-    kinds = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return error.Get_error_class() in kinds
-
-
-def failed_comm_ranks(comm: Any) -> set[int]:
-    """Ranks in `comm` known to have exited without MPI_Finalize; empty without ULFM."""
-    from mpi4py import MPI
-
-    if not ulfm_enabled():
-        return set()
-    with contextlib.suppress(MPI.Exception):
-        for _ in range(_LOOKS):  # MPI detects failures only inside its calls
-            MPI.COMM_SELF.Iprobe()
-        return _failed_of(comm)
-    return set()
-
-
-def _failed_of(comm: Any) -> set[int]:
-    from mpi4py import MPI
-
-    failed = comm.Get_failed()
-    if failed == MPI.GROUP_EMPTY or failed.Get_size() == 0:
-        return set()
-    everyone = comm.Get_group()
-    try:
-        return set(failed.Translate_ranks(range(failed.Get_size()), everyone))
-    finally:
-        everyone.Free()
-        failed.Free()
-
-
 class Messages:
     """Messages between the learners of one communicator, which nothing else uses.
 
     One thread at a time. Learners are numbered by their rank in `comm`, here called place.
 
     Args:
-        comm: private, errors returned.
+        comm: private; one of mpi4py with errors returned, or one over sockets.
 
     Attributes:
         agreement: of all learners of `comm`.
-        failed: places believed failed: reported by MPI, or told by a peer.
+        failed: places believed failed: reported by the transport, or told by a peer.
     """
 
     def __init__(self, comm: Any):
-        from mpi4py import MPI
-
         self.comm = comm
+        self.transport: Transport = transport_of(comm)
         self.place, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.agreement = Agreement(self.size, self.place, direct=self.size <= _FEW)
         self.failed: set[int] = set()
-        self._reported: set[int] = set()  # by MPI
         self._abandoned: dict[int, tuple[str, str, int] | None] = {}  # by number
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
-        self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}  # by source, in order
-        self._sending: list[tuple[Any, Any]] = []  # requests, and what they send
-        self._spare: list[Bytes] = []  # buffers of whole segments, to be used again
-        self._status = MPI.Status()
-        self._any_source, self._any_tag, self._byte = MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.BYTE
-        self._mpi_exception: type[Exception] = MPI.Exception
 
     # ---- sending ------------------------------------------------------------------------------
 
     def send(self, place: int, channel: int, data: Any, number: int | None = None) -> None:
         """Send bytes without waiting. `data` must not change until `flush`.
 
-        A learner that is believed failed is sent to as well, unless MPI has reported it: it may be alive, and
-        wait to be told what the others have decided.
+        A learner that is believed failed is sent to as well, unless the transport has reported it: it may be
+        alive, and wait to be told what the others have decided.
         """
-        if place in self._reported:
-            return
         number = self.agreement.number if number is None else number
-        tag = number % _SPAN * _CHANNELS + channel
-        try:
-            request = self.comm.Isend([data, self._byte], place, tag)
-            if not request.Test():
-                self._sending.append((request, data))
-        except self._mpi_exception as error:
-            self._require_failure(error)
-            self.believe_failed({place})
+        self.transport.send(place, number % _SPAN * _CHANNELS + channel, data)
+        self._believe_reported()
 
     def flush(self, check: Callable[[], object] | None = None, ends: float | None = None) -> bool:
-        """Wait until MPI is done with all that was sent; whether it is."""
-        return self.wait(lambda: not self._sending, check, ends)
-
-    def _reap(self) -> None:
-        if self._sending:
-            self._sending = [sent for sent in self._sending if not self._is_sent(sent[0])]
-
-    def _is_sent(self, request: Any) -> bool:
-        try:
-            return bool(request.Test())
-        except self._mpi_exception as error:
-            self._require_failure(error)
-            return True
+        """Wait until all that was sent may change; whether it may."""
+        return self.wait(lambda: not self.transport.is_sending, check, ends)
 
     def _send_agreement(self) -> None:
         for place, message in self.agreement.take_outgoing():
@@ -211,62 +147,17 @@ class Messages:
                 continue
             if pause >= _LONGEST_PAUSE_S:
                 self.look_for_failures()
-            is_busy = (
-                self._sending or self._receiving
-            )  # large messages move only inside of MPI's calls
+            is_busy = self.transport.is_busy
             time.sleep(min(pause, _BUSY_PAUSE_S) if is_busy else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def poll(self) -> bool:
         """Take in all that has arrived; whether anything has."""
         moved = False
-        while (message := self._probe()) is not None:
-            self._receive(message)
-            moved = True
-        for source in list(self._receiving):
-            moved |= self._deliver(source)
-        self._reap()
-        return moved
-
-    def _probe(self) -> Any:
-        try:
-            return self.comm.Improbe(self._any_source, self._any_tag, self._status)
-        except self._mpi_exception as error:
-            self._require_failure(error)
-            self.look_for_failures()
-            return None
-
-    def _receive(self, message: Any) -> None:
-        """Start to receive a matched message. Those of one source are delivered in the order of sending."""
-        status = self._status
-        source, tag = status.source, status.tag
-        count = status.Get_count(self._byte)
-        is_whole = count == _SEGMENT and self._spare
-        buffer = self._spare.pop() if is_whole else np.empty(count, dtype=np.uint8)
-        try:
-            request = message.Irecv([buffer, self._byte])
-        except self._mpi_exception as error:
-            self._require_failure(error)
-            self.believe_failed({source})
-            return
-        self._receiving.setdefault(source, deque()).append((request, buffer, tag))
-
-    def _deliver(self, source: int) -> bool:
-        arriving, moved = self._receiving[source], False
-        while arriving:
-            request, buffer, tag = arriving[0]
-            try:
-                if not request.Test():
-                    return moved
-            except self._mpi_exception as error:
-                self._require_failure(error)
-                self.believe_failed({source})
-                arriving.clear()
-                break
-            arriving.popleft()
+        for source, tag, buffer in self.transport.poll():
             moved = True
             self._take_in(source, tag, buffer)
-        del self._receiving[source]
+        self._believe_reported()
         return moved
 
     def _take_in(self, source: int, tag: int, buffer: Bytes) -> None:
@@ -324,21 +215,18 @@ class Messages:
 
     def recycle(self, buffer: Bytes) -> None:
         """A received message has been used: its memory serves again."""
-        if buffer.size == _SEGMENT and len(self._spare) < _SPARES:
-            self._spare.append(buffer)
+        self.transport.recycle(buffer)
 
     # ---- failures -----------------------------------------------------------------------------
 
     def look_for_failures(self) -> None:
-        """Ask MPI which processes have failed; acknowledged, they do not disturb receiving from others."""
-        if not ulfm_enabled():
-            return
-        with contextlib.suppress(self._mpi_exception):
-            found = _failed_of(self.comm)
-            if found - self._reported:
-                self.comm.Ack_failed()
-                self._reported |= found
-                self.believe_failed(found)
+        """Ask the transport which processes have failed."""
+        self.transport.look_for_failures()
+        self._believe_reported()
+
+    def _believe_reported(self) -> None:
+        if not self.transport.failed <= self.failed:
+            self.believe_failed(self.transport.failed)
 
     def believe_failed(self, places: set[int]) -> None:
         """From now on these are believed failed, for good; peers learn it with the next messages."""
@@ -347,11 +235,6 @@ class Messages:
             self.failed.add(place)
             self.agreement.failed(place)
         self._after_agreement(before)
-
-    def _require_failure(self, error: Any) -> None:
-        """Raise an error of MPI again unless it says that a process has failed."""
-        if not is_failure(error):
-            raise error
 
     # ---- attempts and decisions ---------------------------------------------------------------
 
@@ -414,7 +297,7 @@ class Messages:
             self.send(place, _LAST, b"")
 
         def done() -> bool:
-            return not self._sending and all(
+            return not self.transport.is_sending and all(
                 place in self.failed or self._inbox.get((0, _LAST, place)) for place in peers
             )
 
@@ -491,9 +374,9 @@ class Attempt:
     def _send_all(self, rank: int, data: Any) -> None:
         """Send bytes whose number the receiver does not know."""
         view = memoryview(data)
-        self._send(rank, len(view).to_bytes(8, "little") + bytes(view[:_SEGMENT]))
-        for start in range(_SEGMENT, len(view), _SEGMENT):
-            self._send(rank, view[start : start + _SEGMENT])
+        self._send(rank, len(view).to_bytes(8, "little") + bytes(view[:SEGMENT]))
+        for start in range(SEGMENT, len(view), SEGMENT):
+            self._send(rank, view[start : start + SEGMENT])
 
     def _take_all(self, rank: int) -> bytes:
         first = self._take(rank).tobytes()
@@ -537,8 +420,8 @@ class Attempt:
         parent = mine - (1 << (mine.bit_length() - 1)) if mine else None
         steps = [1 << k for k in range(mine.bit_length(), self.size.bit_length())]
         children = [(mine + step + root) % self.size for step in steps if mine + step < self.size]
-        for start in range(0, data.size, _SEGMENT):
-            segment = data[start : start + _SEGMENT]
+        for start in range(0, data.size, SEGMENT):
+            segment = data[start : start + SEGMENT]
             if parent is not None:
                 taken = self._take((parent + root) % self.size)
                 segment[:] = taken
@@ -611,7 +494,7 @@ class Attempt:
         self, block: NDArray[Any], target: NDArray[Any], take_in: Callable[[Any, Any], object]
     ) -> None:
         """Send a block to the next rank, and take in one from the rank before; segment by segment."""
-        count = _SEGMENT // block.itemsize
+        count = SEGMENT // block.itemsize
         for start in range(0, block.size, count):
             self._send((self.rank + 1) % self.size, block[start : start + count].view(np.uint8))
         for start in range(0, target.size, count):

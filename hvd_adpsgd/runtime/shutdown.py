@@ -32,7 +32,8 @@ from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
 from hvd_adpsgd.runtime.membership import Membership
-from hvd_adpsgd.runtime.messages import Messages, failed_comm_ranks, gather_once
+from hvd_adpsgd.runtime.messages import Messages, gather_once
+from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks
 
 __all__ = [
     "FAILED_STATUS",

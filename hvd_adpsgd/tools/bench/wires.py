@@ -42,9 +42,9 @@ class Sockets:
 
     def exchange(self, model: np.ndarray, received: np.ndarray) -> None:
         """Send the one, receive the other."""
-        sender = threading.Thread(target=self._timed, args=(lambda: self._out.sendall(model),))
+        sender = threading.Thread(target=self._timed, args=(lambda: self._out.sendall(model.data),))
         sender.start()
-        self._timed(lambda: self._receive(memoryview(received).cast("B")))
+        self._timed(lambda: self._receive(received.data.cast("B")))
         sender.join()
 
     def _timed(self, act: Callable[[], object]) -> None:

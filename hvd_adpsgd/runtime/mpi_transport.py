@@ -1,0 +1,220 @@
+"""How plain messages travel between learners: by MPI here, by sockets in `sockets`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.failures import ulfm_enabled
+
+__all__ = [
+    "SEGMENT",
+    "Bytes",
+    "MpiTransport",
+    "Transport",
+    "failed_comm_ranks",
+    "is_failure",
+    "transport_of",
+]
+
+Bytes = NDArray[np.uint8]
+
+SEGMENT = 2**19  # bytes of one message, at most (but for pickled ones)
+_SPARES = 8  # of these, kept for the next ones: fresh memory costs a page fault per 4 KiB
+_LOOKS = 16  # Open MPI polls the launcher in every 8th call
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves messages between the places 0, 1, ... of a communicator; one thread at a time.
+
+    Attributes:
+        failed: places whose process is known to have ended, and to which nothing is sent any more.
+        is_sending: whether what was sent must not change yet.
+        is_busy: whether messages move only while this is called.
+    """
+
+    failed: set[int]
+
+    @property
+    def is_sending(self) -> bool: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def send(self, place: int, tag: int, data: Any) -> None:
+        """Send bytes without waiting."""
+
+    def poll(self) -> Iterator[tuple[int, int, Bytes]]:
+        """(source, tag, bytes) of what has arrived, of each source in the order of sending."""
+
+    def recycle(self, buffer: Bytes) -> None:
+        """A buffer that `poll` gave has been used."""
+
+    def look_for_failures(self) -> None:
+        """Bring `failed` up to date."""
+
+
+def transport_of(comm: Any) -> Transport:
+    """The transport of a communicator that nothing else uses."""
+    return comm if isinstance(comm, Transport) else MpiTransport(comm)
+
+
+def is_failure(error: Any) -> bool:
+    """Whether an mpi4py exception says that a process has failed."""
+    from mpi4py import MPI
+
+    kinds = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return error.Get_error_class() in kinds
+
+
+def failed_comm_ranks(comm: Any) -> set[int]:
+    """Ranks in `comm` known to have exited without MPI_Finalize; empty without ULFM."""
+    from mpi4py import MPI
+
+    if not ulfm_enabled():
+        return set()
+    with contextlib.suppress(MPI.Exception):
+        for _ in range(_LOOKS):  # MPI detects failures only inside its calls
+            MPI.COMM_SELF.Iprobe()
+        return _failed_of(comm)
+    return set()
+
+
+def _failed_of(comm: Any) -> set[int]:
+    from mpi4py import MPI
+
+    failed = comm.Get_failed()
+    if failed == MPI.GROUP_EMPTY or failed.Get_size() == 0:
+        return set()
+    everyone = comm.Get_group()
+    try:
+        return set(failed.Translate_ranks(range(failed.Get_size()), everyone))
+    finally:
+        everyone.Free()
+        failed.Free()
+
+
+class MpiTransport:
+    """Messages over a communicator of mpi4py, errors returned.
+
+    mpi4py does not keep the buffers of a non-blocking call alive: they are held until MPI is done.
+    """
+
+    def __init__(self, comm: Any):
+        from mpi4py import MPI
+
+        self.failed: set[int] = set()
+        self._acknowledged: set[int] = set()
+        self._comm = comm
+        self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}  # by source, in order
+        self._sending: list[tuple[Any, Any]] = []  # requests, and what they send
+        self._spare: list[Bytes] = []  # buffers of whole segments, to be used again
+        self._status = MPI.Status()
+        self._any_source, self._any_tag, self._byte = MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.BYTE
+        self._mpi_exception: type[Exception] = MPI.Exception
+
+    @property
+    def is_sending(self) -> bool:
+        return bool(self._sending)
+
+    @property
+    def is_busy(self) -> bool:
+        """Large messages move only inside of MPI's calls."""
+        return bool(self._sending or self._receiving)
+
+    def send(self, place: int, tag: int, data: Any) -> None:
+        """See Transport."""
+        if place in self.failed:
+            return
+        try:
+            request = self._comm.Isend([data, self._byte], place, tag)
+            if not request.Test():
+                self._sending.append((request, data))
+        except self._mpi_exception as error:
+            self._require_failure(error)
+            self.failed.add(place)
+
+    def _reap(self) -> None:
+        if self._sending:
+            self._sending = [sent for sent in self._sending if not self._is_sent(sent[0])]
+
+    def _is_sent(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi_exception as error:
+            self._require_failure(error)
+            return True
+
+    def poll(self) -> Iterator[tuple[int, int, Bytes]]:
+        """See Transport."""
+        while (message := self._probe()) is not None:
+            self._receive(message)
+        for source in list(self._receiving):
+            yield from self._deliver(source)
+        self._reap()
+
+    def _probe(self) -> Any:
+        try:
+            return self._comm.Improbe(self._any_source, self._any_tag, self._status)
+        except self._mpi_exception as error:
+            self._require_failure(error)
+            self.look_for_failures()
+            return None
+
+    def _receive(self, message: Any) -> None:
+        """Start to receive a matched message. Those of one source are delivered in the order of sending."""
+        status = self._status
+        source, tag = status.source, status.tag
+        count = status.Get_count(self._byte)
+        is_whole = count == SEGMENT and self._spare
+        buffer = self._spare.pop() if is_whole else np.empty(count, dtype=np.uint8)
+        try:
+            request = message.Irecv([buffer, self._byte])
+        except self._mpi_exception as error:
+            self._require_failure(error)
+            self.failed.add(source)
+            return
+        self._receiving.setdefault(source, deque()).append((request, buffer, tag))
+
+    def _deliver(self, source: int) -> Iterator[tuple[int, int, Bytes]]:
+        arriving = self._receiving[source]
+        while arriving:
+            request, buffer, tag = arriving[0]
+            try:
+                if not request.Test():
+                    return
+            except self._mpi_exception as error:
+                self._require_failure(error)
+                self.failed.add(source)
+                arriving.clear()
+                break
+            arriving.popleft()
+            yield source, tag, buffer
+        del self._receiving[source]
+
+    def recycle(self, buffer: Bytes) -> None:
+        """See Transport."""
+        if buffer.size == SEGMENT and len(self._spare) < _SPARES:
+            self._spare.append(buffer)
+
+    def look_for_failures(self) -> None:
+        """Ask MPI; acknowledged, the failed ones do not disturb receiving from others."""
+        if not ulfm_enabled():
+            return
+        with contextlib.suppress(self._mpi_exception):
+            found = _failed_of(self._comm)
+            if found - self._acknowledged:
+                self._comm.Ack_failed()
+                self._acknowledged |= found
+                self.failed |= found
+
+    def _require_failure(self, error: Any) -> None:
+        """Raise an error of MPI again unless it says that a process has failed."""
+        if not is_failure(error):
+            raise error
