@@ -73,7 +73,12 @@ class _Address(NamedTuple):
 
 
 class Connections:
-    """The connections between engines, all of which make one together.
+    """The connections between engines, or learners, all of which make theirs together.
+
+    Args:
+        rank, size: of these.
+        config: nics, connections, idle_connection_s, failure_timeout_s.
+        kind: what they are, for messages.
 
     Attributes:
         wire: what the engine is handed.
@@ -81,8 +86,8 @@ class Connections:
 
     GATHERS = 2
 
-    def __init__(self, rank: int, size: int, config: Config):
-        self._rank = rank
+    def __init__(self, rank: int, size: int, config: Config, kind: str = "super learner"):
+        self._rank, self._kind = rank, kind
         self._config = config
         self._secret = b""
         self._incarnation = secrets.randbits(64)
@@ -128,7 +133,7 @@ class Connections:
         for rank, address in enumerate(self._addresses):
             if address is not None and address.error:
                 self.close()
-                raise TopologyError(f"super learner {rank}: {address.error}")
+                raise TopologyError(f"{self._kind} {rank}: {address.error}")
         self._thread = threading.Thread(target=self._main, name="adpsgd-connect", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -241,10 +246,10 @@ class Connections:
             except ConnectionRefusedError:
                 break  # nobody listens there any more
             except NotAMember as error:
-                log.warning("super learner %d at %s port %d: %s", peer, *address[:2], error)
+                log.warning("%s %d at %s port %d: %s", self._kind, peer, *address[:2], error)
                 break
             except (OSError, TimeoutError) as error:
-                log.debug("super learner %d cannot be reached: %s", peer, error)
+                log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_LAST_S)
         self._hand_over(TcpWire.REFUSED, peer)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 from hvd_adpsgd.errors import PeerFailedError, TransportError
 
-__all__ = ["mpi_failures", "ulfm_advice", "ulfm_enabled"]
+__all__ = ["is_under_mpi", "mpi_exceptions", "mpi_failures", "ulfm_advice", "ulfm_enabled"]
 
 
 def ulfm_enabled() -> bool:
@@ -16,9 +17,24 @@ def ulfm_enabled() -> bool:
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")  # noqa: SIM112
 
 
+def is_under_mpi() -> bool:
+    """Whether MPI joins the processes: without it mpi4py.MPI is not even imported, as that would start it."""
+    return "mpi4py.MPI" in sys.modules
+
+
+def mpi_exceptions() -> tuple[type[Exception], ...]:
+    """MPI's, to be caught: none without MPI."""
+    if not is_under_mpi():
+        return ()
+
+    from mpi4py import MPI
+
+    return (MPI.Exception,)
+
+
 def ulfm_advice() -> str:
     """What to do about a failed learner, at the end of a message."""
-    if ulfm_enabled():
+    if ulfm_enabled() or not is_under_mpi():
         return "Start the job again."
     return "Start the job again, under Open MPI's `--with-ft ulfm`, which lets the job continue without it."
 
@@ -34,6 +50,10 @@ def mpi_failures(doing: str) -> Iterator[None]:
         PeerFailedError: if a learner failed.
         TransportError: if MPI failed otherwise.
     """
+    if not is_under_mpi():
+        yield
+        return
+
     from mpi4py import MPI
 
     try:

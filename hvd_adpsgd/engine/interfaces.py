@@ -11,7 +11,7 @@ import psutil
 
 from hvd_adpsgd.errors import TopologyError
 
-__all__ = ["LOOPBACK", "addresses", "choose_address", "network_name"]
+__all__ = ["LOOPBACK", "addresses", "choose_address", "interface_of", "network_name"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -91,6 +91,14 @@ def _of_interface(names: Sequence[str], own: Sequence[tuple[str, str]]) -> str:
         f"HVD_ADPSGD_NICS={','.join(names)}: none of these interfaces is up and has an address on "
         f"{socket.gethostname()}, which has {has}. Name one of those."
     )
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this address; empty if none has."""
+    for name, found in psutil.net_if_addrs().items():
+        if address in (each.address for each in found):
+            return str(name)
+    return ""
 
 
 def _source_towards(address: str) -> str | None:

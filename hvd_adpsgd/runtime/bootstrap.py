@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adpsgd import strategies
@@ -23,11 +23,14 @@ from hvd_adpsgd.errors import (
     TransportError,
     WorldError,
 )
-from hvd_adpsgd.runtime import communicators, shutdown, state_dump
+from hvd_adpsgd.runtime import communicators, rendezvous, shutdown, state_dump
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.runtime.gloo import world_over_gloo
 from hvd_adpsgd.runtime.horovod_timeline import own_timeline
+from hvd_adpsgd.runtime.rendezvous import Place, Store
 from hvd_adpsgd.runtime.shutdown import exit_state
+from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners
 
 __all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
@@ -37,7 +40,13 @@ log = logging.getLogger("hvd_adpsgd")
 _PER_LEARNER = ("dashboard_token", "log_level", "state_dir")  # options in which learners may differ
 
 
-def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = None) -> World:
+def init(
+    config: Config | None = None,
+    *,
+    comm: Any = None,
+    process_sets: Any = None,
+    store: Callable[[Place], Store] | None = None,
+) -> World:
     """Make the worlds; all learners call this together.
 
     Args:
@@ -45,6 +54,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
             of MPI.COMM_WORLD (only the named processes may call then).
         process_sets: as in Horovod's init; only with one super learner.
+        store: connects to torch's TCPStore, for processes that MPI does not join.
 
     Returns:
         The world, which worlds.current returns from now on.
@@ -57,10 +67,7 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         PeerFailedError: if a learner ends meanwhile.
     """
     _require_whole()
-    communicators.require_mpi_launcher(os.environ)
-    mpi = communicators.load_mpi()
-    watch_exit()
-    everyone = communicators.of_learners(mpi, comm)
+    everyone = _everyone(comm, store)
     try:
         with mpi_failures("init()"):
             world = _make_world(everyone, config, bool(process_sets))
@@ -71,6 +78,18 @@ def init(config: Config | None = None, *, comm: Any = None, process_sets: Any = 
         everyone.Free()
         raise
     return enter(world, process_sets)
+
+
+def _everyone(comm: Any, store: Callable[[Place], Store] | None) -> Any:
+    """A private communicator of all learners, over MPI or over sockets."""
+    place = None if comm is not None else rendezvous.of_environment(os.environ)
+    if place is not None and (place.speaks_http or store is not None):
+        watch_exit()
+        return communicators.over_sockets(place, store)
+    communicators.require_mpi_launcher(os.environ)
+    mpi = communicators.load_mpi()
+    watch_exit()
+    return communicators.of_learners(mpi, comm)
 
 
 def enter(world: World, process_sets: Any = None) -> World:
@@ -122,7 +141,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     """Agree with all learners, then cut the communicator; the same outcome on all of them."""
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
-    checked = _agreed_config(answers)
+    checked = communicators.with_wire(_agreed_config(answers), everyone)
     placements = tuple(answer["placement"] for answer in answers)
     joined = strategies.parse(checked.averaging).averages == "nothing"
     groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
@@ -175,9 +194,8 @@ def _cut(
     groups: tuple[tuple[int, ...], ...],
 ) -> World:
     rank = everyone.Get_rank()
-    super_rank = next(i for i, group in enumerate(groups) if rank in group)
-    inner, outer = communicators.split(everyone, super_rank, rank == groups[super_rank][0])
-    plain, goodbye = everyone.Dup(), everyone.Dup()
+    inner, outer = communicators.split(everyone, groups)
+    plain, goodbye = communicators.duplicate(everyone), communicators.duplicate(everyone)
     comms = Communicators(everyone, plain, goodbye, host, inner, outer)
     return World.make(config, placements, groups, rank, comms)
 
@@ -188,7 +206,11 @@ def _start_horovod(world: World, process_sets: Any) -> None:
     from horovod.torch import mpi_ops
 
     with own_timeline(world.super_rank, world.super_size):
-        horovod.init(comm=world.inner, process_sets=process_sets)
+        if isinstance(world.inner, Communicator):
+            with world_over_gloo(world):
+                horovod.init(process_sets=process_sets)
+        else:
+            horovod.init(comm=world.inner, process_sets=process_sets)
     # Horovod's exit handler waits without bound for the learners of its world; ours does not.
     atexit.unregister(mpi_ops._basics.shutdown)
 

@@ -29,10 +29,11 @@ from hvd_adpsgd.runtime.messages import (
     AttemptAbandonedError,
     Messages,
 )
-from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks, is_failure
+from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks, is_failure, is_of_mpi
+from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.turns import Turns
 
-__all__ = ["Call", "Collectives", "allgather_object", "failed_comm_ranks", "wait"]
+__all__ = ["Call", "Collectives", "allgather_object", "barrier", "failed_comm_ranks", "wait"]
 
 T = TypeVar("T")
 
@@ -61,8 +62,18 @@ def wait(request: Any, ends: float | None = None) -> bool:
     return True
 
 
+def barrier(comm: Any) -> None:
+    """Wait until all learners of `comm` are here; sleeps between polls."""
+    if isinstance(comm, Communicator):
+        comm.allgather(None)
+    else:
+        wait(comm.Ibarrier())
+
+
 def allgather_object(comm: Any, value: Any) -> list[Any]:
     """The values of all learners of `comm`, by rank, through pickle."""
+    if isinstance(comm, Communicator):
+        return comm.allgather(value)
     data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
     count = np.array([data.size], dtype=np.int64)
     counts = np.empty(comm.Get_size(), dtype=np.int64)
@@ -270,8 +281,6 @@ class Collectives:
         self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
     ) -> int:
         """Attempt the operation and vote; returns the number of the decision."""
-        from mpi4py import MPI
-
         places = [self._ranks.index(rank) for rank in self.ranks]
         attempt = Attempt(self.messages, places, self.ranks)
         try:
@@ -285,19 +294,12 @@ class Collectives:
             if not left.is_told:
                 attempt.abandon()
             return self.messages.vote(0 if left.reason else NO_ERROR)
-        except MPI.Exception as error:
+        except Exception as error:
             if is_failure(error):
                 self.messages.look_for_failures()
                 attempt.abandon()
                 return self.messages.vote(NO_ERROR)
-            outcome.error = TransportError(
-                f"{call.kind}: MPI failed on learner {self._rank} ({error.Get_error_string()}). No learner "
-                "has failed. Start the job again.",
-                code=error.Get_error_class(),
-            )
-            outcome.error.__cause__ = error
-        except Exception as error:
-            outcome.error = error
+            outcome.error = self._named(call.kind, error)
         except (
             BaseException
         ) as error:  # a signal: the others are told, and this learner does not wait
@@ -305,6 +307,18 @@ class Collectives:
             self.messages.vote(0)
             raise
         return self._vote(attempt, outcome.error)
+
+    def _named(self, doing: str, error: Exception) -> Exception:
+        """The error; one of MPI's as ours."""
+        if not is_of_mpi(error):
+            return error
+        named = TransportError(
+            f"{doing}: MPI failed on learner {self._rank} ({error.Get_error_string()}). No learner "  # type: ignore[attr-defined]
+            "has failed. Start the job again.",
+            code=error.Get_error_class(),  # type: ignore[attr-defined]
+        )
+        named.__cause__ = error
+        return named
 
     def _vote(self, attempt: Attempt, error: Exception | None) -> int:
         if error is None or isinstance(error, CollectiveMismatchError):

@@ -1,16 +1,30 @@
-"""MPI under the worlds: initialization, thread level, and communicators of learners."""
+"""Communicators of learners: over MPI, which is started here, or over sockets where no MPI joins them."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name
 from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError
+from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, Store, gather_by
 from hvd_adpsgd.runtime.shutdown import exit_state
+from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
-__all__ = ["load_mpi", "of_host", "of_learners", "require_mpi_launcher", "split"]
+__all__ = [
+    "duplicate",
+    "load_mpi",
+    "of_host",
+    "of_learners",
+    "over_sockets",
+    "require_mpi_launcher",
+    "split",
+    "with_wire",
+]
 
 # Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -147,18 +161,86 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
             )
 
 
+def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Communicator:
+    """A private communicator of all learners that met at this place.
+
+    Raises:
+        LaunchError: if one of them does not come.
+        TopologyError: on all, if one of them finds no address to listen on.
+    """
+    if exit_state.hub is None:
+        opened = HttpStore(place) if store is None or place.speaks_http else store(place)
+        config = _network_options()
+        hub = Hub(place.rank, place.size, config, gather_by(opened, place))
+        exit_state.hub = hub
+        everyone = hub.communicator(range(place.size))
+        assert everyone is not None
+        everyone.allgather(None)  # all have read the store, which may end with its process
+        return everyone
+    everyone = exit_state.hub.communicator(range(exit_state.hub.size))
+    assert everyone is not None
+    return everyone
+
+
+def _network_options() -> Config:
+    """The options, or their defaults if one is bad: that is told when all are connected."""
+    try:
+        return Config.from_environment()
+    except ConfigError:
+        return Config()
+
+
+def with_wire(config: Config, everyone: Any) -> Config:
+    """The options, with the wire that these learners can use.
+
+    Raises:
+        ConfigError: if it is not the one that was asked for.
+    """
+    if not isinstance(everyone, Communicator):
+        return config
+    if config.wire == "mpi":
+        raise ConfigError(
+            "HVD_ADPSGD_WIRE=mpi: MPI does not join the processes of this job, allowed are auto and tcp. "
+            "Leave it out, or launch with `horovodrun --mpi`."
+        )
+    return config.replace(wire="tcp")
+
+
+def duplicate(everyone: Any) -> Any:
+    """Another communicator of all learners; all call this together."""
+    if isinstance(everyone, Communicator):
+        return everyone.hub.communicator(everyone.ranks)
+    return everyone.Dup()
+
+
 def of_host(everyone: Any) -> Any:
-    """The learners of this host, by MPI's shared-memory split."""
+    """The learners of this host: those that share its memory."""
+    if isinstance(everyone, Communicator):
+        mine = (host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev)
+        hosts = everyone.allgather(mine)
+        return everyone.hub.communicator([rank for rank, host in enumerate(hosts) if host == mine])
+
     from mpi4py import MPI
 
     return everyone.Split_type(MPI.COMM_TYPE_SHARED, key=everyone.Get_rank())
 
 
-def split(everyone: Any, super_rank: int, leads: bool) -> tuple[Any, Any]:
-    """(inner, outer or None): both ordered by rank."""
+def split(everyone: Any, groups: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """(inner, outer or None): the learners of this super learner, the leaders of all.
+
+    Args:
+        everyone: all learners.
+        groups: ranks of each super learner.
+    """
+    rank = everyone.Get_rank()
+    super_rank = next(i for i, group in enumerate(groups) if rank in group)
+    if isinstance(everyone, Communicator):
+        inner = everyone.hub.communicator(groups[super_rank])
+        return inner, everyone.hub.communicator([group[0] for group in groups])
+
     from mpi4py import MPI
 
-    rank = everyone.Get_rank()
+    leads = rank == groups[super_rank][0]
     inner = everyone.Split(super_rank, rank)
     outer = everyone.Split(0 if leads else MPI.UNDEFINED, rank)
     return inner, None if outer == MPI.COMM_NULL else outer

@@ -538,10 +538,10 @@ class Attempt:
         )
 
 
-def gather_once(messages: Messages, value: Any, ends: float) -> list[Any] | None:
+def gather_once(messages: Messages, value: Any, ends: float | None = None) -> list[Any] | None:
     """The values of all learners of a communicator; None if one has failed or does not come.
 
-    The same answer on all learners that get one before `ends`, of time.monotonic.
+    The same answer on all learners that get one before `ends`, of time.monotonic; None: no deadline.
     """
     if messages.agreement.voted:  # in an earlier one, which timed out
         return None

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import ulfm_enabled
+from hvd_adpsgd.engine.failures import is_under_mpi, ulfm_enabled
 
 __all__ = [
     "SEGMENT",
@@ -19,6 +19,7 @@ __all__ = [
     "Transport",
     "failed_comm_ranks",
     "is_failure",
+    "is_of_mpi",
     "transport_of",
 ]
 
@@ -65,8 +66,21 @@ def transport_of(comm: Any) -> Transport:
     return comm if isinstance(comm, Transport) else MpiTransport(comm)
 
 
+def is_of_mpi(error: Exception) -> bool:
+    """Whether it is an exception of mpi4py."""
+    if not is_under_mpi():
+        return False
+
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception)
+
+
 def is_failure(error: Any) -> bool:
-    """Whether an mpi4py exception says that a process has failed."""
+    """Whether it is an mpi4py exception that says that a process has failed."""
+    if not is_of_mpi(error):
+        return False
+
     from mpi4py import MPI
 
     kinds = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -74,7 +88,11 @@ def is_failure(error: Any) -> bool:
 
 
 def failed_comm_ranks(comm: Any) -> set[int]:
-    """Ranks in `comm` known to have exited without MPI_Finalize; empty without ULFM."""
+    """Ranks in `comm` known to have exited: with MPI without MPI_Finalize, and only with ULFM."""
+    if isinstance(comm, Transport):
+        comm.look_for_failures()
+        return set(comm.failed)
+
     from mpi4py import MPI
 
     if not ulfm_enabled():

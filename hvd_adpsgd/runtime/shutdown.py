@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import mpi_failures, ulfm_enabled
+from hvd_adpsgd.engine.failures import mpi_exceptions, mpi_failures, ulfm_enabled
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import Messages, gather_once
 from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
 __all__ = [
     "FAILED_STATUS",
@@ -85,7 +86,9 @@ class ShutdownBarrier:
         return self.ranks[int(self.comm.Get_rank())]
 
     def ended(self) -> set[int]:
-        """Learners known to have exited without MPI_Finalize."""
+        """Learners known to have exited; with MPI without MPI_Finalize."""
+        if isinstance(self.comm, Communicator):
+            return {self.ranks[place] for place in self.comm.look_at_all()}
         return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
 
     @functools.cached_property
@@ -100,6 +103,7 @@ class ExitState:
 
     Attributes:
         finalizes: MPI_Finalize is ours, not mpi4py's.
+        hub: the connections of this process, where MPI does not join the processes.
         watched: `at_exit` was called.
         has_begun: init() was successful once.
         stuck: a thread is left behind in Horovod, or in an operation over all learners.
@@ -112,6 +116,7 @@ class ExitState:
     """
 
     finalizes: bool = False
+    hub: Hub | None = None
     watched: bool = False
     has_begun: bool = False
     stuck: bool = False
@@ -281,11 +286,11 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
 
 
 def free(*communicators: Any) -> None:
-    from mpi4py import MPI
-
     for comm in communicators:
         if comm is not None:
-            with contextlib.suppress(MPI.Exception):  # a member has failed; nothing is left to do
+            with contextlib.suppress(
+                *mpi_exceptions()
+            ):  # a member has failed; nothing is left to do
                 comm.Free()
 
 
@@ -345,12 +350,16 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     """At exit: shut down, then end MPI, in bounded time."""
     if os.getpid() != pid:  # a forked child, not a learner
         return
-    from mpi4py import MPI
-
     seconds = patience_s()
     exit_state.is_over = True
     with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
         shut_down()
+    if exit_state.hub is not None:
+        _leave_hub(exit_state.hub)
+        return
+
+    from mpi4py import MPI
+
     if not MPI.Is_finalized() and exit_state.finalizes and not _ended_mpi(MPI, seconds):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -359,6 +368,18 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
             _release_launcher()
         process_exit.end_without_finalize(last, FAILED_STATUS if exit_state.has_failures else 0)
     mark(False)
+
+
+def _leave_hub(hub: Hub) -> None:
+    """Close the connections; after a failure the first surviving learner ends last, and its status tells."""
+    is_clean = exit_state.goodbye is None and not exit_state.stuck
+    last = not is_clean and _ends_last()
+    hub.close()
+    if not is_clean:  # handlers of exit() that come later may wait for a thread that is left behind
+        sys.stdout.flush()
+        sys.stderr.flush()
+        status = FAILED_STATUS if last and exit_state.has_failures else 0
+        process_exit.end_without_finalize(True, status)
 
 
 def _ended_mpi(mpi: Any, seconds: float) -> bool:

@@ -21,7 +21,7 @@ from hvd_adpsgd.errors import (
     WorldError,
 )
 from hvd_adpsgd.runtime import global_operations
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.runtime.collectives import barrier
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
@@ -289,7 +289,7 @@ class Averaging:
     def meet_in_node(self) -> None:
         """Barrier in the node: afterwards the published slot is readable, the other one is not read."""
         with node_failures(self), mpi_failures("in the node"):
-            wait(self.world.inner.Ibarrier())
+            barrier(self.world.inner)
         self.engine.memory.all_met()
 
     def absorb(self) -> bool:

@@ -12,6 +12,7 @@ from hvd_adpsgd.runtime import bootstrap, replacement
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import watching
+from hvd_adpsgd.torch.rendezvous import tcp_store
 
 __all__ = [
     "cross_rank",
@@ -61,7 +62,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     if replacement.is_newcomer():
         replacement.enter()
     else:
-        bootstrap.init(config, comm=comm, process_sets=process_sets)
+        bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
     _given = given
     watching.start(worlds.current())
 

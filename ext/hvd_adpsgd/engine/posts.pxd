@@ -42,3 +42,5 @@ cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nog
 cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil
 cdef void fail_posts(Posts* p, int peer) noexcept nogil
 cdef void close_posts(Posts* p) noexcept nogil
+cdef Stray* first_whole(Posts* p) noexcept nogil
+cdef void drop(Posts* p, Stray* stray) noexcept nogil

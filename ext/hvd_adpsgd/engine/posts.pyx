@@ -144,6 +144,14 @@ cdef void drop(Posts* p, Stray* stray) noexcept nogil:
     free(stray)
 
 
+cdef Stray* first_whole(Posts* p) noexcept nogil:
+    """The first stray that is complete and that no receive wants; NULL if there is none."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or not stray.complete):
+        stray = stray.after
+    return stray
+
+
 cdef void hand_over(Posts* p, Stray* stray) noexcept nogil:
     cdef Post* post = stray.wanted
     post.peer = stray.peer

@@ -16,14 +16,15 @@ engine that leaves says CLOSE on each connection; its peers have a second to hea
 before they take it for failed.
 """
 
+from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from libc.errno cimport EAGAIN, EINTR, ENOMEM, errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
-from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, expect, fail_posts, give_post, give_up,
-                                      is_here, receive_for, stray_bytes, take_post, take_stray)
+from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole,
+                                      give_post, give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
 from hvd_adpsgd.engine.wire cimport *
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -304,6 +305,15 @@ cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
     return p.out
 
 
+cdef void enqueue(Sockets* s, Link* link, Post* post) noexcept nogil:
+    if link.first == NULL:
+        link.first = post
+    else:
+        link.last.after = post
+    link.last = post
+    link.used = time_of(s)
+
+
 cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:
     cdef Sockets* s = <Sockets*>wire.own
     cdef Link* link
@@ -317,12 +327,7 @@ cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, in
     if post == NULL:
         t.code = ENOMEM
         return WIRE_DOWN
-    if link.first == NULL:
-        link.first = post
-    else:
-        link.last.after = post
-    link.last = post
-    link.used = time_of(s)
+    enqueue(s, link, post)
     t.handle = <uint64_t>post
     t.in_use = True
     if link.first == post and link.fd >= 0:
@@ -671,9 +676,52 @@ cdef class TcpWire(AnyWire):
         if self.sockets.epoll > 0:
             close(self.sockets.epoll)
 
+    # ---- without an engine: one thread at a time
+
     def progress(self):
-        """Move bytes once; after the engine's thread has ended."""
+        """Move bytes once; where no engine's thread does, or after it has ended."""
         tcp_progress(&self.calls)
+
+    def post(self, int peer, int channel, bytes head, const unsigned char[::1] data):
+        """Queue a message, copied, of two parts; one to a peer that has failed is dropped."""
+        cdef Sockets* s = &self.sockets
+        cdef Py_ssize_t n = len(head), nbytes = n + data.shape[0]
+        cdef Link* link
+        cdef Post* post
+        cdef char* copy
+        if s.peers[peer].failed:
+            return
+        link = link_to(s, peer)
+        copy = <char*>malloc(nbytes + 1)
+        post = take_post(&s.posts, peer, channel, copy, nbytes) if link != NULL and copy != NULL else NULL
+        if post == NULL:
+            free(copy)
+            raise MemoryError("wire")
+        memcpy(copy, <const char*>head, n)
+        if data.shape[0]:
+            memcpy(copy + n, &data[0], data.shape[0])
+        post.owned = True
+        enqueue(s, link, post)
+        if link.first == post and link.fd >= 0:
+            send_queue(s, link)
+
+    def take(self):
+        """(peer, bytearray) of the first message that has come whole; None if none has. No receive is posted beside it."""
+        cdef Stray* stray = first_whole(&self.sockets.posts)
+        if stray == NULL:
+            return None
+        found = stray.peer, PyByteArray_FromStringAndSize(stray_bytes(stray), stray.nbytes)
+        drop(&self.sockets.posts, stray)
+        return found
+
+    def next_failed(self, bint look):
+        """A peer that has failed since the last call, NOBODY if none has; searches for silent hosts too if told."""
+        return tcp_next_failed(&self.calls, look)
+
+    def call(self, int peer):
+        """Have a connection to a peer, so that its end is noticed."""
+        if not self.sockets.peers[peer].failed:
+            link_to(&self.sockets, peer)
 
     @property
     def unsent(self):
