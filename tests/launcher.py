@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import itertools
 import json
 import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +40,21 @@ import json, os, sys, time
 def say(**facts):
     os.write(1, ("\\n{MARK}" + json.dumps(facts) + "\\n").encode())
 """
+
+
+# $0: processes, $1: port; then a command. As Slurm's launcher: a process that fails ends no other.
+SRUN = """
+n=$0; port=$1; shift; i=0; pids=
+while [ $i -lt $n ]; do
+  SLURM_PROCID=$i SLURM_STEP_NUM_TASKS=$n SLURM_STEP_NODELIST=localhost MASTER_PORT=$port "$@" &
+  pids="$pids $!"; i=$((i + 1))
+done
+status=0
+for pid in $pids; do wait $pid || status=$?; done
+exit $status
+"""
+
+_ports = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -89,13 +107,16 @@ def run_learners(
         args: of the program.
         env: variables besides those of this process, which is rid of Horovod's and MPI's.
         timeout: seconds; then the process group started here is killed, and the test fails.
-        launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), or None for
-            one process without any.
+        launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), "gloo" (horovodrun
+            --gloo), "torchrun", "srun" (its variables), or None for one process without any. TEST_LAUNCHER in
+            the environment takes the place of "mpirun".
         kept: run each learner below the shell that our Horovod build puts there.
         fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
     """
     env = env or {}
+    if launcher == "mpirun":
+        launcher = os.environ.get("TEST_LAUNCHER", launcher)
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(program, str):
             file = Path(folder) / "program.py"
@@ -135,7 +156,14 @@ def _launch(np: int, launcher: str | None) -> list[str]:
     if launcher is None:
         assert np == 1
         return []
+    if launcher == "srun":
+        return ["sh", "-c", SRUN, str(np), str(free_port())]
+    if launcher == "gloo":
+        return [_find("horovodrun"), "--gloo", "-np", str(np)]
     program = _find(launcher)
+    if launcher == "torchrun":
+        ports = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+        return [program, *ports, f"--nproc-per-node={np}", "--no-python"]
     if launcher == "horovodrun":
         binding = "--bind-to none --map-by slot:OVERSUBSCRIBE"
         return [
@@ -148,6 +176,16 @@ def _launch(np: int, launcher: str | None) -> list[str]:
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     flags = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
     return [program, *as_root, *flags, "-np", str(np)]
+
+
+def free_port() -> int:
+    """One that no socket gets by chance: below the system's own range, and another one each time."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = low - 1 - (os.getpid() * 61 + next(_ports)) % 10_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _find(name: str) -> str:
