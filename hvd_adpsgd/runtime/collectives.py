@@ -20,6 +20,7 @@ import numpy as np
 from hvd_adpsgd import errors
 from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, PeerFailedError, TransportError
+from hvd_adpsgd.runtime import preemption
 from hvd_adpsgd.runtime.global_operations import Caller, counted
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import (
@@ -340,13 +341,18 @@ class Collectives:
         gone = sorted(failed.intersection(self.ranks))
         if not gone:
             return False
+        preemption.hold()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
         self._membership.mates_ended(gone)
+        self._membership.look()
         if self._rank == self.ranks[0]:
-            log.warning(
-                "%s: learners %s are gone; operations over all learners continue with the other %d.",
+            have_left = self._membership.have_left(gone)
+            log.log(
+                logging.INFO if have_left else logging.WARNING,
+                "%s: learners %s %s; operations over all learners continue with the other %d.",
                 doing,
                 gone,
+                "have left" if have_left else "are gone",
                 len(self.ranks),
             )
         return True
