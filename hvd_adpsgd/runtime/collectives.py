@@ -346,16 +346,22 @@ class Collectives:
         self._membership.mates_ended(gone)
         self._membership.look()
         if self._rank == self.ranks[0]:
-            have_left = self._membership.have_left(gone)
-            log.log(
-                logging.INFO if have_left else logging.WARNING,
-                "%s: learners %s %s; operations over all learners continue with the other %d.",
-                doing,
-                gone,
-                "have left" if have_left else "are gone",
-                len(self.ranks),
-            )
+            self._tell_of(gone, doing)
         return True
+
+    def _tell_of(self, gone: Sequence[int], doing: str) -> None:
+        """Log that these learners are left out: a warning, unless they have left in order."""
+        if self._membership.have_left(gone):
+            log.info(
+                "%s: learners %s have left; the other %d continue.", doing, gone, len(self.ranks)
+            )
+            return
+        log.warning(
+            "%s: learners %s are gone; operations over all learners continue with the other %d.",
+            doing,
+            gone,
+            len(self.ranks),
+        )
 
     def _require_all_learners(self, doing: str) -> None:
         """Raise PeerFailedError if learners have failed; all learners raise alike."""

@@ -40,7 +40,7 @@ class Membership:
         groups: ranks of the learners of each super learner, by super_rank.
         names: what to call each super learner in messages.
         own: this learner's super_rank.
-        left: a byte per super learner, which the learners of this one share: it has left, as the leader knows.
+        left: a byte per super learner, shared by the learners of this one: it has left, as the leader knows.
 
     Attributes:
         states: of the super learners, by super_rank.

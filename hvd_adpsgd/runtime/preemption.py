@@ -9,7 +9,7 @@
 The trainer's thread may be anywhere meanwhile: in a long computation, or in Horovod's all-reduce, waiting
 for a learner that has ended. It takes part in nothing: when it next calls this library, `hold` keeps it.
 
-A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces all this.
+A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces this.
 """
 
 from __future__ import annotations
