@@ -2,8 +2,8 @@
 
 The gradient of a super learner is constant, so its model moves by DRIFT in each step, and by averaging. Each
 learner is the child of a process that leaves its status, RANK.status in --folder. A learner leaves RANK.pid
-after some steps; RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with all
-that is owed to it, when it has left.
+after some steps; RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with
+all that is owed to it, when it has left.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def wait_for_trainer() -> None:
         if frame.f_code.co_name == "hold":
             return
         time.sleep(1e-3)
+    raise AssertionError("the trainer goes on without its engine")
 
 
 if __name__ == "__main__":
