@@ -4,7 +4,9 @@
     that learner                        ASKED in memory that the super learner shares
     the same thread of its mates        sees ASKED within LOOK_S
     leader                              engines finish their exchanges and say goodbye; then SAID
-    all learners                        end by SIGTERM, once SAID, or END_S after ASKED
+    all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
+
+If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
 
 The trainer's thread may be anywhere meanwhile: in a long computation, or in Horovod's all-reduce, waiting
 for a learner that has ended. It takes part in nothing: when it next calls this library, `hold` keeps it.
@@ -32,11 +34,13 @@ __all__ = ["Departure", "hold", "watch"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-GOODBYE_S = 3.0  # longest wait for exchanges, and for the answers to goodbyes
-END_S = 4.5  # the process ends so long after ASKED, whatever it waits for
+GOODBYE_S = 2.5  # longest wait for exchanges, and for the answers to goodbyes
+SAID_S = 3.5  # longest wait for SAID, whatever the leader does
+LAST_S = 1.0  # longest wait of the first learner for the end of all others
 LOOK_S = 0.1  # between two looks whether a mate has asked
 SPREAD_S = 0.5  # the goodbye reaches all peers: seen before it, the end of the process is a failure
 _FLUSH_S = 0.2
+_HELD_S = 10.0  # the thread of this module has ended the process long before
 _ASKED, _SAID = 0, 1
 
 
@@ -47,12 +51,21 @@ class Departure:
         name: of the super learner, for the line in the log.
         is_leader: this learner is its leader.
         flags: bytes that its learners share, 0 at first.
+        ends_last: whether all other learners of the job end within so many seconds; False at once on others
+            than the first.
     """
 
     FLAGS = 2  # bytes
 
-    def __init__(self, name: str, is_leader: bool, flags: NDArray[np.uint8]):
+    def __init__(
+        self,
+        name: str,
+        is_leader: bool,
+        flags: NDArray[np.uint8],
+        ends_last: Callable[[float], bool],
+    ):
         self._name, self._is_leader, self._flags = name, is_leader, flags
+        self._ends_last = ends_last
         self._last_acts: list[Callable[[], object]] = []
 
     def at_leave(self, act: Callable[[], object]) -> None:
@@ -75,19 +88,20 @@ class Departure:
             self._flags[_SAID] = 1
 
     def leave(self) -> None:
-        """Ask the mates to leave too, say goodbye to the peers; bounded by END_S."""
-        ends = time.monotonic() + END_S
+        """Ask the mates to leave too, say goodbye to the peers, end; bounded by 5 s."""
+        ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:
             log.warning(
                 "SIGTERM: super learner %s leaves; the others train on without it.", self._name
             )
-        shutdown.returns(self._act, END_S - SPREAD_S)
+        shutdown.returns(self._act, SAID_S - SPREAD_S)
         if self._is_leader:
             time.sleep(SPREAD_S)
             self.has_said()
         while not self._flags[_SAID] and time.monotonic() < ends:
             time.sleep(5e-3)
+        _end(shutdown.FAILED_STATUS if self._ends_last(LAST_S) else 0)
 
     def _act(self) -> None:
         while self._last_acts:
@@ -121,7 +135,7 @@ def hold() -> None:
     """Keep the calling thread here if its super learner leaves; the process ends meanwhile."""
     departure = _departure
     if departure is not None and departure.is_asked:
-        time.sleep(2 * END_S)
+        time.sleep(_HELD_S)
         _end()
 
 
@@ -130,9 +144,10 @@ def _attend(reading: int) -> None:
     while not _is_due(reading):
         pass
     departure = _departure
-    if departure is not None:
+    if departure is None:
+        _end()
+    else:
         departure.leave()
-    _end()
 
 
 def _is_due(reading: int) -> bool:
@@ -141,10 +156,12 @@ def _is_due(reading: int) -> bool:
     return bool(heard) or (departure is not None and departure.is_asked)
 
 
-def _end() -> None:
-    """End by SIGTERM, with what the script has printed."""
+def _end(status: int = 0) -> None:
+    """End with what the script has printed: by SIGTERM, or with this status if it is not 0."""
     shutdown.returns(_flush, _FLUSH_S)
     shutdown.mark(False)
+    if status:
+        os._exit(status)
     signal_pipe.end_by(signal.SIGTERM)
 
 

@@ -145,6 +145,10 @@ class World:
         done, departure, left = _flags(comms.inner, len(groups))
         membership = Membership(groups, names, super_rank, left)
         is_leader = rank == groups[super_rank][0]
+        teardown = Teardown(
+            ShutdownBarrier(comms.goodbye, ranks), membership, groups[super_rank], done
+        )
+        name = f"{super_rank} ({names[super_rank]})"
         return cls(
             config=config,
             placements=placements,
@@ -175,13 +179,8 @@ class World:
                 config.on_failure,
                 joining,
             ),
-            teardown=Teardown(
-                ShutdownBarrier(comms.goodbye, ranks),
-                membership,
-                groups[super_rank],
-                done,
-            ),
-            departure=Departure(f"{super_rank} ({names[super_rank]})", is_leader, departure),
+            teardown=teardown,
+            departure=Departure(name, is_leader, departure, teardown.ends_last),
         )
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
 from tests.faults.programs import preempted
 from tests.launcher import Result, run_learners, wait_for
 
@@ -127,8 +128,11 @@ def test_a_learner_that_sleeps_leaves_in_time(tmp_path: Path, asked: int) -> Non
 @pytest.mark.parametrize("k", [1, 2])
 def test_all_learners_leave_at_once(tmp_path: Path, k: int) -> None:
     result, at = run(tmp_path, 4, k, lambda pids: preempt(pids, range(4)))
-    require_left(tmp_path, result, range(4), at)
+    require_left(tmp_path, result, [1, 2, 3], at)
     assert result.stderr.count(NOTICE) == 4 // k, result.report()
+    first = facts(tmp_path, "status")[0]
+    assert (first["status"], result.returncode) == (FAILED_STATUS, FAILED_STATUS), result.report()
+    assert first["at"] - at < ENDS_S
 
 
 @pytest.mark.extended
