@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +103,7 @@ class Engine:
         self._told_void: set[str] = set()  # names of tensors
         self._metrics = ExchangeMetrics(len(self._names))
         self._final: dict[str, Any] = {}
+        self._stopping = threading.Lock()
 
     # ---- set-up and tear-down ------------------------------------------------------------
 
@@ -191,18 +194,20 @@ class Engine:
             self.loop.extend(part.last_chunk, part.fingerprint)
         self._announced = len(self.memory.layout.parts)
 
-    def stop(self, broken: bool = False) -> None:
-        """Finish running exchanges, tell the peers, end the thread. Bounded; idempotent.
+    def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
+        """Finish running exchanges, tell the peers, end the thread. Bounded; idempotent; from any thread.
 
         Args:
             broken: this super learner has failed, and its peers count it as failed.
+            within_s: if that is less than leave_deadline_s.
         """
-        if self.loop is not None:
-            self.loop.stop(broken)
-            atexit.unregister(self.stop)
-        if self._connections is not None:
-            self._connections.close()
-            self._connections = None
+        with self._stopping:
+            if self.loop is not None:
+                self.loop.stop(broken, within_s)
+                atexit.unregister(self.stop)
+            if self._connections is not None:
+                self._connections.close()
+                self._connections = None
 
     def release(self) -> None:
         """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept."""

@@ -23,7 +23,7 @@ from hvd_adpsgd.errors import (
     TransportError,
     WorldError,
 )
-from hvd_adpsgd.runtime import communicators, rendezvous, shutdown, state_dump
+from hvd_adpsgd.runtime import communicators, preemption, rendezvous, shutdown, state_dump
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.gloo import world_over_gloo
@@ -100,7 +100,14 @@ def enter(world: World, process_sets: Any = None) -> World:
     exit_state.has_begun = True
     state_dump.add_source("world", _describe)
     state_dump.watch(world.rank, world.config.state_dir)
+    _watch_preemption(world)
     return world
+
+
+def _watch_preemption(world: World) -> None:
+    """One super learner alone is plain Horovod: SIGTERM ends it."""
+    preemption.watch(world.departure if world.super_size > 1 else None)
+    world.collectives.before.append(preemption.hold)
 
 
 def _describe() -> dict[str, Any] | None:
@@ -246,6 +253,7 @@ def merge_super_learners(world: World) -> World:
     plain = world.collectives.close(world.config.leave_deadline_s)
     shutdown.free(world.inner, world.outer, plain)
     worlds.put(merged)
+    _watch_preemption(merged)
     return merged
 
 
@@ -268,10 +276,12 @@ def shut_down() -> None:
     """
     if not worlds.is_initialized():
         return
+    preemption.hold()
     world, seconds = worlds.current(), _leave_deadline_s()
     finished = _finish_operations(world, seconds)
     worlds.put(None)
     failures = list(world.teardown.run_stops())
+    world.departure.has_said()
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds) and finished
     # engines stop before the barrier, frees come after it: freed earlier, a peer's operations would fail
@@ -280,6 +290,7 @@ def shut_down() -> None:
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
         shutdown.mark(False)
+    preemption.watch(None)
     if failures:
         raise failures[0]
 

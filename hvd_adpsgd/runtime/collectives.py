@@ -20,6 +20,7 @@ import numpy as np
 from hvd_adpsgd import errors
 from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, PeerFailedError, TransportError
+from hvd_adpsgd.runtime import preemption
 from hvd_adpsgd.runtime.global_operations import Caller, counted
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import (
@@ -353,16 +354,27 @@ class Collectives:
         gone = sorted(failed.intersection(self.ranks))
         if not gone:
             return False
+        preemption.hold()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
         self._membership.mates_ended(gone)
+        self._membership.look()
         if self._rank == self.ranks[0]:
-            log.warning(
-                "%s: learners %s are gone; operations over all learners continue with the other %d.",
-                doing,
-                gone,
-                len(self.ranks),
-            )
+            self._tell_of(gone, doing)
         return True
+
+    def _tell_of(self, gone: Sequence[int], doing: str) -> None:
+        """Log that these learners are left out: a warning, unless they have left in order."""
+        if self._membership.have_left(gone):
+            log.info(
+                "%s: learners %s have left; the other %d continue.", doing, gone, len(self.ranks)
+            )
+            return
+        log.warning(
+            "%s: learners %s are gone; operations over all learners continue with the other %d.",
+            doing,
+            gone,
+            len(self.ranks),
+        )
 
     def _require_all_learners(self, doing: str) -> None:
         """Raise PeerFailedError if learners have failed; all learners raise alike."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.peers import PeerState
 
@@ -37,12 +40,25 @@ class Membership:
         groups: ranks of the learners of each super learner, by super_rank.
         names: what to call each super learner in messages.
         own: this learner's super_rank.
+        left: a byte per super learner, shared by the learners of this one: it has left, as the leader knows.
+
+    Attributes:
+        states: of the super learners, by super_rank.
+        sources: each returns changes for `update`, whenever it is asked.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], names: Sequence[str], own: int):
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        names: Sequence[str],
+        own: int,
+        left: NDArray[np.uint8] | None = None,
+    ):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
         self._groups, self.names = groups, names
+        self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
+        self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -59,6 +75,7 @@ class Membership:
         news = [(i, state) for i, state in news if self.states[i] is not final or state is final]
         for i, state in news:
             self.states[i] = state
+            self._left[i] = state is PeerState.LEFT
         where = "" if step is None else f" at step {step}"
         for i, state in news:
             if (i, state) not in self._told:
@@ -67,6 +84,11 @@ class Membership:
                 self._tell(i, state, line)
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
+
+    def look(self) -> None:
+        """Ask all sources, between two steps."""
+        for source in list(self.sources):
+            self.update(source())
 
     def _tell(self, i: int, state: PeerState, line: str) -> None:
         warns = state is PeerState.FAILED and self._warns
@@ -101,6 +123,7 @@ class Membership:
         """After a merge: these super learners are alive, all others have failed."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
+            self._left[i] = False
         self._told.clear()
 
     def rejoin(self) -> None:
@@ -108,11 +131,17 @@ class Membership:
         self.states = [
             PeerState.ALIVE if state is PeerState.LEFT else state for state in self.states
         ]
+        self._left[:] = False
 
     @property
     def own_failed(self) -> bool:
         """Whether this super learner has failed."""
         return self.states[self.own] is PeerState.FAILED
+
+    def have_left(self, ranks: Collection[int]) -> bool:
+        """Whether all super learners of these learners have left."""
+        groups = enumerate(self._groups)
+        return all(self._left[i] for i, group in groups if not set(ranks).isdisjoint(group))
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Ranks of the learners of failed super learners, ascending.
@@ -120,13 +149,12 @@ class Membership:
         Args:
             ended: ranks of learners whose process has exited; not a failure if they had left.
         """
-        states = zip(self._groups, self.states, strict=True)
+        states = zip(self._groups, self.states, self._left, strict=True)
         return tuple(
             sorted(
                 rank
-                for group, state in states
-                if state is PeerState.FAILED
-                or (state is not PeerState.LEFT and not set(ended).isdisjoint(group))
+                for group, state, left in states
+                if state is PeerState.FAILED or (not left and not set(ended).isdisjoint(group))
                 for rank in group
             )
         )

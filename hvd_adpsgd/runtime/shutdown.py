@@ -229,6 +229,17 @@ class Teardown:
         exit_state.goodbye, exit_state.ends = None if clean else barrier, ends
         return clean
 
+    def ends_last(self, seconds: float) -> bool:
+        """Whether all other learners have ended; the first one that runs waits so long for the others."""
+        from mpi4py import MPI
+
+        ends, barrier, last = time.monotonic() + seconds, self._barrier, None
+        with contextlib.suppress(MPI.Exception):  # shutdown() has freed it: others are there too
+            while last is None and time.monotonic() < ends:
+                time.sleep(_LOOK_S)
+                last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
+        return bool(last)
+
     def _note_dead_mates(self) -> None:
         """Record mates that exited before the barrier, after the engine that would have reported them."""
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}

@@ -1,6 +1,6 @@
 """What a learner knows about itself, written to a file when SIGUSR1 comes.
 
-    signal  -->  _signal writes a byte to a pipe  -->  a thread wakes, asks all sources, writes the file
+    signal  -->  a byte in a pipe  -->  a thread wakes, asks all sources, writes the file
 
 The thread needs the GIL for that, and nothing else: no lock of the trainer, no MPI. Every wait of ours,
 of Horovod and of mpi4py gives the GIL away, so a trainer that hangs in one is described, with the line
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd.runtime import dump_signal
+from hvd_adpsgd.runtime import signals
 
 __all__ = ["add_source", "describe", "watch", "write"]
 
@@ -59,11 +60,8 @@ def watch(rank: int, folder: str | None) -> bool:
     _folder, _rank = folder, rank
     if _watched_by == os.getpid():
         return True
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(writing, False)  # the handler must not wait for the reader
-    if not dump_signal.listen(writing):
-        os.close(reading)
-        os.close(writing)
+    reading = signals.hear(signal.SIGUSR1)
+    if reading is None:
         log.debug("SIGUSR1 has a handler already, or is ignored: it will not write the state.")
         return False
     _watched_by = os.getpid()

@@ -20,6 +20,7 @@ from hvd_adpsgd.engine.shared_memory import Mailbox
 from hvd_adpsgd.errors import NotInitializedError, TopologyError
 from hvd_adpsgd.runtime.collectives import Collectives, failed_comm_ranks
 from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.runtime.preemption import Departure
 from hvd_adpsgd.runtime.shutdown import ShutdownBarrier, Teardown
 
 __all__ = [
@@ -90,6 +91,7 @@ class World:
         membership: which super learners are alive, suspect, left or failed.
         collectives: operations over all learners.
         teardown: what shutdown() runs and frees.
+        departure: how its super learner leaves on SIGTERM.
     """
 
     config: Config
@@ -113,6 +115,7 @@ class World:
     membership: Membership
     collectives: Collectives
     teardown: Teardown
+    departure: Departure
 
     @classmethod
     def make(
@@ -138,8 +141,14 @@ class World:
         crossing = [r for r, p in enumerate(placements) if p.local_rank == mine.local_rank]
         super_rank = next(i for i, group in enumerate(groups) if rank in group)
         names = [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
-        membership = Membership(groups, names, super_rank)
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
+        done, departure, left = _flags(comms.inner, len(groups))
+        membership = Membership(groups, names, super_rank, left)
+        is_leader = rank == groups[super_rank][0]
+        teardown = Teardown(
+            ShutdownBarrier(comms.goodbye, ranks), membership, groups[super_rank], done
+        )
+        name = f"{super_rank} ({names[super_rank]})"
         return cls(
             config=config,
             placements=placements,
@@ -170,12 +179,8 @@ class World:
                 config.on_failure,
                 joining,
             ),
-            teardown=Teardown(
-                ShutdownBarrier(comms.goodbye, ranks),
-                membership,
-                groups[super_rank],
-                _flags(comms.inner, len(groups)),
-            ),
+            teardown=teardown,
+            departure=Departure(name, is_leader, departure, teardown.ends_last),
         )
 
     @property
@@ -195,10 +200,21 @@ class World:
         return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
 
 
-def _flags(inner: Any, super_size: int) -> NDArray[np.uint8]:
-    """A byte per learner of a super learner, shared; unshared if single, as it may span hosts."""
-    size = inner.Get_size()
-    return Mailbox(0, size, inner).flags[0] if super_size > 1 else np.ones(size, dtype=np.uint8)
+def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
+    """Bytes that the learners of a super learner share; unshared if it is single, as it may span hosts.
+
+    Returns:
+        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner for
+        Membership.
+    """
+    sizes = inner.Get_size(), Departure.FLAGS, super_size
+    if super_size == 1:
+        return [
+            np.ones(sizes[0], dtype=np.uint8),
+            *(np.zeros(n, dtype=np.uint8) for n in sizes[1:]),
+        ]
+    bytes_ = Mailbox(0, sum(sizes), inner).flags[0]
+    return np.split(bytes_, np.cumsum(sizes)[:-1])
 
 
 _current: World | None = None

@@ -13,6 +13,7 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import (
     ModelMismatchError,
     NonFiniteModelError,
@@ -20,7 +21,7 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
     WorldError,
 )
-from hvd_adpsgd.runtime import global_operations
+from hvd_adpsgd.runtime import global_operations, preemption
 from hvd_adpsgd.runtime.collectives import barrier
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies.plan import AFTER
@@ -86,6 +87,8 @@ class Averaging:
             world.outer, world.members, functools.partial(_gather_from_leaders, world)
         )
         world.teardown.at_shutdown(self.stop)
+        world.departure.at_leave(self._say_goodbye)
+        world.membership.sources.append(self._peer_news)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
         _live.append(self)
@@ -122,6 +125,7 @@ class Averaging:
 
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""
+        preemption.hold()
         if self.stopped:
             raise NotInitializedError(
                 f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
@@ -332,6 +336,9 @@ class Averaging:
         if self.catch_up in world.collectives.before:
             world.collectives.before.remove(self.catch_up)
         world.teardown.forget(self.stop)
+        world.departure.forget(self._say_goodbye)
+        if self._peer_news in world.membership.sources:
+            world.membership.sources.remove(self._peer_news)
         if self in _live:
             _live.remove(self)
         self.engine.stop(broken=world.teardown.fails)
@@ -340,6 +347,13 @@ class Averaging:
             world.membership.rejoin()
         self.record.events(self.engine)
         self.engine.release()
+
+    def _peer_news(self) -> list[tuple[int, PeerState]]:
+        return self.engine.report()
+
+    def _say_goodbye(self) -> None:
+        """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
+        self.engine.stop(within_s=preemption.GOODBYE_S)
 
 
 def _report_nonfinite(averaging: Averaging) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from horovod.torch import HorovodInternalError
 
 from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError, PeerFailedError
+from hvd_adpsgd.runtime import preemption
 
 if TYPE_CHECKING:
     from hvd_adpsgd.torch.averaging import Averaging
@@ -29,6 +30,7 @@ def in_node(averaging: Averaging) -> Iterator[None]:
     try:
         yield
     except HorovodInternalError as error:
+        preemption.hold()  # a learner that was sent SIGTERM has ended first
         failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
         if not failed and "shut down" not in str(error):
             raise
@@ -45,6 +47,7 @@ def node_failures(averaging: Averaging) -> Iterator[None]:
     try:
         yield
     except PeerFailedError:
+        preemption.hold()
         failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
         if not failed:
             raise

@@ -135,7 +135,7 @@ def _start(world: World, number: int, patience_s: float) -> None:
         return
     if not _spawned:
         world.teardown.at_shutdown(_dismiss)
-    log.warning("super learner %d has failed; starting another one in its place.", number)
+    log.warning("super learner %d is gone; starting another one in its place.", number)
     _spawned[number] = SpawnedReplacement(world, number, _terms(), patience_s)
 
 

@@ -97,6 +97,7 @@ def _open_timeline(world: World) -> Timeline | None:
 
     _shared_timeline = unanimous(world, "timeline", open_it)
     world.teardown.at_shutdown(_close_timeline)
+    world.departure.at_leave(_shared_timeline.flush)
     return _shared_timeline
 
 

@@ -208,6 +208,11 @@ class Watcher:
             self._note_end()
             self._record.close()
 
+    def note_leaving(self) -> None:
+        """The process ends next, by SIGTERM; on another thread."""
+        with self._lock:
+            self._note_end()
+
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
             if not self.rests:
@@ -444,6 +449,7 @@ def start(world: World) -> None:
         _running.append(watcher)
         watcher.start()
         world.teardown.at_shutdown(watcher.stop)
+        world.departure.at_leave(watcher.note_leaving)
 
 
 def running() -> list[Watcher]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,3 +132,25 @@ def test_who_left_an_engine_that_is_stopped_may_be_there_still():
     membership.update([(1, LEFT), (2, FAILED)])
     membership.rejoin()
     assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
+
+
+def test_the_learners_of_a_super_learner_share_who_has_left():
+    """Only the leader is told by the engine; another learner knows whose processes have ended."""
+    groups, names = [(0, 1), (2, 3), (4, 5)], ["a", "b", "c"]
+    left = np.zeros(3, dtype=np.uint8)
+    leader, mate = (Membership(groups, names, 0, left) for _ in range(2))
+    leader.update([(1, LEFT)])
+    for membership in (leader, mate):
+        assert membership.failed_ranks(ended={2, 3}) == ()
+        assert membership.failed_ranks(ended={3, 4}) == (4, 5)
+        assert membership.have_left([2, 3])
+        assert not membership.have_left([2, 4])
+    leader.rejoin()
+    assert mate.failed_ranks(ended={2, 3}) == (2, 3)
+
+
+def test_sources_are_asked():
+    membership = made()
+    membership.sources.append(lambda: [(2, LEFT)])
+    membership.look()
+    assert membership.have_left([2])

@@ -7,6 +7,7 @@ time that nothing moved. Its owners and their state are in core.pxd. A simulator
 with a wire and a clock of its own.
 """
 
+from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -115,6 +116,8 @@ cdef bint leave(Core* e) noexcept nogil:
     cdef Membership* m = &e.membership
     cdef double t = now(e)
     if m.leave_by == 0:
+        if e.port.orders.leave_within > 0:
+            e.leave_deadline_s = min(e.leave_deadline_s, e.port.orders.leave_within)
         m.leave_by = t + e.leave_deadline_s
     if t > m.leave_by:
         if not m.said_goodbye:              # else its peers would wait for rounds with it, and for rest
@@ -583,8 +586,8 @@ cdef class Loop:
         """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
         return wait_for(&self.core, &self.core.port.finished, count, seconds)
 
-    def stop(self, bint broken=False):
-        """Say goodbye (bounded by leave_deadline_s) and end the thread.
+    def stop(self, bint broken=False, double within=INFINITY):
+        """Say goodbye (bounded by leave_deadline_s, and by `within` seconds) and end the thread.
 
         With `broken`, peers count this super learner as failed.
         """
@@ -594,6 +597,7 @@ cdef class Loop:
         with nogil:
             pthread_mutex_lock(&e.port.gate)
             e.port.given.broken = broken
+            e.port.given.leave_within = within
             e.port.given.leaving = True
             pthread_cond_signal(&e.port.wake)
             pthread_mutex_unlock(&e.port.gate)

@@ -102,6 +102,7 @@ cdef struct Orders:         # of the trainer
     int64_t round           # number of the round; ASKs of another round get a NO
     int64_t step
     double credit           # exchanges that are due
+    double leave_within     # s: leave_deadline_s is no more than that; 0: as it is
 
 cdef struct Port:
     pthread_mutex_t gate    # of `given`

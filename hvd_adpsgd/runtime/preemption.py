@@ -1,0 +1,170 @@
+"""SIGTERM to a learner, a scheduler's notice of preemption: its super learner leaves in order.
+
+    SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
+    that learner                        ASKED in memory that the super learner shares
+    the same thread of its mates        sees ASKED within LOOK_S
+    leader                              engines finish their exchanges and say goodbye; then SAID
+    all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
+
+If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
+
+The trainer's thread may be anywhere meanwhile: in a long computation, or in Horovod's all-reduce, waiting
+for a learner that has ended. It takes part in nothing: when it next calls this library, `hold` keeps it.
+
+A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.runtime import shutdown, signal_pipe, signals
+
+__all__ = ["Departure", "hold", "watch"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+GOODBYE_S = 2.5  # longest wait for exchanges, and for the answers to goodbyes
+SAID_S = 3.5  # longest wait for SAID, whatever the leader does
+LAST_S = 1.0  # longest wait of the first learner for the end of all others
+LOOK_S = 0.1  # between two looks whether a mate has asked
+SPREAD_S = 0.5  # the goodbye reaches all peers: seen before it, the end of the process is a failure
+_FLUSH_S = 0.2
+_HELD_S = 10.0  # the thread of this module has ended the process long before
+_ASKED, _SAID = 0, 1
+
+
+class Departure:
+    """How the super learner of this process leaves on SIGTERM.
+
+    Args:
+        name: of the super learner, for the line in the log.
+        is_leader: this learner is its leader.
+        flags: bytes that its learners share, 0 at first.
+        ends_last: whether all other learners of the job end within so many seconds; False at once on others
+            than the first.
+    """
+
+    FLAGS = 2  # bytes
+
+    def __init__(
+        self,
+        name: str,
+        is_leader: bool,
+        flags: NDArray[np.uint8],
+        ends_last: Callable[[float], bool],
+    ):
+        self._name, self._is_leader, self._flags = name, is_leader, flags
+        self._ends_last = ends_last
+        self._last_acts: list[Callable[[], object]] = []
+
+    def at_leave(self, act: Callable[[], object]) -> None:
+        """Call `act` before this process ends, in reverse order, on a thread beside the trainer's."""
+        self._last_acts.append(act)
+
+    def forget(self, act: Callable[[], object]) -> None:
+        """Unregister `act`."""
+        if act in self._last_acts:
+            self._last_acts.remove(act)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a learner of this super learner was sent SIGTERM."""
+        return bool(self._flags[_ASKED])
+
+    def has_said(self) -> None:
+        """The leader's goodbyes are said: its mates do not wait for them."""
+        if self._is_leader:
+            self._flags[_SAID] = 1
+
+    def leave(self) -> None:
+        """Ask the mates to leave too, say goodbye to the peers, end; bounded by 5 s."""
+        ends = time.monotonic() + SAID_S
+        self._flags[_ASKED] = 1
+        if self._is_leader:
+            log.warning(
+                "SIGTERM: super learner %s leaves; the others train on without it.", self._name
+            )
+        shutdown.returns(self._act, SAID_S - SPREAD_S)
+        if self._is_leader:
+            time.sleep(SPREAD_S)
+            self.has_said()
+        while not self._flags[_SAID] and time.monotonic() < ends:
+            time.sleep(5e-3)
+        _end(shutdown.FAILED_STATUS if self._ends_last(LAST_S) else 0)
+
+    def _act(self) -> None:
+        while self._last_acts:
+            act = self._last_acts.pop()
+            try:
+                act()
+            except Exception as error:  # the others must be called too
+                log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
+
+
+_departure: Departure | None = None  # of the world of this process
+_watched_by = 0  # the process whose thread runs; a forked child is another one
+
+
+def watch(departure: Departure | None) -> None:
+    """From now on SIGTERM makes this super learner leave; None: it ends this process, as by default."""
+    global _departure, _watched_by
+    if departure is not None and _watched_by != os.getpid():
+        reading = signals.hear(signal.SIGTERM, ends=True)
+        if reading is None:
+            log.debug("SIGTERM has a handler already, or is ignored: it will not make this leave.")
+            return
+        _watched_by = os.getpid()
+        threading.Thread(
+            target=_attend, args=(reading,), daemon=True, name="hvd_adpsgd.preemption"
+        ).start()
+    _departure = departure if _watched_by == os.getpid() else None
+
+
+def hold() -> None:
+    """Keep the calling thread here if its super learner leaves; the process ends meanwhile."""
+    departure = _departure
+    if departure is not None and departure.is_asked:
+        time.sleep(_HELD_S)
+        _end()
+
+
+def _attend(reading: int) -> None:
+    """The thread: waits for the signal, or for a mate that was sent it; then ends the process."""
+    while not _is_due(reading):
+        pass
+    departure = _departure
+    if departure is None:
+        _end()
+    else:
+        departure.leave()
+
+
+def _is_due(reading: int) -> bool:
+    heard, _, _ = select.select([reading], [], [], LOOK_S)
+    departure = _departure
+    return bool(heard) or (departure is not None and departure.is_asked)
+
+
+def _end(status: int = 0) -> None:
+    """End with what the script has printed: by SIGTERM, or with this status if it is not 0."""
+    shutdown.returns(_flush, _FLUSH_S)
+    shutdown.mark(False)
+    if status:
+        os._exit(status)
+    signal_pipe.end_by(signal.SIGTERM)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

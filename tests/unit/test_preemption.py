@@ -1,0 +1,126 @@
+"""SIGTERM: what is done before the end, whatever the main thread does, and only where the signal is ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+
+START = """
+    import os, signal, subprocess, sys, threading, time
+    import numpy as np
+    from hvd_adpsgd.runtime import preemption
+    flags = np.zeros(preemption.Departure.FLAGS, dtype=np.uint8)
+    def departure(is_leader=True, last=False):
+        made = preemption.Departure("0 (here)", is_leader, flags, lambda seconds: last)
+        made.at_leave(lambda: print("first", flush=True))
+        made.at_leave(lambda: print("last", flush=True))
+        made.at_leave(lambda: 1 / 0)
+        return made
+    def wait_here():
+        print(os.getpid(), flush=True)
+        lock = threading.Lock(); lock.acquire()
+        lock.acquire()  # in C, for ever
+"""
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Starts START and a program, which says its pid first; ends it afterwards."""
+    running: list[subprocess.Popen] = []
+
+    def run(program: str) -> tuple[subprocess.Popen, int]:
+        source = textwrap.dedent(START) + textwrap.dedent(program)
+        process = subprocess.Popen(
+            [sys.executable, "-c", source],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process, int(process.stdout.readline())
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def rest(process: subprocess.Popen) -> list[str]:
+    """What it says behind its first line; communicate() would lose what was read ahead."""
+    process.wait(DEADLINE_S)
+    return process.stdout.read().split()
+
+
+@pytest.mark.parametrize(("last", "status"), [(False, -signal.SIGTERM), (True, 75)])
+def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status):
+    process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
+    os.kill(pid, signal.SIGTERM)
+    assert rest(process) == ["last", "first"]  # in reverse order, also after one that raises
+    assert process.returncode == status
+    said = process.stderr.read()
+    assert said.count("super learner 0 (here) leaves") == 1
+    assert "ZeroDivisionError" in said
+
+
+def test_a_mate_ends_once_the_leader_has_said_goodbye(start):
+    process, _ = start("""
+        preemption.watch(departure(is_leader=False))
+        print(os.getpid(), flush=True)
+        flags[0] = 1  # ASKED, by the leader
+        time.sleep(1.0)  # it waits
+        print("later", flush=True)
+        flags[1] = 1  # SAID
+        preemption.hold()
+        print("not here", flush=True)
+    """)
+    assert rest(process) == ["last", "first", "later"]
+    assert process.returncode == -signal.SIGTERM
+    assert "leaves" not in process.stderr.read(), "the leader's line"
+
+
+def test_after_shutdown_the_signal_ends_the_process(start):
+    process, pid = start("preemption.watch(departure()); preemption.watch(None); wait_here()")
+    os.kill(pid, signal.SIGTERM)
+    assert rest(process) == []
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_handler_of_the_script_is_left_alone(start):
+    process, _ = start("""
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        preemption.watch(departure())
+        flags[0] = 1
+        preemption.hold()  # nothing holds it either
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(0, flush=True); print(heard, flush=True)
+    """)
+    assert rest(process) == ["[1]"]
+    assert process.returncode == 0
+
+
+def test_a_forked_child_ends_by_the_signal_alone(start):
+    """As a DataLoader's worker must, which is ended so."""
+    process, _ = start("""
+        preemption.watch(departure())
+        print(os.getpid(), flush=True)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(7)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    """)
+    assert rest(process) == [str(-signal.SIGTERM)]
+    assert process.returncode == 0
