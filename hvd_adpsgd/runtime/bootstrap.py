@@ -82,8 +82,10 @@ def init(
 
 def _everyone(comm: Any, store: Callable[[Place], Store] | None) -> Any:
     """A private communicator of all learners, over MPI or over sockets."""
-    place = None if comm is not None else rendezvous.of_environment(os.environ)
+    place = rendezvous.of_environment(os.environ)
     if place is not None and (place.speaks_http or store is not None):
+        if comm is not None:
+            raise communicators.refuse_comm(place)
         watch_exit()
         return communicators.over_sockets(place, store)
     communicators.require_mpi_launcher(os.environ)

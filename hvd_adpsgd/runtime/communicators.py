@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name
-from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError
+from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError, TopologyError
 from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, Store, gather_by
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
@@ -21,6 +22,7 @@ __all__ = [
     "of_host",
     "of_learners",
     "over_sockets",
+    "refuse_comm",
     "require_mpi_launcher",
     "split",
     "with_wire",
@@ -31,17 +33,22 @@ _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_ST
 
 
 def require_mpi_launcher(environ: Mapping[str, str]) -> None:
-    controller = environ.get("HOROVOD_CONTROLLER", "").lower()
-    rendezvous = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ
-    if controller == "gloo" or rendezvous:
-        found = (
-            "HOROVOD_CONTROLLER=gloo" if controller == "gloo" else "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-        )
+    """Raise LaunchError if what the environment says fits neither MPI nor another launcher."""
+    if environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         raise LaunchError(
-            f"init(): the job was launched with the Gloo controller ({found} is set), under which "
-            "MPI sees a world of one. Launch with `horovodrun --mpi -np N python ...`, or with "
-            "mpirun."
+            "init(): HOROVOD_CONTROLLER=gloo, but HOROVOD_GLOO_RENDEZVOUS_ADDR is not set, so `horovodrun "
+            "--gloo` did not start this process. Start it so, or unset HOROVOD_CONTROLLER and use "
+            "`horovodrun --mpi -np N python ...`."
         )
+
+
+def refuse_comm(place: Place) -> LaunchError:
+    """The error for init(comm=...) where MPI does not join the processes."""
+    return LaunchError(
+        f"init(comm=...): communicators and ranks of MPI.COMM_WORLD name learners under MPI, "
+        f"and {place.launcher} started this process. Leave comm out, or launch with "
+        "`horovodrun --mpi -np N python ...`."
+    )
 
 
 def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
@@ -147,8 +154,9 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
     started = environ.get("WORLD_SIZE", "")
     if size == 1 and started.isdigit() and int(started) > 1:
         raise LaunchError(
-            f"init(): WORLD_SIZE={started}, but MPI sees a world of one: torchrun, accelerate or a launcher "
-            "like them started this process. Launch with `horovodrun -np N python ...`, or with mpirun."
+            f"init(): WORLD_SIZE={started}, but MPI sees a world of one, and RANK, MASTER_ADDR "
+            "and MASTER_PORT are not all set. Launch with torchrun, which sets them, with "
+            "`horovodrun -np N python ...`, or with mpirun."
         )
     for name in _LAUNCHED_SIZES:
         launched = environ.get(name, "")
@@ -170,12 +178,17 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
     """
     if exit_state.hub is None:
         opened = HttpStore(place) if store is None or place.speaks_http else store(place)
-        config = _network_options()
-        hub = Hub(place.rank, place.size, config, gather_by(opened, place))
+        gather = gather_by(opened, place)
+        try:
+            hub = Hub(place.rank, place.size, _network_options(), gather)
+        except TopologyError:
+            with contextlib.suppress(LaunchError):
+                gather(None)  # all have read the store, which may end with its process
+            raise
         exit_state.hub = hub
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
-        everyone.allgather(None)  # all have read the store, which may end with its process
+        everyone.allgather(None)  # as above
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None

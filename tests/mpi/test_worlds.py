@@ -116,10 +116,10 @@ def test_different_knobs_are_refused_on_all() -> None:
     ("env", "words"),
     [
         ({"HOROVOD_CONTROLLER": "gloo"}, ("HOROVOD_CONTROLLER=gloo", "horovodrun --mpi")),
-        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("RENDEZVOUS", "horovodrun --mpi")),
+        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("--gloo", "HOROVOD_RANK is ''")),
         ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, ("SERIALIZED", "MPI_THREAD_MULTIPLE", "Unset")),
         ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "world of one", "mpirun")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "torchrun", "horovodrun -np N", "mpirun")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "torchrun", "horovodrun -np N", "mpirun")),
     ],
 )
 def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from hvd_adpsgd import errors
+from hvd_adpsgd.engine import failures
 from hvd_adpsgd.engine.failures import ulfm_advice
 
 BASES = {
@@ -57,7 +58,11 @@ def test_transport_error_without_details():
     assert raised.peer is None
 
 
-@pytest.mark.parametrize(("enabled", "advised"), [("", True), ("0", True), ("1", False)])
-def test_ulfm_is_advised_where_it_is_off(monkeypatch, enabled, advised):
+@pytest.mark.parametrize(
+    ("enabled", "mpi", "advised"),
+    [("", True, True), ("0", True, True), ("1", True, False), ("", False, False)],
+)
+def test_ulfm_is_advised_where_it_is_off(monkeypatch, enabled, mpi, advised):
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", enabled)
+    monkeypatch.setattr(failures, "is_under_mpi", lambda: mpi)
     assert ("--with-ft ulfm" in ulfm_advice()) == advised

@@ -1,0 +1,172 @@
+"""The same script under each launcher: with MPI, and without it."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher import run_learners
+
+PROGRAM = Path(__file__).parent / "programs" / "core.py"
+OF_TWO = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+
+
+@functools.cache
+def said(launcher: str) -> list[dict[str, Any]]:
+    result = run_learners(4, PROGRAM, env=OF_TWO, launcher=launcher, timeout=120).checked()
+    return result.by_rank()
+
+
+@pytest.mark.parametrize(
+    "launcher", ["srun", "torchrun", pytest.param("gloo", marks=pytest.mark.extended), "mpirun"]
+)
+def test_a_script_sees_the_same(launcher: str) -> None:
+    facts = said(launcher)
+    assert [f["has_mpi"] for f in facts] == [launcher == "mpirun"] * 4
+    for rank, fact in enumerate(facts):
+        assert fact["places"] == {
+            "rank": rank,
+            "size": 4,
+            "local_rank": rank,
+            "local_size": 4,
+            "cross_rank": 0,
+            "cross_size": 1,
+            "super_rank": rank // 2,
+            "super_size": 2,
+            "is_leader": rank % 2 == 0,
+        }
+        assert fact["operations"] == {
+            "sum": [10.0] * 3,
+            "large": pytest.approx(10 * 300_000 * 299_999 / 2, rel=1e-6),
+            "gathered": [2.0, 3.0, 3.0, 4.0, 4.0, 4.0],
+            "objects": [{"rank": i} for i in range(4)],
+            "broadcast": [2],
+            "later": [4.0] * 3,
+            "inner": [3.0 if rank < 2 else 7.0] * 3,
+        }
+        for averaging in ("random_pairs", "delay_by_one"):
+            assert fact[averaging]["drift"] < 1e-6
+            assert fact[averaging]["same_in_node"] and fact[averaging]["same_mean"]
+        assert fact["again"] == 4.0
+    assert sum(f["random_pairs"]["averagings"] for f in facts) > 0
+    assert sum(f["delay_by_one"]["averagings"] for f in facts) > 0
+
+
+TRAINS_ON = """
+    import signal
+    import torch
+    import hvd_adpsgd
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    victim, how, steps = int(sys.argv[1]), sys.argv[2], 60
+    model = torch.nn.Linear(50, 20)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+    )
+    try:
+        for step in range(steps):
+            if hvd.rank() == victim and step == steps // 2:
+                if how == "exception":
+                    raise RuntimeError("of the script")
+                os.kill(os.getpid(), getattr(signal, how))
+            optimizer.zero_grad()
+            model(torch.ones(4, 50)).sum().backward()
+            optimizer.step()
+            time.sleep(5e-3)
+        total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()
+        say(rank=hvd.rank(), total=total, failed=list(hvd.failed_ranks()))
+    except hvd_adpsgd.LearnerFailedError as error:
+        say(rank=hvd.rank(), lost=str(error))
+        raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (2, "SIGKILL"),
+        *(
+            pytest.param(victim, how, marks=pytest.mark.extended)
+            for victim, how in ((0, "SIGKILL"), (1, "SIGKILL"), (3, "SIGSEGV"), (0, "exception"))
+        ),
+    ],
+)
+def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, how: str) -> None:
+    """No ULFM, and no launcher that ends the others: as srun --no-kill, ssh per host, pods."""
+    args, env = [str(victim), how], {**OF_TWO, "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    result = run_learners(4, TRAINS_ON, args=args, env=env, launcher="srun", timeout=120)
+    assert result.returncode != 0, result.report()
+    gone = {0, 1} if victim < 2 else {2, 3}
+    facts = {f["rank"]: f for f in result.said}
+    assert set(facts) >= set(range(4)) - {victim}, result.report()
+    for rank in set(range(4)) - gone:
+        assert facts[rank]["total"] == sum(set(range(4)) - gone), result.report()
+        assert facts[rank]["failed"] == sorted(gone)
+    for mate in gone - {victim}:
+        assert "train on without it" in facts[mate]["lost"]
+    assert result.stderr.count("Training continues without it") == 1, result.report()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("victims", [{2}, {0, 1}])
+def test_without_mpi_sigterm_makes_a_super_learner_leave(victims: set[int]) -> None:
+    program = TRAINS_ON.replace("hvd.rank() == victim", f"hvd.rank() in {victims}")
+    args = ["0", "SIGTERM"]
+    result = run_learners(4, program, args=args, env=OF_TWO, launcher="srun", timeout=120)
+    gone = {0, 1} if min(victims) < 2 else {2, 3}
+    facts = {f["rank"]: f for f in result.said}
+    assert set(facts) == set(range(4)) - gone, result.report()
+    assert all(f["failed"] == [] for f in facts.values())
+    assert "has failed" not in result.stderr
+    assert result.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.extended
+def test_a_learner_that_does_not_come_is_an_error_on_the_others() -> None:
+    program = """
+        import hvd_adpsgd
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.runtime import rendezvous
+        from hvd_adpsgd.torch import rendezvous as of_torch
+        rendezvous.PATIENCE_S = of_torch.PATIENCE_S = 3.0
+        rank = int(os.environ["SLURM_PROCID"])
+        if rank == 1:
+            os._exit(0)
+        try:
+            hvd.init()
+        except hvd_adpsgd.LaunchError as error:
+            say(rank=rank, text=str(error))
+    """
+    result = run_learners(3, program, launcher="srun", timeout=60).checked()
+    assert [f["rank"] for f in result.said] in ([0, 2], [2, 0]), result.report()
+    assert all("heard nothing of learner 1" in f["text"] for f in result.said), result.report()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"HVD_ADPSGD_WIRE": "mpi"}, ("MPI does not join", "horovodrun --mpi")),
+        ({"HVD_ADPSGD_DEADLINE_S": "soon"}, ("HVD_ADPSGD_DEADLINE_S", "'soon'", "on learner 0")),
+        ({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}, ("SIZE=2", "3 learners")),
+        ({"HVD_ADPSGD_NICS": "none7"}, ("HVD_ADPSGD_NICS=none7", "lo")),
+        ({"COMM": "1"}, ("init(comm=...)", "srun")),
+    ],
+)
+def test_without_mpi_errors_are_those_of_all(env: dict[str, str], words: tuple[str, ...]) -> None:
+    program = """
+        import hvd_adpsgd
+        import hvd_adpsgd.torch as hvd
+        try:
+            hvd.init(comm=[0, 1, 2] if "COMM" in os.environ else None)
+        except hvd_adpsgd.AdpsgdError as error:
+            say(rank=int(os.environ["SLURM_PROCID"]), text=str(error))
+    """
+    result = run_learners(3, program, env=env, launcher="srun", timeout=60).checked()
+    assert len(result.said) == 3, result.report()
+    for fact in result.said:
+        assert all(word in fact["text"] for word in words), result.report()
