@@ -1,0 +1,159 @@
+"""Communicators over sockets: several learners in one process, each with a hub of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.runtime.messages import Attempt, AttemptAbandonedError, Messages
+from hvd_adpsgd.runtime.mpi_transport import SEGMENT, failed_comm_ranks
+from hvd_adpsgd.runtime.sockets import Communicator, Hub
+
+LONGEST_S = 30.0
+
+
+class Meeting:
+    """Gathers values of threads."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size)
+        self.values: list[Any] = [None] * size
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait(LONGEST_S)
+        values = list(self.values)
+        self.barrier.wait(LONGEST_S)
+        return values
+
+
+def together(*acts: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(acts)) as threads:
+        return [done.result(LONGEST_S) for done in [threads.submit(act) for act in acts]]
+
+
+@pytest.fixture
+def hubs() -> Iterator[Callable[[int], list[Hub]]]:
+    made: list[Hub] = []
+
+    def make(n: int) -> list[Hub]:
+        meeting, config = Meeting(n), Config(failure_timeout_s=5.0)
+        made.extend(
+            together(
+                *(lambda i=i: Hub(i, n, config, lambda v: meeting.gather(i, v)) for i in range(n))
+            )
+        )
+        return made
+
+    yield make
+    for hub in made:
+        hub.close()
+
+
+def communicators(hubs: list[Hub], ranks: list[int]) -> list[Communicator | None]:
+    return [hub.communicator(ranks) for hub in hubs]
+
+
+@pytest.mark.parametrize("n", [2, 5, 18])
+def test_values_are_gathered_by_rank(hubs: Callable[[int], list[Hub]], n: int) -> None:
+    """18: with fewer messages than one from each to each."""
+    everyone = communicators(hubs(n), list(range(n)))
+    for values in ([b"x" * i for i in range(n)], [np.arange(3) + i for i in range(n)]):
+        told = together(
+            *(lambda c=c, v=v: c.allgather(v) for c, v in zip(everyone, values, strict=True))
+        )
+        for found in told:
+            assert [np.array(v).tolist() for v in found] == [np.array(v).tolist() for v in values]
+    told = together(*(lambda c=c, i=i: c.bcast(i, root=n - 1) for i, c in enumerate(everyone)))
+    assert told == [n - 1] * n
+
+
+def test_communicators_do_not_hear_each_other(hubs: Callable[[int], list[Hub]]) -> None:
+    """One made later by a slower process too; what comes for a freed one is dropped."""
+    made = hubs(3)
+    everyone = communicators(made, [0, 1, 2])
+    first = [made[0].communicator([0, 2]), made[1].communicator([0, 2])]
+    assert first[1] is None
+    assert first[0] is not None
+    first[0].send(1, 7, b"early")  # learner 2 has not made it yet
+    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+    late = made[2].communicator([0, 2])
+    assert late is not None and (late.Get_rank(), late.Get_size()) == (1, 2)
+    assert [(place, tag, bytes(data)) for place, tag, data in until(late)] == [(0, 7, b"early")]
+    late.Free()
+    first[0].send(1, 8, b"too late")
+    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+    assert list(late.poll()) == []
+
+
+def until(comm: Communicator) -> list[tuple[int, int, Any]]:
+    ends = time.monotonic() + LONGEST_S
+    found: list[tuple[int, int, Any]] = []
+    while not found and time.monotonic() < ends:
+        found = list(comm.poll())
+    return found
+
+
+def test_collectives_of_large_arrays(hubs: Callable[[int], list[Hub]]) -> None:
+    n = 3
+    everyone = communicators(hubs(n), list(range(n)))
+    messages = [Messages(c) for c in everyone]
+    mine = [np.arange(SEGMENT, dtype=np.float32) * (i + 1) for i in range(n)]  # four segments
+
+    def act(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        attempt = Attempt(messages[rank], range(n), range(n), time.monotonic() + LONGEST_S)
+        total = attempt.allreduce(mine[rank])
+        given = mine[rank].copy()
+        attempt.broadcast(given, 2)
+        attempt.flush()
+        return total, given
+
+    for total, given in together(*(lambda i=i: act(i) for i in range(n))):
+        np.testing.assert_allclose(total, sum(mine), rtol=1e-6)
+        np.testing.assert_array_equal(given, mine[2])
+
+
+def test_one_that_ends_fails_what_waits_for_it(hubs: Callable[[int], list[Hub]]) -> None:
+    made = hubs(3)
+    everyone = communicators(made, [0, 1, 2])
+    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+
+    def wait(comm: Communicator) -> str:
+        with pytest.raises(PeerFailedError) as raised:
+            comm.allgather(None)
+        return str(raised.value)
+
+    acts = [lambda c=c: wait(c) for c in everyone[:2] if c]
+    assert (
+        together(*acts, made[2].close)[:2]
+        == ["learners [2] failed while all waited for them. Start the job again."] * 2
+    )
+    for comm in everyone[:2]:
+        assert failed_comm_ranks(comm) == {2}
+
+
+def test_one_that_never_said_anything_is_found_to_have_ended(
+    hubs: Callable[[int], list[Hub]],
+) -> None:
+    """No connection ends then: one is opened to learn that nobody listens."""
+    made = hubs(2)
+    comm = made[0].communicator([0, 1])
+    assert comm is not None
+    made[1].close()
+    ends = time.monotonic() + LONGEST_S
+    while not comm.look_at_all():
+        assert time.monotonic() < ends
+        time.sleep(1e-3)
+    assert comm.failed == {1}
+    messages = Messages(comm)
+    attempt = Attempt(messages, [0, 1], [0, 1], time.monotonic() + LONGEST_S)
+    with pytest.raises(AttemptAbandonedError):
+        attempt.gather(None)
