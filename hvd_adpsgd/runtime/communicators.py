@@ -12,7 +12,7 @@ from typing import Any
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name
 from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError, TopologyError
-from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, Store, gather_by
+from hvd_adpsgd.runtime.rendezvous import BEGUN, HttpStore, Place, Store, gather_by
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
@@ -189,6 +189,8 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
         everyone.allgather(None)  # as above
+        if place.speaks_http:
+            opened.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None

@@ -18,9 +18,19 @@ from typing import Any, NamedTuple, Protocol
 
 from hvd_adpsgd.errors import LaunchError
 
-__all__ = ["PATIENCE_S", "HttpStore", "Place", "Store", "gather_by", "of_environment"]
+__all__ = [
+    "BEGUN",
+    "PATIENCE_S",
+    "SCOPE",
+    "HttpStore",
+    "Place",
+    "Store",
+    "gather_by",
+    "of_environment",
+]
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
 PATIENCE_S = 300.0  # for processes that start later
 _PAUSE_S = 0.01
 _FIRST_PORT, _PORTS = 15000, 20000  # of a Slurm job without MASTER_PORT
@@ -123,7 +133,7 @@ class HttpStore:
     """Horovod's rendezvous server as a store."""
 
     def __init__(self, place: Place):
-        self._at = f"http://{place.host}:{place.port}/hvd_adpsgd"
+        self._at = f"http://{place.host}:{place.port}/{SCOPE}"
 
     def set(self, key: str, value: str) -> None:
         """See Store."""

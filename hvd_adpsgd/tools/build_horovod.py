@@ -73,9 +73,10 @@ class Change(NamedTuple):
 # exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
 # processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
 # status on (128 + n for signal n). The file named by ADPSGD_LEARNER exists from hvd.init() until the
-# learner has left; see runtime/shutdown.py. The launcher signals both: SIGUSR1 is for the learner.
+# learner has left; see runtime/shutdown.py. The launcher signals both: SIGTERM and SIGUSR1 are for the
+# learner.
 KEEPER = (
-    'trap : USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '  # of an earlier process
+    'trap : TERM USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '  # of an earlier process
     'ADPSGD_LEARNER="$f" "$@"; s=$?; '
     '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
 )
@@ -89,6 +90,9 @@ SILENCE = {
     "OMPI_MCA_mpi_ft_detector_timeout": "30",
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
 }
+
+FAILED_STATUS = 75  # as in runtime/shutdown.py
+SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in runtime/rendezvous.py
 
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
@@ -181,6 +185,38 @@ CHANGES = (
         "horovod/runner/mpi_run.py",
         "['/bin/sh', '-c', mpirun_command]",
         "['/bin/sh', '-c', 'exec ' + mpirun_command]",
+    ),
+    # With Gloo one process that fails ends all others. Not if this library's learners have all begun, which
+    # they note at the rendezvous server; the status that then tells of the failure is passed on.
+    Change(
+        "horovod/runner/gloo_run.py",
+        "from horovod.runner.util.remote import get_remote_command\n",
+        "from horovod.runner.util.remote import get_remote_command\n"
+        "\n"
+        "_servers = []  # the rendezvous server of the job\n"
+        "\n\n"
+        "def _others_train_on():\n"
+        '    """Whether the job goes on without a process that failed."""\n'
+        f"    return any(s._httpd.cache.get({SCOPE!r}, {{}}).get({BEGUN!r}) for s in _servers)\n",
+    ),
+    Change(
+        "horovod/runner/gloo_run.py",
+        "    rendezvous = RendezvousServer(settings.verbose)\n\n    # allocate processes into slots\n",
+        "    rendezvous = RendezvousServer(settings.verbose)\n"
+        "    _servers.append(rendezvous)\n"
+        "\n    # allocate processes into slots\n",
+    ),
+    Change(
+        "horovod/runner/gloo_run.py",
+        "        if exit_code != 0 and terminate_all_event:\n",
+        "        if exit_code != 0 and terminate_all_event and not _others_train_on():\n",
+    ),
+    Change(
+        "horovod/runner/gloo_run.py",
+        "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
+        f"    if any(exit_code == {FAILED_STATUS} for exit_code, _ in res.values()):\n"
+        f"        sys.exit({FAILED_STATUS})\n"
+        "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
     ),
 )
 
