@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +13,19 @@ PROGRAM = Path(__file__).parent / "programs" / "core.py"
 OF_TWO = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
 
 
-@functools.cache
-def said(launcher: str) -> list[dict[str, Any]]:
-    result = run_learners(4, PROGRAM, env=OF_TWO, launcher=launcher, timeout=120).checked()
-    return result.by_rank()
-
-
 @pytest.mark.parametrize(
-    "launcher", ["srun", "torchrun", pytest.param("gloo", marks=pytest.mark.extended), "mpirun"]
+    ("launcher", "wire"),
+    [
+        ("srun", "auto"),
+        ("torchrun", "auto"),
+        ("mpirun", "tcp"),
+        pytest.param("gloo", "auto", marks=pytest.mark.extended),
+        pytest.param("mpirun", "auto", marks=pytest.mark.extended),
+    ],
 )
-def test_a_script_sees_the_same(launcher: str) -> None:
-    facts = said(launcher)
+def test_a_script_sees_the_same(launcher: str, wire: str) -> None:
+    env = {**OF_TWO, "HVD_ADPSGD_WIRE": wire}
+    facts = run_learners(4, PROGRAM, env=env, launcher=launcher, timeout=120).checked().by_rank()
     assert [f["has_mpi"] for f in facts] == [launcher == "mpirun"] * 4
     for rank, fact in enumerate(facts):
         assert fact["places"] == {
@@ -109,6 +109,32 @@ def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, 
     for mate in gone - {victim}:
         assert "train on without it" in facts[mate]["lost"]
     assert result.stderr.count("Training continues without it") == 1, result.report()
+
+
+@pytest.mark.extended
+def test_horovodrun_of_this_build_lets_the_others_train_on() -> None:
+    """With Gloo; the status of the command is that of the first surviving learner."""
+    result = run_learners(4, TRAINS_ON, args=["2", "SIGKILL"], env=OF_TWO, launcher="gloo")
+    assert result.returncode == 75, result.report()
+    facts = {f["rank"]: f for f in result.said}
+    assert [facts[rank]["total"] for rank in (0, 1)] == [1.0, 1.0], result.report()
+    assert "train on without it" in facts[3]["lost"]
+
+
+@pytest.mark.extended
+def test_horovodrun_ends_a_job_that_has_not_begun() -> None:
+    """As Horovod does: a learner that fails before all have met would be waited for."""
+    program = """
+        import hvd_adpsgd.torch as hvd
+        if os.environ["HOROVOD_RANK"] == "1":
+            sys.exit(3)
+        hvd.init()
+        say(rank=hvd.rank())
+    """
+    result = run_learners(3, program, launcher="gloo", timeout=60)
+    assert result.returncode != 0
+    assert result.said == []
+    assert "Terminating remaining workers" in result.stdout + result.stderr
 
 
 @pytest.mark.extended
