@@ -259,6 +259,15 @@ class Config:
         "operations over all learners when some have failed: continue with the survivors, or raise",
         choices=("continue", "raise"),
     )
+    quorum: str | None = _option(
+        None,
+        str,
+        "",
+        "majority: with half or more of the super learners failed, as after a cut, the rest stops with "
+        "QuorumLostError; None: it trains on",
+        choices=("majority",),
+        optional=True,
+    )
     state_dir: str | None = _option(
         None,
         str,

@@ -22,6 +22,7 @@ __all__ = [
     "NonFiniteModelError",
     "NotInitializedError",
     "PeerFailedError",
+    "QuorumLostError",
     "StrategyMismatchError",
     "TopologyError",
     "TransportError",
@@ -167,6 +168,14 @@ class LearnerFailedError(PeerFailedError):
 
     Raised on its other learners at their next step; the other super learners train on without it. The
     model of this one is whole, but for the step under way. Save what only this process has, and end.
+    """
+
+
+class QuorumLostError(PeerFailedError):
+    """Half or more of the super learners have failed, and `quorum` is "majority".
+
+    After a cut network only the larger side trains on. Raised on all learners of a super learner after the
+    same step, by every later step too. The model is whole: save a checkpoint, and end.
     """
 
 

@@ -41,6 +41,7 @@ class Membership:
         names: what to call each super learner in messages.
         own: this learner's super_rank.
         left: a byte per super learner, shared by the learners of this one: it has left, as the leader knows.
+        minority: another shared byte: see is_minority.
 
     Attributes:
         states: of the super learners, by super_rank.
@@ -53,12 +54,14 @@ class Membership:
         names: Sequence[str],
         own: int,
         left: NDArray[np.uint8] | None = None,
+        minority: NDArray[np.uint8] | None = None,
     ):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
         self._groups, self.names = groups, names
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
+        self._minority = np.zeros(1, dtype=np.uint8) if minority is None else minority
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -84,6 +87,17 @@ class Membership:
                 self._tell(i, state, line)
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
+            self._minority[0] = 2 * self._staying(failed=False) <= self._staying(failed=True)
+
+    def _staying(self, failed: bool) -> int:
+        """Super learners that have not left, with or without those that have failed."""
+        gone = {PeerState.LEFT} if failed else {PeerState.LEFT, PeerState.FAILED}
+        return sum(state not in gone for state in self.states)
+
+    @property
+    def is_minority(self) -> bool:
+        """Whether half or more of the super learners have failed, as the leader knew before the last step."""
+        return bool(self._minority[0])
 
     def look(self) -> None:
         """Ask all sources, between two steps."""
@@ -124,6 +138,7 @@ class Membership:
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = False
+        self._minority[0] = False
         self._told.clear()
 
     def rejoin(self) -> None:

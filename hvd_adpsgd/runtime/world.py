@@ -142,8 +142,8 @@ class World:
         super_rank = next(i for i, group in enumerate(groups) if rank in group)
         names = [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
-        done, departure, left = _flags(comms.inner, len(groups))
-        membership = Membership(groups, names, super_rank, left)
+        done, departure, left, minority = _flags(comms.inner, len(groups))
+        membership = Membership(groups, names, super_rank, left, minority)
         is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
             ShutdownBarrier(comms.goodbye, ranks), membership, groups[super_rank], done
@@ -204,10 +204,10 @@ def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
     """Bytes that the learners of a super learner share; unshared if it is single, as it may span hosts.
 
     Returns:
-        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner for
-        Membership.
+        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner and
+        another one for Membership.
     """
-    sizes = inner.Get_size(), Departure.FLAGS, super_size
+    sizes = inner.Get_size(), Departure.FLAGS, super_size, 1
     if super_size == 1:
         return [
             np.ones(sizes[0], dtype=np.uint8),

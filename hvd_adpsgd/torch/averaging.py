@@ -18,6 +18,7 @@ from hvd_adpsgd.errors import (
     ModelMismatchError,
     NonFiniteModelError,
     NotInitializedError,
+    QuorumLostError,
     UnsupportedOptimizerError,
     WorldError,
 )
@@ -191,6 +192,17 @@ class Averaging:
             self._steps.averaged()
         if gradients:
             self.engine.memory.all_met()
+        self._require_quorum()
+
+    def _require_quorum(self) -> None:
+        """On all learners of the super learner alike: the leader noted it before the step's all-reduce."""
+        membership, quorum = self.world.membership, self.spec.config.quorum
+        if quorum is not None and membership.is_minority:
+            raise QuorumLostError(
+                f"step {self.step}, super learner {membership.own}: half or more of the super learners have "
+                "failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. The model is that "
+                "before this step: save a checkpoint and exit. Start the job again from the newest one."
+            )
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:

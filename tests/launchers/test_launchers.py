@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -109,6 +110,69 @@ def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, 
     for mate in gone - {victim}:
         assert "train on without it" in facts[mate]["lost"]
     assert result.stderr.count("Training continues without it") == 1, result.report()
+
+
+QUORUM = """
+    import signal
+    import torch
+    import hvd_adpsgd
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    victims, steps = json.loads(sys.argv[1]), 400
+    model = torch.nn.Linear(50, 20)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+    )
+    digest = lambda: float(sum(p.double().sum() for p in model.parameters()))
+    before, step = digest(), 0
+    try:
+        for step in range(steps):
+            if hvd.rank() in victims and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.ones(4, 50)).sum().backward()
+            before = digest()
+            optimizer.step()
+            time.sleep(5e-3)
+        say(rank=hvd.rank(), done=True)
+    except hvd_adpsgd.QuorumLostError as error:
+        try:
+            optimizer.step()
+        except hvd_adpsgd.QuorumLostError:
+            say(rank=hvd.rank(), step=step, whole=digest() == before)
+    except hvd_adpsgd.LearnerFailedError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("victims", "learners", "size"),
+    [
+        ([1, 2], 3, 1),
+        pytest.param([1], 3, 1, marks=pytest.mark.extended),
+        pytest.param([1], 2, 1, marks=pytest.mark.extended),
+        pytest.param([3, 4], 6, 2, marks=pytest.mark.extended),
+    ],
+)
+def test_a_minority_stops_where_a_quorum_is_asked_for(
+    victims: list[int], learners: int, size: int
+) -> None:
+    env = {
+        "HVD_ADPSGD_QUORUM": "majority",
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size),
+        "HVD_ADPSGD_LEAVE_DEADLINE_S": "2",
+    }
+    args = [json.dumps(victims)]
+    result = run_learners(learners, QUORUM, args=args, env=env, launcher="srun", timeout=120)
+    gone = {victim // size for victim in victims}
+    others = [rank for rank in range(learners) if rank // size not in gone]
+    facts = {f["rank"]: f for f in result.said}
+    assert sorted(facts) == others, result.report()
+    if 2 * len(gone) < learners // size:
+        assert all(f.get("done") for f in facts.values()), result.report()
+        return
+    assert all(f.get("whole") for f in facts.values()), result.report()
+    assert len({f["step"] for f in facts.values()}) == 1, result.report()
 
 
 @pytest.mark.extended

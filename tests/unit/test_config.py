@@ -29,6 +29,7 @@ DEFAULTS = {
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
     "on_failure": "continue",
+    "quorum": None,
     "state_dir": None,
     "report_s": 1.0,
     "record": None,

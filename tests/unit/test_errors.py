@@ -28,6 +28,7 @@ BASES = {
     "TransportError": (RuntimeError,),
     "PeerFailedError": (errors.TransportError,),
     "LearnerFailedError": (errors.PeerFailedError,),
+    "QuorumLostError": (errors.PeerFailedError,),
     "InnerOnlyError": (ValueError,),
     "CopyError": (TypeError,),
 }

@@ -1,6 +1,7 @@
 """The proof that both ends of a connection give each other."""
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import given
@@ -90,3 +91,39 @@ def _flipped(data: bytes, bit: int) -> bytes:
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """With bits flipped, bytes dropped or added, or parts exchanged; not the same."""
+    changed = bytearray(data)
+    while changed == data:
+        kind, at = draw.randrange(4), draw.randrange(len(data))
+        if kind == 0:
+            changed[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del changed[at : at + draw.randint(1, 8)]
+        elif kind == 2:
+            changed[at:at] = draw.randbytes(draw.randint(1, 8))
+        else:
+            changed = changed[at:] + changed[:at]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.extended)])
+def test_no_mutated_message_is_accepted(count: int) -> None:
+    """Each of the three messages in turn; nothing but NotAMember is raised."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    hello = Hello.new(3, 5, 1, 2)
+    reply = hello.reply(SECRET)
+    proof = hello.answer(SECRET, reply)
+    sent = hello.pack()
+    for i in range(count):
+        with pytest.raises(NotAMember):
+            if i % 3 == 0:  # the proof is one of what was sent, not of what has arrived
+                Hello.parse(mutated(sent, draw)).check(SECRET, reply, proof)
+            elif i % 3 == 1:
+                hello.answer(SECRET, mutated(reply, draw))
+            else:
+                hello.check(SECRET, reply, mutated(proof, draw))
