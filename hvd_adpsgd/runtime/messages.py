@@ -148,7 +148,7 @@ class Messages:
             if pause >= _LONGEST_PAUSE_S:
                 self.look_for_failures()
             is_busy = self.transport.is_busy
-            time.sleep(min(pause, _BUSY_PAUSE_S) if is_busy else pause)
+            self.transport.pause(min(pause, _BUSY_PAUSE_S) if is_busy else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def poll(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -53,6 +54,9 @@ class Transport(Protocol):
 
     def poll(self) -> Iterator[tuple[int, int, Bytes]]:
         """(source, tag, bytes) of what has arrived, of each source in the order of sending."""
+
+    def pause(self, seconds: float) -> None:
+        """Sleep so long at most: until there may be something to poll."""
 
     def recycle(self, buffer: Bytes) -> None:
         """A buffer that `poll` gave has been used."""
@@ -215,6 +219,10 @@ class MpiTransport:
             arriving.popleft()
             yield source, tag, buffer
         del self._receiving[source]
+
+    def pause(self, seconds: float) -> None:
+        """See Transport. MPI does not say when a message has come."""
+        time.sleep(seconds)
 
     def recycle(self, buffer: Bytes) -> None:
         """See Transport."""

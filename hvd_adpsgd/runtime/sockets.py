@@ -9,6 +9,7 @@ together and in the same order, so the numbers are the same on all of them.
 
 from __future__ import annotations
 
+import select
 import struct
 import threading
 from collections import defaultdict, deque
@@ -60,6 +61,8 @@ class Hub:
         self._connections = Connections(rank, size, config, "learner")
         self._wire = self._connections.wire
         self._connections.meet(gather)
+        self._poll = select.poll()
+        self._poll.register(self._wire, select.POLLIN)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
         """One of these learners; None on others. All learners call this together."""
@@ -88,6 +91,10 @@ class Hub:
             self._note_ended(look=False)
             return self._inboxes[number]
 
+    def wait(self, seconds: float) -> None:
+        """Sleep until bytes can move, at most so long; another thread may move them first."""
+        self._poll.poll(1e3 * seconds)
+
     def look(self, ranks: Sequence[int]) -> None:
         """Bring `ended` up to date for these: the end of a process ends its connections."""
         with self._lock:
@@ -100,12 +107,6 @@ class Hub:
     def _note_ended(self, look: bool) -> None:
         while (rank := self._wire.next_failed(look)) != _NOBODY:
             self.ended.add(rank)
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether messages have not been handed to the system yet."""
-        with self._lock:
-            return self._wire.unsent
 
     def free(self, number: int) -> None:
         """Drop what comes for a communicator."""
@@ -130,6 +131,7 @@ class Communicator:
     """
 
     is_sending = False
+    is_busy = False  # `pause` ends when bytes can move
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
         self.hub, self.ranks = hub, tuple(ranks)
@@ -179,11 +181,6 @@ class Communicator:
         """Places whose process has ended."""
         return {self._places[rank] for rank in self.hub.ended if rank in self._places}
 
-    @property
-    def is_busy(self) -> bool:
-        """Bytes move only while it is polled."""
-        return self.hub.is_sending
-
     def send(self, place: int, tag: int, data: Any) -> None:
         """See Transport."""
         self.hub.send(self.ranks[place], self._number, tag, data)
@@ -194,6 +191,10 @@ class Communicator:
         while arrived:
             rank, tag, data = arrived.popleft()
             yield self._places[rank], tag, data
+
+    def pause(self, seconds: float) -> None:
+        """See Transport."""
+        self.hub.wait(seconds)
 
     def recycle(self, buffer: Bytes) -> None:
         """Nothing to do: each message has memory of its own."""

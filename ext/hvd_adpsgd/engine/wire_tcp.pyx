@@ -714,6 +714,10 @@ cdef class TcpWire(AnyWire):
         drop(&self.sockets.posts, stray)
         return found
 
+    def fileno(self):
+        """Of epoll: readable when `progress` has something to do."""
+        return self.sockets.epoll
+
     def next_failed(self, bint look):
         """A peer that has failed since the last call, NOBODY if none has; searches for silent hosts too if told."""
         return tcp_next_failed(&self.calls, look)
