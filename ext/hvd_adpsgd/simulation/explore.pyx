@@ -33,7 +33,7 @@ from hvd_adpsgd.simulation.digests cimport (LANE_NBYTES, PAUSE_S, TICK_S, Seen, 
                                             digest_memory, digest_messages, is_recent, mixed, mixed_bytes)
 from hvd_adpsgd.simulation.ledger cimport Half, Ledger
 from hvd_adpsgd.simulation.leftovers cimport take_back
-from hvd_adpsgd.simulation.promises cimport wrong_exchanges
+from hvd_adpsgd.simulation.promises cimport wrong_exchanges, wrong_leave
 
 SURVIVES = "promise 4 (survives)"
 ENDS_ALL = "promise 6 (ends)"
@@ -670,21 +670,11 @@ cdef class Explorer:
     cdef int check_over(self, int i) except -1:
         """Who has left in time is known to have left, and holds nothing."""
         cdef Core* e = self.learners[i].core
-        cdef Exchange* x = e.pairs.running
         cdef Wires* f = &self.between
-        late = f.now_s[i] > e.membership.leave_by
-        early = f.now_s[i] < e.membership.leave_by - e.leave_deadline_s / 2
-        unheard = 2 * f.now_s[i] > e.membership.said_at + e.membership.leave_by     # see goodbye.pyx
-        if not unheard and not self.goodbye_is_known(i):
-            self.fail("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
-        while x != NULL:
-            if x.phase != IDLE:
-                self.ledger.abandoned.add((i if x.active else x.peer, x.peer if x.active else i, x.number))
-            if x.phase != BROKEN and (not late and not x.parked and e.membership.states[x.peer] == ALIVE
-                                      or early and x.phase != IDLE and e.membership.states[x.peer] < LEFT):
-                self.fail("invariant (nothing under way)", f"engine {i} has left with an exchange with {x.peer} "
-                          f"in phase {x.phase}")
-            x = x.next_one
+        wrong = wrong_leave(i, e, f.now_s[i], self.goodbye_is_known(i), self.ledger)
+        if wrong is not None:
+            promise, what = wrong
+            self.fail(promise, what)
         if f.faulty:
             return 0
         if e.pairs.running != NULL or (e.control.outgoing == NULL and open_transfers(f, i) > 1):

@@ -13,6 +13,7 @@ from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membersh
 from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
+from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.network cimport open_transfers
 from hvd_adpsgd.simulation.state cimport FLOAT32, FLOAT64, MEET, Actor, JobState
 
@@ -177,21 +178,14 @@ cdef int check_over(JobState job, int i) except -1:
     cdef Core* e = a.core
     cdef Exchange* x = e.pairs.running
     cdef int s, taken = 0
-    late = e.membership.leave_by and job.net.now_s > e.membership.leave_by
-    early = job.net.now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
-    unheard = 2 * job.net.now_s > e.membership.said_at + e.membership.leave_by      # see goodbye.pyx
-    if not unheard and not goodbye_is_known(job, i):
-        job.fail("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
+    wrong = wrong_leave(i, e, job.net.now_s, goodbye_is_known(job, i), job.ledger)
+    if wrong is not None:
+        promise, what = wrong
+        job.fail(promise, what)
     while x != NULL:
         taken += x.set >= 0
-        if x.phase != IDLE:
-            job.ledger.abandoned.add((i if x.active else x.peer, x.peer if x.active else i, x.number))
-        if x.phase != BROKEN and (not late and not x.parked and e.membership.states[x.peer] == ALIVE
-                                  or early and x.phase != IDLE and e.membership.states[x.peer] < LEFT):
-            job.fail("invariant (nothing under way)", f"engine {i} has left with an exchange with {x.peer} in phase "
-                      f"{x.phase}")
         x = x.next_one
     for s in range(SETS):
         taken -= e.pairs.taken[s]
@@ -202,6 +196,28 @@ cdef int check_over(JobState job, int i) except -1:
             and open_transfers(job.net, i)):
         job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(job.net, i)} posted")
     return 0
+
+
+cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger):
+    """Who has left in time is known to have left, and has finished its exchanges with peers that answer.
+
+    The invariant that is broken and how, or None. Exchanges that it left with are noted in the ledger.
+    """
+    cdef Exchange* x = e.pairs.running
+    late = e.membership.leave_by and now_s > e.membership.leave_by
+    early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
+    unheard = 2 * now_s > e.membership.said_at + e.membership.leave_by      # see goodbye.pyx
+    if not unheard and not known:
+        return ("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
+    while x != NULL:
+        if x.phase != IDLE:
+            ledger.abandoned.add((i if x.active else x.peer, x.peer if x.active else i, x.number))
+        if x.phase != BROKEN and (not late and not x.parked and e.membership.states[x.peer] == ALIVE
+                                  or early and x.phase != IDLE and e.membership.states[x.peer] < LEFT):
+            return ("invariant (nothing under way)", f"engine {i} has left with an exchange with {x.peer} in phase "
+                    f"{x.phase}")
+        x = x.next_one
+    return None
 
 
 cdef bint goodbye_is_known(JobState job, int i):
