@@ -39,7 +39,7 @@ from hvd_adpsgd.engine.handshake import (
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
-from hvd_adpsgd.errors import TopologyError
+from hvd_adpsgd.errors import TopologyError, TransportError
 
 __all__ = ["Connections"]
 
@@ -96,6 +96,7 @@ class Connections:
         self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
         self._dialing: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
+        self._broken: OSError | None = None  # why the thread has ended
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
         self._news_out, self._news_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -137,6 +138,12 @@ class Connections:
         self._thread = threading.Thread(target=self._main, name="adpsgd-connect", daemon=True)
         self._thread.start()
         self._ready.wait()
+        if self._broken is not None:
+            self.close()
+            raise TransportError(
+                f"{self._kind} {self._rank} cannot open connections: {self._broken}. Raise its limit of open "
+                "files (ulimit -n)."
+            )
 
     def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
         try:
@@ -155,7 +162,12 @@ class Connections:
     # ---- the thread ----------------------------------------------------------------------
 
     def _main(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            asyncio.run(self._serve())
+        except OSError as error:
+            self._broken = error
+        finally:
+            self._ready.set()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -240,37 +252,39 @@ class Connections:
         while address is not None and time.monotonic() < ends:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
-                    connection = await self._call(peer, address)
-                self._hand_over(TcpWire.DIALED, peer, connection)
-                return
+                    connection = await _connect(address)
             except ConnectionRefusedError:
                 break  # nobody listens there any more
-            except NotAMember as error:
-                log.warning("%s %d at %s port %d: %s", self._kind, peer, *address[:2], error)
-                break
             except (OSError, TimeoutError) as error:
                 log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _AGAIN_LAST_S)
+                continue
+            ends = time.monotonic() + self._config.failure_timeout_s  # its host is there
+            try:
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    await self._introduce(connection, peer, address)
+                self._hand_over(TcpWire.DIALED, peer, connection)
+                return
+            except NotAMember as error:
+                log.warning("%s %d at %s port %d: %s", self._kind, peer, *address[:2], error)
+                connection.close()
+                break
+            except (OSError, TimeoutError) as error:
+                connection.close()
+                log.debug("%s %d does not answer: %s", self._kind, peer, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_LAST_S)
         self._hand_over(TcpWire.REFUSED, peer)
 
-    async def _call(self, peer: int, address: _Address) -> socket.socket:
-        """A connection whose other end has proven to be the peer, and to which we have proven who we are."""
+    async def _introduce(self, connection: socket.socket, peer: int, address: _Address) -> None:
+        """Let the other end prove to be the peer, and prove who we are."""
         loop = asyncio.get_running_loop()
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            await loop.sock_connect(connection, (address.host, address.port))
-            hello = Hello.new(self._rank, peer, self._incarnation, address.incarnation)
-            await loop.sock_sendall(connection, hello.pack())
-            reply = await _read(connection, REPLY_NBYTES)
-            await loop.sock_sendall(connection, hello.answer(self._secret, reply))
-            await _read(connection, len(WELCOME))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        hello = Hello.new(self._rank, peer, self._incarnation, address.incarnation)
+        await loop.sock_sendall(connection, hello.pack())
+        reply = await _read(connection, REPLY_NBYTES)
+        await loop.sock_sendall(connection, hello.answer(self._secret, reply))
+        await _read(connection, len(WELCOME))
 
     # ---- the end -------------------------------------------------------------------------
 
@@ -314,6 +328,18 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+async def _connect(address: _Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (address.host, address.port))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 async def _read(connection: socket.socket, nbytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name
 from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError, TopologyError
-from hvd_adpsgd.runtime.rendezvous import BEGUN, HttpStore, Place, Store, gather_by
+from hvd_adpsgd.runtime.rendezvous import BEGUN, HttpStore, Place, Store, gather_by, opened
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
@@ -169,6 +170,9 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
             )
 
 
+_attempts = itertools.count()  # to connect: a failed init() may be followed by another one
+
+
 def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Communicator:
     """A private communicator of all learners that met at this place.
 
@@ -177,8 +181,8 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
         TopologyError: on all, if one of them finds no address to listen on.
     """
     if exit_state.hub is None:
-        opened = HttpStore(place) if store is None or place.speaks_http else store(place)
-        gather = gather_by(opened, place)
+        met = opened(place, HttpStore if store is None or place.speaks_http else store)
+        gather = gather_by(met, place, next(_attempts))
         try:
             hub = Hub(place.rank, place.size, _network_options(), gather)
         except TopologyError:
@@ -190,7 +194,7 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
         assert everyone is not None
         everyone.allgather(None)  # as above
         if place.speaks_http:
-            opened.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
+            met.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["world_over_gloo"]
 
-_server: Any = (
-    None  # of the Horovod world that this process leads; Horovod may ask it until it shuts down
-)
+# Of the Horovod world of this process: its sockets, as (descriptor, inode); on a leader its rendezvous
+# server, which Horovod may ask until it shuts down.
+_of_horovod: list[tuple[int, int]] = []
+_server: Any = None
 
 
 @contextlib.contextmanager
 def world_over_gloo(world: World) -> Iterator[None]:
     """Inside, where Horovod starts and reads them, its variables say where its world meets."""
     variables = _variables(world, _meeting_place(world.inner, world.config))
+    sockets = set(_sockets_open())
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -40,6 +43,7 @@ def world_over_gloo(world: World) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        _of_horovod[:] = set(_sockets_open()) - sockets
 
 
 def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
@@ -53,6 +57,8 @@ def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
 def _serve(size: int) -> int:
     """Start Horovod's rendezvous server for a world of `size`; its port."""
     global _server
+    if _server is not None:
+        _server.stop()
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -76,6 +82,9 @@ def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
         "CROSS_RANK": hosts.index(here),
         "CROSS_SIZE": len(hosts),
         "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_TIMEOUT_SECONDS": os.environ.get(
+            "HOROVOD_GLOO_TIMEOUT_SECONDS", max(30, round(world.config.failure_timeout_s))
+        ),
     }
     words = {
         "CONTROLLER": "gloo",
@@ -85,3 +94,23 @@ def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
         "HOSTNAME": socket.gethostname(),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+
+def _sockets_open() -> Iterator[tuple[int, int]]:
+    """(descriptor, inode) of the sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found = os.stat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+def _forget() -> None:
+    """In a forked child: close its copies, else mates of a killed learner would not see it end."""
+    for handle, inode in _of_horovod:
+        with contextlib.suppress(OSError):
+            if os.stat(handle).st_ino == inode:
+                os.close(handle)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -8,8 +8,11 @@ srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; 
 from __future__ import annotations
 
 import base64
+import itertools
 import pickle
 import re
+import secrets
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +30,7 @@ __all__ = [
     "Store",
     "gather_by",
     "of_environment",
+    "opened",
 ]
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
@@ -77,7 +81,7 @@ def of_environment(environ: Mapping[str, str]) -> Place | None:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         return _read("torchrun, or a launcher like it", environ, *names)
-    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1 and "SLURM_PROCID" in environ:
+    if _number(environ.get("SLURM_STEP_NUM_TASKS", "")) > 1 and "SLURM_PROCID" in environ:
         return _of_slurm(environ)
     return None
 
@@ -96,10 +100,14 @@ def _of_horovod(environ: Mapping[str, str]) -> Place:
 def _of_slurm(environ: Mapping[str, str]) -> Place:
     known = dict(environ)
     known.setdefault("MASTER_ADDR", _first_host(environ.get("SLURM_STEP_NODELIST", "")))
-    job = int(environ.get("SLURM_JOB_ID") or 0)
-    known.setdefault("MASTER_PORT", str(_FIRST_PORT + job % _PORTS))
+    job, step = (_number(environ.get(name, "")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    known.setdefault("MASTER_PORT", str(_FIRST_PORT + (job + 101 * step) % _PORTS))
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT")
     return _read("srun", known, *names)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
 
 
 def _first_host(nodes: str) -> str:
@@ -133,12 +141,13 @@ class HttpStore:
     """Horovod's rendezvous server as a store."""
 
     def __init__(self, place: Place):
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._at = f"http://{place.host}:{place.port}/{SCOPE}"
 
     def set(self, key: str, value: str) -> None:
         """See Store."""
         asked = urllib.request.Request(f"{self._at}/{key}", data=value.encode(), method="PUT")
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S):
+        with self._open(asked, timeout=PATIENCE_S):
             pass
 
     def get(self, key: str) -> bytes:
@@ -146,7 +155,7 @@ class HttpStore:
         ends = time.monotonic() + PATIENCE_S
         while True:
             try:
-                with urllib.request.urlopen(f"{self._at}/{key}", timeout=PATIENCE_S) as answer:
+                with self._open(f"{self._at}/{key}", timeout=PATIENCE_S) as answer:
                     return bytes(answer.read())
             except urllib.error.HTTPError as error:
                 if error.code != 404 or time.monotonic() > ends:
@@ -154,21 +163,59 @@ class HttpStore:
             time.sleep(_PAUSE_S)
 
 
-def gather_by(store: Store, place: Place) -> Callable[[Any], list[Any]]:
+def opened(place: Place, store: Callable[[Place], Store]) -> Store:
+    """The store at this place.
+
+    Raises:
+        LaunchError: if it cannot be opened, or something else listens there.
+    """
+    found: list[Store] = []
+    problem: list[object] = [f"no answer in {PATIENCE_S:g} s"]
+
+    def act() -> None:
+        try:
+            found.append(store(place))
+        except Exception as error:  # torch's, of several kinds
+            problem[:] = [error]
+
+    thread = threading.Thread(target=act, daemon=True, name="hvd_adpsgd.store")
+    thread.start()
+    thread.join(PATIENCE_S)
+    if not found:
+        raise LaunchError(
+            f"init(): the store {place.host} port {place.port} cannot be opened: {problem[0]}. Choose a free "
+            "MASTER_PORT in [1, 65535], and see that learner 0 is started."
+        )
+    return found[0]
+
+
+def gather_by(store: Store, place: Place, attempt: int = 0) -> Callable[[Any], list[Any]]:
     """Gathers the values of all processes, by rank, as often as it is called.
+
+    Args:
+        store: where they meet.
+        place: of this process.
+        attempt: number of this function in the job; the same on all processes.
 
     The function raises LaunchError if one does not come within five minutes.
     """
-    calls = 0
+    calls = itertools.count()
+    mine = secrets.token_hex(8)
 
     def gather(value: Any) -> list[Any]:
-        nonlocal calls
-        calls += 1
+        call = f"{attempt}.{next(calls)}"
         try:
-            store.set(f"{calls}.{place.rank}", base64.b64encode(pickle.dumps(value)).decode())
+            told = base64.b64encode(pickle.dumps((mine, value))).decode()
+            store.set(f"{call}.{place.rank}", told)
         except Exception as error:
             raise _lost(place, place.rank, error) from error
-        return [_get(f"{calls}.{rank}", rank) for rank in range(place.size)]
+        found = [_get(f"{call}.{rank}", rank) for rank in range(place.size)]
+        if found[place.rank][0] != mine:
+            raise LaunchError(
+                f"init(): another process is learner {place.rank} too at the store {place.host} port "
+                f"{place.port}: two jobs use the same port. Give each its own MASTER_PORT."
+            )
+        return [value for _, value in found]
 
     def _get(key: str, rank: int) -> Any:
         try:
@@ -183,5 +230,5 @@ def _lost(place: Place, rank: int, error: Exception) -> LaunchError:
     return LaunchError(
         f"init(): learner {place.rank} of {place.size}, started by {place.launcher}, heard nothing of "
         f"learner {rank} at the store {place.host} port {place.port}: {error}. See that all {place.size} "
-        "processes are started, and reach that address."
+        "processes are started, that learner 0, which may serve the store, lives, and that it is reached."
     )

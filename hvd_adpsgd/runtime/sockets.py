@@ -108,6 +108,12 @@ class Hub:
         while (rank := self._wire.next_failed(look)) != _NOBODY:
             self.ended.add(rank)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether messages have not been handed to the system yet."""
+        with self._lock:
+            return self._wire.unsent
+
     def free(self, number: int) -> None:
         """Drop what comes for a communicator."""
         with self._lock:
@@ -130,7 +136,6 @@ class Communicator:
         ranks: of its learners among all.
     """
 
-    is_sending = False
     is_busy = False  # `pause` ends when bytes can move
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
@@ -180,6 +185,11 @@ class Communicator:
     def failed(self) -> set[int]:
         """Places whose process has ended."""
         return {self._places[rank] for rank in self.hub.ended if rank in self._places}
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the system has not taken all yet: bytes move only while somebody polls."""
+        return self.hub.is_sending
 
     def send(self, place: int, tag: int, data: Any) -> None:
         """See Transport."""

@@ -29,11 +29,11 @@ cdef struct Link:           # a connection; messages travel from the side that d
     Post* last
     Link* before            # among all links, or among those to be freed
     Link* after
+    Link* follower          # of an incoming one: the next of this peer
 
 cdef struct Neighbour:      # a peer
     Link* out
     Link* inn
-    Link* follower          # an incoming one that waits
     bint failed
     bint closed             # it said CLOSE, or it no longer listens: it may have left
     bint listed             # among those that are ending, or of whom nobody was told

@@ -146,6 +146,15 @@ cdef void bury(Sockets* s) noexcept nogil:
         free(link)
 
 
+cdef void leave_row(Neighbour* p, Link* link) noexcept nogil:
+    """Of the incoming connections of a peer, which are read one after the other."""
+    cdef Link** place = &p.inn
+    while place[0] != NULL and place[0] != link:
+        place = &place[0].follower
+    if place[0] != NULL:
+        place[0] = link.follower
+
+
 cdef void end_link(Sockets* s, Link* link) noexcept nogil:
     """The connection has ended: as its sender said before, or with its peer."""
     cdef Neighbour* p = &s.peers[link.peer]
@@ -153,11 +162,8 @@ cdef void end_link(Sockets* s, Link* link) noexcept nogil:
     cdef int peer = link.peer
     if p.out == link:
         p.out = NULL
-    elif p.inn == link:
-        p.inn = p.follower
-        p.follower = NULL
-    elif p.follower == link:
-        p.follower = NULL
+    else:
+        leave_row(p, link)
     close_link(s, link)
     if p.inn != NULL and p.inn.waits:
         p.inn.waits = False
@@ -296,7 +302,7 @@ cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
     """The connection to a peer, which may have to be dialed; NULL without memory, or without the other thread."""
     cdef Neighbour* p = &s.peers[peer]
     cdef int32_t called = peer
-    if p.out == NULL:
+    if p.out == NULL and not s.over:
         make_room(s)
         p.out = open_link(s, peer, False, -1)
         if p.out != NULL and write(s.dials, &called, sizeof(called)) != sizeof(called):
@@ -528,18 +534,17 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
 
 
 cdef void take_accepted(Sockets* s, Neighbour* p, News* news) noexcept nogil:
-    cdef Link* link = NULL
-    if p.follower == NULL:
-        link = open_link(s, news.peer, True, news.fd)
+    cdef Link* link = open_link(s, news.peer, True, news.fd)
+    cdef Link** place = &p.inn
     if link == NULL:
         close(news.fd)
         return
     s.accepted += 1
-    if p.inn != NULL:
-        link.waits = True       # the older one is read to its end first
-        p.follower = link
-    else:
-        p.inn = link
+    while place[0] != NULL:
+        place = &place[0].follower
+    place[0] = link
+    link.waits = link != p.inn      # the older ones are read to their ends first
+    if not link.waits:
         watch(s, link, EPOLL_CTL_ADD)
 
 
@@ -689,7 +694,7 @@ cdef class TcpWire(AnyWire):
         cdef Link* link
         cdef Post* post
         cdef char* copy
-        if s.peers[peer].failed:
+        if s.peers[peer].failed or s.over:
             return
         link = link_to(s, peer)
         copy = <char*>malloc(nbytes + 1)
@@ -714,6 +719,17 @@ cdef class TcpWire(AnyWire):
         drop(&self.sockets.posts, stray)
         return found
 
+    def rest_all(self):
+        """Close what is idle, as after idle_s; the next message opens another connection."""
+        cdef Link* link = self.sockets.links
+        cdef Link* following
+        while link != NULL:
+            following = link.after
+            if not link.incoming:
+                rest(&self.sockets, link)
+            link = following
+        bury(&self.sockets)
+
     def fileno(self):
         """Of epoll: readable when `progress` has something to do."""
         return self.sockets.epoll
@@ -724,8 +740,11 @@ cdef class TcpWire(AnyWire):
 
     def call(self, int peer):
         """Have a connection to a peer, so that its end is noticed."""
+        cdef Link* link
         if not self.sockets.peers[peer].failed:
-            link_to(&self.sockets, peer)
+            link = link_to(&self.sockets, peer)
+            if link != NULL:
+                link.used = time_of(&self.sockets)      # is not idle
 
     @property
     def unsent(self):
