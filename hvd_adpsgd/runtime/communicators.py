@@ -22,6 +22,7 @@ __all__ = [
     "load_mpi",
     "of_host",
     "of_learners",
+    "options_of_network",
     "over_sockets",
     "refuse_comm",
     "require_mpi_launcher",
@@ -184,7 +185,7 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
         met = opened(place, HttpStore if store is None or place.speaks_http else store)
         gather = gather_by(met, place, next(_attempts))
         try:
-            hub = Hub(place.rank, place.size, _network_options(), gather)
+            hub = Hub(place.rank, place.size, options_of_network(), gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
                 gather(None)  # all have read the store, which may end with its process
@@ -201,7 +202,7 @@ def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Commun
     return everyone
 
 
-def _network_options() -> Config:
+def options_of_network() -> Config:
     """The options, or their defaults if one is bad: that is told when all are connected."""
     try:
         return Config.from_environment()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,8 +62,6 @@ class Hub:
         self._connections = Connections(rank, size, config, "learner")
         self._wire = self._connections.wire
         self._connections.meet(gather)
-        self._poll = select.poll()
-        self._poll.register(self._wire, select.POLLIN)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
         """One of these learners; None on others. All learners call this together."""
@@ -93,7 +92,9 @@ class Hub:
 
     def wait(self, seconds: float) -> None:
         """Sleep until bytes can move, at most so long; another thread may move them first."""
-        self._poll.poll(1e3 * seconds)
+        poll = select.poll()  # one of its own: threads may wait at once
+        poll.register(self._wire, select.POLLIN)
+        poll.poll(1e3 * seconds)
 
     def look(self, ranks: Sequence[int]) -> None:
         """Bring `ended` up to date for these: the end of a process ends its connections."""
@@ -107,6 +108,11 @@ class Hub:
     def _note_ended(self, look: bool) -> None:
         while (rank := self._wire.next_failed(look)) != _NOBODY:
             self.ended.add(rank)
+
+    @property
+    def address(self) -> str:
+        """Where this learner listens."""
+        return self._connections.address
 
     @property
     def is_sending(self) -> bool:
@@ -134,8 +140,10 @@ class Communicator:
     Attributes:
         hub: of this process.
         ranks: of its learners among all.
+        patience_s: longest time for `allgather`; None: no limit.
     """
 
+    patience_s: float | None = None
     is_busy = False  # `pause` ends when bytes can move
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
@@ -163,11 +171,12 @@ class Communicator:
         """The values of all, by rank.
 
         Raises:
-            PeerFailedError: if one of the learners fails before.
+            PeerFailedError: if one of the learners fails before, or does not come in patience_s.
         """
         if self._gathering is None:
             self._gathering = Messages(Communicator(self.hub, self._number + 1, self.ranks))
-        told = gather_once(self._gathering, value, None)
+        ends = None if self.patience_s is None else time.monotonic() + self.patience_s
+        told = gather_once(self._gathering, value, ends)
         if told is None:
             failed = sorted(self.ranks[place] for place in self._gathering.failed)
             raise PeerFailedError(
