@@ -1,0 +1,79 @@
+"""The door of a job: who knows the secret enters, also beside many who do not."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from hvd_adpsgd.errors import LaunchError, PeerFailedError
+from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
+
+SECRET = new_secret()
+
+
+@pytest.fixture
+def entered() -> queue.Queue[Conversation]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def door(entered: queue.Queue[Conversation]) -> Iterator[str]:
+    made = Door("127.0.0.1", SECRET, entered.put)
+    yield f"127.0.0.1:{made.port}"
+    made.close()
+
+
+def test_both_sides_talk(door: str, entered: queue.Queue[Conversation]) -> None:
+    newcomer = knock(door, SECRET)
+    job = entered.get(timeout=10)
+    newcomer.tell({"a": 1})
+    assert job.hear(10) == {"a": 1}
+    assert job.heard() == []
+    job.tell((2, 3))
+    assert newcomer.hear(None) == (2, 3)
+    newcomer.close()
+    with pytest.raises(PeerFailedError, match="lost"):
+        job.hear(10)
+    with pytest.raises(PeerFailedError, match="lost"):
+        job.heard()
+
+
+def test_who_says_nothing_is_waited_for_no_longer(
+    door: str, entered: queue.Queue[Conversation]
+) -> None:
+    with pytest.raises(PeerFailedError, match=r"said nothing for 0.01 s"):
+        knock(door, SECRET).hear(0.01)
+
+
+def test_who_has_another_secret_stays_out(door: str, entered: queue.Queue[Conversation]) -> None:
+    with pytest.raises(LaunchError, match=r"cannot be joined.*secret"):
+        knock(door, new_secret())
+    knock(door, SECRET)
+    entered.get(timeout=10)
+    assert entered.empty()
+
+
+def test_strangers_keep_nobody_out(door: str, entered: queue.Queue[Conversation]) -> None:
+    host, port = door.split(":")
+    strangers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(60)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+    knock(door, SECRET).tell("in")
+    assert entered.get(timeout=10).hear(10) == "in"
+    for stranger in strangers:
+        stranger.close()
+    assert entered.empty()
+
+
+@pytest.mark.parametrize("doors", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1, [::1]:1"])
+def test_no_door_is_told(doors: str) -> None:
+    with pytest.raises(LaunchError, match="cannot be joined"):
+        knock(doors, SECRET)
+
+
+def test_the_next_door_is_tried(door: str, entered: queue.Queue[Conversation]) -> None:
+    knock(f"127.0.0.1:1,{door}", SECRET)
+    entered.get(timeout=10)
