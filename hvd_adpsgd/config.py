@@ -275,6 +275,22 @@ class Config:
         "folder for the state that SIGUSR1 makes a learner write; None: the one for temporary files",
         optional=True,
     )
+    join: str | None = _option(
+        None,
+        str,
+        "host:port,...",
+        "without MPI: as a job prints it: these learners form a super learner that joins that job, with the "
+        "same join_secret_file, and the other options of the job; None: they do not join",
+        optional=True,
+    )
+    join_secret_file: str | None = _option(
+        None,
+        str,
+        "path",
+        "without MPI: file with the secret of those that may join (64 hexadecimal digits, mode 0600); "
+        "learner 0 makes it if it is missing, and prints how to join; None: nobody can join",
+        optional=True,
+    )
     report_s: float = _option(
         1.0,
         float,

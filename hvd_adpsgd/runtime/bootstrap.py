@@ -37,7 +37,13 @@ __all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PER_LEARNER = ("dashboard_token", "log_level", "state_dir")  # options in which learners may differ
+_PER_LEARNER = (
+    "dashboard_token",
+    "join",
+    "join_secret_file",
+    "log_level",
+    "state_dir",
+)  # options in which learners may differ
 
 
 def init(

@@ -171,14 +171,16 @@ class Collectives:
         self.comm, self.messages = comm, Messages(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining
 
-    def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...]) -> None:
+    def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
         """Use these communicators, which include a super learner that has joined.
 
         Args:
             comm: see the attributes.
             plain: a duplicate for messages of operations, used for nothing else.
             ranks: in the job, by rank in both.
+            size: learners of the job, if there are more now.
         """
+        self._size = size or self._size
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
         self.comm, self.messages = comm, Messages(plain)

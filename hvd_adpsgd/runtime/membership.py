@@ -58,7 +58,7 @@ class Membership:
     ):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
-        self._groups, self.names = groups, names
+        self._groups, self.names = groups, list(names)
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self._minority = np.zeros(1, dtype=np.uint8) if minority is None else minority
@@ -133,6 +133,12 @@ class Membership:
         """Processes have exited: mark this super learner if one was its own; engines report on peers."""
         self.fail(set(ranks).intersection(self._groups[self.own]))
 
+    def grow(self, groups: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        """There are more super learners: of all of them, as in the arguments of the class."""
+        self._groups = groups
+        self.names.extend(names[len(self.names) :])  # others show them
+        self.states += [PeerState.ALIVE] * (len(groups) - len(self.states))
+
     def meet(self, members: Collection[int]) -> None:
         """After a merge: these super learners are alive, all others have failed."""
         for i in range(len(self.states)):
@@ -164,7 +170,7 @@ class Membership:
         Args:
             ended: ranks of learners whose process has exited; not a failure if they had left.
         """
-        states = zip(self._groups, self.states, self._left, strict=True)
+        states = zip(self._groups, self.states, self._left, strict=False)
         return tuple(
             sorted(
                 rank

@@ -30,6 +30,7 @@ __all__ = [
     "current",
     "form_super_learners",
     "is_initialized",
+    "names_of",
     "put",
 ]
 
@@ -140,7 +141,7 @@ class World:
         mine = placements[rank]
         crossing = [r for r, p in enumerate(placements) if p.local_rank == mine.local_rank]
         super_rank = next(i for i, group in enumerate(groups) if rank in group)
-        names = [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
+        names = names_of(groups, placements)
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
         done, departure, left, minority = _flags(comms.inner, len(groups))
         membership = Membership(groups, names, super_rank, left, minority)
@@ -200,6 +201,11 @@ class World:
         return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
 
 
+def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -> list[str]:
+    """What to call each super learner in messages."""
+    return [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
+
+
 def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
     """Bytes that the learners of a super learner share; unshared if it is single, as it may span hosts.
 
@@ -207,7 +213,7 @@ def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
         A byte per learner for the barrier of shutdown(); those of Departure; one per super learner and
         another one for Membership.
     """
-    sizes = inner.Get_size(), Departure.FLAGS, super_size, 1
+    sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM, 1
     if super_size == 1:
         return [
             np.ones(sizes[0], dtype=np.uint8),
@@ -216,6 +222,8 @@ def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
     bytes_ = Mailbox(0, sum(sizes), inner).flags[0]
     return np.split(bytes_, np.cumsum(sizes)[:-1])
 
+
+ROOM = 1000  # super learners that may come later
 
 _current: World | None = None
 

@@ -33,6 +33,7 @@ from hvd_adpsgd.strategies import (
     SynchronousGossip,
 )
 from hvd_adpsgd.torch import elastic, functions, mpi_ops
+from hvd_adpsgd.torch.admission import admit, replace_failed
 from hvd_adpsgd.torch.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -115,7 +116,6 @@ from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
 from hvd_adpsgd.torch.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.torch.pausing import averaging_paused
-from hvd_adpsgd.torch.replacement import replace_failed
 from hvd_adpsgd.torch.reports import metrics
 from hvd_adpsgd.torch.watching import log, log_to
 
@@ -147,6 +147,7 @@ __all__ = [
     "SynchronousGossip",
     "WarmupAnneal",
     "add_process_set",
+    "admit",
     "allgather",
     "allgather_async",
     "allgather_object",

@@ -24,8 +24,10 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.runtime import global_operations, preemption
 from hvd_adpsgd.runtime.collectives import barrier
-from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.strategies.plan import AFTER
+from hvd_adpsgd.runtime.joining import Merged
+from hvd_adpsgd.runtime.newcomers import Invitation
+from hvd_adpsgd.runtime.world import World, names_of
+from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
 from hvd_adpsgd.torch.node import in_node, node_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
@@ -109,20 +111,44 @@ class Averaging:
             gather: see Engine.start.
         """
         world = self.world
+        names = world.membership.names
+        gather = None if world.collectives.joining else gather
+        return self._make(self.plan, names, world.inner, outer, members, gather)
+
+    def _make(
+        self,
+        plan: Plan,
+        names: Sequence[str],
+        inner: Any,
+        outer: Any,
+        members: Sequence[int],
+        gather: Callable[[Any], list[Any]] | None,
+    ) -> Engine:
         engine = Engine(
-            inner=world.inner,
+            inner=inner,
             outer=outer,
-            plan=self.plan,
+            plan=plan,
             config=self.spec.config,
-            names=world.membership.names,
+            names=names,
             members=members,
         )
         with mpi_failures("averaging"):
             for specs in self.specs:
                 engine.memory.extend(specs)
-        engine.start(None if world.collectives.joining else gather)
+        engine.start(gather)
         atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
         return engine
+
+    def make_engine_for(self, invitation: Invitation, merged: Merged) -> Engine:
+        """As `make_engine`, for the job with a newcomer."""
+        plan = self.spec.strategy.plan(self.world.super_rank, len(invitation.groups))
+        names = names_of(invitation.groups, invitation.placements)
+        return self._make(plan, names, merged.comms.inner, merged.comms.outer, merged.members, None)
+
+    def move_to(self, world: World) -> None:
+        """The world has changed: the engine is of the new one already."""
+        self.world = world
+        self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
 
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""
@@ -140,7 +166,7 @@ class Averaging:
             )
         if self.world.collectives.joining:
             raise NotInitializedError(
-                "this learner replaces a failed one, and has not joined: call hvd.replace_failed("
+                "this learner replaces a failed one, and has not joined: call hvd.admit("
                 "model, optimizer) before the first step."
             )
 

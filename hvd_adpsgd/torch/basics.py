@@ -8,7 +8,7 @@ import horovod.torch as horovod
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
-from hvd_adpsgd.runtime import bootstrap, replacement
+from hvd_adpsgd.runtime import bootstrap, joining, newcomers, replacement
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import watching
@@ -59,10 +59,13 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
                 "Call hvd.shutdown() first, or drop the second call."
             )
         return
-    if replacement.is_newcomer():
+    if joining.is_guest():
+        joining.enter(tcp_store)
+    elif replacement.is_newcomer():
         replacement.enter()
     else:
         bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
+        newcomers.open_door(worlds.current())
     _given = given
     watching.start(worlds.current())
 

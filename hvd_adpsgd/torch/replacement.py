@@ -17,7 +17,7 @@ from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime import replacement
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import wait
-from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement
+from hvd_adpsgd.runtime.replacement import MergedComms, SpawnedReplacement, failed_groups
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
@@ -98,8 +98,8 @@ def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
     """Start missing super learners. Returns (super_rank, rank of its starter) of one that is ready."""
     mine = {number: spawned.state() for number, spawned in _spawned.items()}
     told = world.collectives.gather(DOING, mine)
-    _require_whole(world)
-    failed = replacement.failed_groups(world)
+    require_whole(world)
+    failed = failed_groups(world)
     known = {
         number: (state, rank)
         for rank, states in zip(world.collectives.ranks, told, strict=True)
@@ -115,7 +115,7 @@ def _survey(world: World, patience_s: float) -> tuple[int, int] | None:
     return min(ready) if ready else None
 
 
-def _require_whole(world: World) -> None:
+def require_whole(world: World) -> None:
     missing = sorted(set(world.groups[world.super_rank]) - set(world.collectives.ranks))
     if missing:
         raise PeerFailedError(
@@ -136,7 +136,7 @@ def _start(world: World, number: int, patience_s: float) -> None:
     if not _spawned:
         world.teardown.at_shutdown(_dismiss)
     log.warning("super learner %d is gone; starting another one in its place.", number)
-    _spawned[number] = SpawnedReplacement(world, number, _terms(), patience_s)
+    _spawned[number] = SpawnedReplacement(world, number, terms(), patience_s)
 
 
 def _give_up(number: int) -> None:
@@ -176,16 +176,16 @@ def _admit(
         _failures.pop(number, None)
         if spawned is not None:
             del _spawned[number]
-        made = _JoinState(values, optimizers, state) if spawned is not None else None
+        made = JoinState(values, optimizers, state) if spawned is not None else None
         with contextlib.suppress(PeerFailedError):  # of the starter; the joining learner exits too
             broadcast_object(made and made.pack(), starter, DOING)
     del values, made
-    _trim()
+    trim()
     if spawned is not None:
         log.warning("super learner %d has joined, with the mean of the others' models.", number)
 
 
-def _trim() -> None:
+def trim() -> None:
     """Return free memory to the system: glibc keeps what the threads of each merge have used."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -264,7 +264,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     """Join the surviving learners. Returns their state."""
     joining = replacement.this_newcomer()
     wait(world.inner.Ibarrier())
-    port, starter = joining.ready(_terms())
+    port, starter = joining.ready(terms())
     side = world.collectives.comm.Dup()
     met = replacement.within(
         2 * replacement.MEETING_S, lambda: _connected(side, world, port, 0, accepts=False), _drop
@@ -277,14 +277,14 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     joining.await_come()
     world.teardown.owned.append(side)
     _switch_to(world, *met)
-    told = _JoinState.unpack(broadcast_object(None, starter, DOING))
+    told = JoinState.unpack(broadcast_object(None, starter, DOING))
     told.give(model, optimizers)
     for averaging in live():
         resume(averaging)
     return told.state
 
 
-def _terms() -> list[Any]:
+def terms() -> list[Any]:
     """What joining and surviving learners must agree on."""
     return [_terms_of(averaging) for averaging in live()]
 
@@ -293,7 +293,7 @@ def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
     return averaging.spec.strategy.spec(), described(averaging.spec.named)
 
 
-class _JoinState:
+class JoinState:
     """What a joining learner receives.
 
     Args:
@@ -317,8 +317,8 @@ class _JoinState:
         return file.getvalue()
 
     @staticmethod
-    def unpack(data: bytes) -> _JoinState:
-        made: _JoinState = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    def unpack(data: bytes) -> JoinState:
+        made: JoinState = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         return made
 
     @torch.no_grad()

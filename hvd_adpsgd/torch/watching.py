@@ -322,9 +322,18 @@ class Watcher:
             i = world.super_rank
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
 
+    def _note_grown(self, world: World, size: int) -> None:
+        """There are more super learners than before."""
+        for i in range(len(self._states), size):
+            self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
+            self._states.append(PeerState.ALIVE)
+        self._sampler = Sampler(size)
+
     def _note_states(self, world: World, now_s: float) -> None:
         """Note which super learners have become suspect, have answered, left, failed or joined."""
         states = list(world.membership.states)
+        if len(states) > len(self._states):
+            self._note_grown(world, len(states))
         for i, (before, now) in enumerate(zip(self._states, states, strict=False)):
             if now is not before:
                 what = "joined" if before in _GONE and now not in _GONE else now.name.lower()

@@ -92,6 +92,37 @@ def test_replaced_under_horovodrun(tmp_path):
     assert "super learner 2 has joined" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("of", "launcher"),
+    [
+        (1, "srun"),
+        pytest.param(2, "srun", marks=pytest.mark.extended),
+        pytest.param(2, "gloo", marks=pytest.mark.extended),
+    ],
+)
+def test_replaced_without_mpi(tmp_path, of, launcher):
+    result = train(tmp_path, 3 * of, str(2 * of), "--after", 6, of=of, launcher=launcher)
+    require_replaced(result, 3 * of, of, joined=1, new=set(range(2 * of, 3 * of)))
+    assert "super learner 2 has joined" in result.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("start", "it ended before it was ready, with status -9"),
+        ("wrapped", "it ended before it was ready"),
+        ("meeting", "it failed, or did not come, when all met"),
+        ("met", "it failed, or did not come, when all met"),
+    ],
+)
+def test_newcomer_without_mpi_that_dies_keeps_nobody_waiting(tmp_path, where, told):
+    result = train(tmp_path, 3, "2", "--fails", where, launcher="srun")
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert f"super learner 2 has not joined: {told}" in result.stderr, result.report()
+    assert max(f["slowest_s"] for f in result.said) < 3.0
+
+
 @pytest.mark.extended
 def test_super_learner_of_two(tmp_path):
     """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
@@ -192,9 +223,10 @@ def test_without_a_launcher_that_can_start_it(tmp_path):
     assert all(f["told"][-1][2] == [0, 1] and f["alone"] == 21 for f in learners)
 
 
-def test_job_that_ends_before_the_newcomer_joins(tmp_path):
-    """The joining learner ends, too, and does not keep mpirun."""
-    result = train(tmp_path, 3, "2", "--alone", 1)
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.extended)])
+def test_job_that_ends_before_the_newcomer_joins(tmp_path, launcher):
+    """The joining learner ends, too, and does not keep the launcher."""
+    result = train(tmp_path, 3, "2", "--alone", 1, launcher=launcher)
     ended = time.monotonic()
     learners = result.by_rank()
     assert [f["rank"] for f in learners] == [0, 1], result.report()

@@ -31,6 +31,8 @@ DEFAULTS = {
     "on_failure": "continue",
     "quorum": None,
     "state_dir": None,
+    "join": None,
+    "join_secret_file": None,
     "report_s": 1.0,
     "record": None,
     "dashboard": None,

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+import hvd_adpsgd.runtime.joining as joining
 import hvd_adpsgd.runtime.replacement as replacement
 import hvd_adpsgd.torch as hvd
 
-NEW = "HVD_ADPSGD_JOINS" in os.environ
+NEW = "HVD_ADPSGD_JOINS" in os.environ or "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
 BREATHER_S = 0.01  # of a step, for which this machine has too few cores
 
@@ -71,9 +72,11 @@ def fail(args: argparse.Namespace, where: str) -> None:
 
 def hold(numbers: list[str]) -> None:
     """A joining learner of these super learners waits until nobody needs it any more."""
-    number, recruiter, _ = os.environ["HVD_ADPSGD_JOINS"].split(" ", 2)
+    number, starter = os.environ.get("HVD_ADPSGD_JOIN_AS"), str(os.getppid())
+    if "HVD_ADPSGD_JOINS" in os.environ:
+        number, starter, _ = os.environ["HVD_ADPSGD_JOINS"].split(" ", 2)
     if number in numbers:
-        while Path(f"/proc/{recruiter}").exists():
+        while Path(f"/proc/{starter}").exists():
             time.sleep(0.05)
         os._exit(0)
 
@@ -168,6 +171,15 @@ class Run:
             return joint
 
         replacement.connect = failing
+        meet = joining.meet
+
+        def failing_too(*args: Any, **kwargs: Any) -> Any:
+            fail(self.args, "meeting")
+            merged = meet(*args, **kwargs)
+            fail(self.args, "met")
+            return merged
+
+        joining.meet = failing_too
 
     def epoch(self) -> None:
         for _ in range(STEPS):
@@ -179,9 +191,7 @@ class Run:
 
     def replace(self, state: dict) -> dict:
         began = time.monotonic()
-        state = hvd.replace_failed(
-            self.model, self.optimizer, state, patience_s=self.args.patience_s
-        )
+        state = hvd.admit(self.model, self.optimizer, state, patience_s=self.args.patience_s)
         self.slowest = max(self.slowest, time.monotonic() - began)
         return state
 

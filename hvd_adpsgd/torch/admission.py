@@ -1,0 +1,312 @@
+"""`admit`: super learners that replace failed ones, and new ones, join a job that runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
+from hvd_adpsgd.runtime import joining
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.joining import MEETING_S, Gather, Merged
+from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
+from hvd_adpsgd.runtime.replacement import failed_groups
+from hvd_adpsgd.runtime.shutdown import exit_state
+from hvd_adpsgd.runtime.sockets import Communicator
+from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.torch import replacement
+from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.torch.membership import on_failure
+from hvd_adpsgd.torch.model_average import mean_model
+from hvd_adpsgd.torch.pausing import averaging_paused, resume
+from hvd_adpsgd.torch.replacement import ATTEMPTS, JoinState, Optimizers, terms
+
+__all__ = ["admit", "replace_failed"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+DOING = "admit"
+
+
+def admit(
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    state: Any = None,
+    *,
+    patience_s: float = 120.0,
+) -> Any:
+    """Replace failed super learners, and let new ones in; all learners call this, once per epoch.
+
+        epoch = hvd.admit(model, optimizer, state=0)
+        while epoch < epochs:
+            train(...)
+            epoch = hvd.admit(model, optimizer, state=epoch + 1)
+
+    The first call after a failure starts a super learner with the command line of this one, and returns
+    at once. It joins in the first later call that finds it ready. It runs the script from the top, with the
+    ranks of the failed one, up to its own first call of this function. That call returns `state`, and sets
+    the exact mean of the models of all others and the optimizer state of one of them. Before it, operations
+    over all learners (broadcast_parameters, ...) run in the new super learner alone.
+
+    Without MPI, super learners that were not there at the start join in the same way: see HVD_ADPSGD_JOIN in
+    docs/failures.md. size() and super_size() grow.
+
+    Waits for the slowest super learner, as average_model does, also where nobody comes. Call it between
+    steps. One super learner joins per call. If it cannot be started or fails before it joins, training
+    continues, the log states the reason, and another one is started: three attempts in all.
+
+    Args:
+        model: the same module on every learner. The models of those that are there are not changed.
+        optimizer: the wrapped optimizer, or several.
+        state: a picklable value for a joining learner, such as the epoch.
+        patience_s: seconds from the start of a super learner until it must call this function.
+
+    Returns:
+        `state`; on a joining learner that of the others.
+
+    Raises:
+        PeerFailedError: if a learner of this super learner has failed, or, on a joining learner, all others.
+        SystemExit: on a joining learner, with status 0, if the job ends before it joins.
+    """
+    world = worlds.current()
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if world.collectives.joining and joining.is_guest():
+        return _arrive(world, model, optimizers)
+    if not isinstance(world.collectives.comm, Communicator):
+        return replacement.replace_failed(model, optimizer, state, patience_s=patience_s)
+    if world.super_size == 1:
+        return state
+    with on_failure("continue"):
+        chosen = _survey(world, patience_s)
+        if chosen is not None:
+            _admit(world, chosen, model, optimizers, state)
+    return state
+
+
+replace_failed = admit  # its former name
+
+
+# ---- on learners of the job --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What a learner tells of one of its newcomers.
+
+    Attributes:
+        number, state, knock: as of Newcomer.
+        rank: of the learner.
+    """
+
+    number: int | None
+    state: str
+    knock: Knock | None
+    rank: int
+
+
+_failures: dict[int, int] = {}  # by super_rank
+
+
+def _survey(world: World, patience_s: float) -> _Coming | None:
+    """Start what is missing, give numbers to those that knock; the newcomer that is ready, if any."""
+    here = reception(world)
+    mine = list(here.newcomers)
+    states = [newcomer.state() for newcomer in mine]
+    told = world.collectives.gather(
+        DOING,
+        [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)],
+    )
+    replacement.require_whole(world)
+    coming = [one for each in told for one in each if one.rank in world.collectives.ranks]
+    for newcomer, state in zip(mine, states, strict=True):
+        if state == "failed":
+            _give_up(here, newcomer)
+    awaited = {one.number for one in coming if one.state in ("starting", "ready")}
+    for number in failed_groups(world):
+        if number not in awaited and world.rank == _starter(world, number):
+            _start(here, world, number, patience_s)
+    _give_number(world, mine, coming, awaited, patience_s)
+    ready = [one for one in coming if one.state == "ready"]
+    return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
+
+
+def _starter(world: World, number: int) -> int:
+    """The lowest rank whose super learner is complete, on the host of the failed one if there is any."""
+    living = set(world.collectives.ranks)
+    whole = [group[0] for group in world.groups if living >= set(group)]
+    host = world.placements[world.groups[number][0]].host
+    return min(whole, key=lambda rank: (world.placements[rank].host != host, rank))
+
+
+def _start(here: Reception, world: World, number: int, patience_s: float) -> None:
+    if _failures.get(number, 0) >= ATTEMPTS:
+        return
+    log.warning("super learner %d is gone; starting another one in its place.", number)
+    here.start(world, number, terms(), patience_s)
+
+
+def _give_number(
+    world: World,
+    mine: list[Newcomer],
+    coming: list[_Coming],
+    awaited: set[int | None],
+    patience_s: float,
+) -> None:
+    """Invite the first that knocks, if no other one is on its way to be a new super learner."""
+    knocking = [one for one in coming if one.state == "knocking"]
+    number = len(world.groups)
+    if not knocking or number in awaited or knocking[0].rank != world.rank:
+        return
+    newcomer = next(n for n in mine if n.number is None)
+    ends = time.monotonic() + patience_s
+    newcomer.expect(Invitation.of(world, number, newcomer.knock), terms(), ends)
+    newcomer.invite()
+
+
+def _give_up(here: Reception, newcomer: Newcomer) -> None:
+    here.remove(newcomer)
+    newcomer.dismiss()
+    number = newcomer.number
+    if number is None:
+        return
+    _failures[number] = _failures.get(number, 0) + 1
+    log.error(
+        "super learner %d has not joined: %s. The others go on%s.",
+        number,
+        newcomer.problem,
+        "" if _failures[number] < ATTEMPTS else f"; no more after {ATTEMPTS} attempts",
+    )
+
+
+def _admit(
+    world: World,
+    chosen: _Coming,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    state: Any,
+) -> None:
+    """Meet the newcomer, and give it the state; go on without it if it fails."""
+    here, newcomer = reception(world), None
+    if chosen.rank == world.rank:
+        newcomer = next(n for n in here.newcomers if n.number == chosen.number and n.knock)
+    assert chosen.number is not None and chosen.knock is not None
+    invitation = Invitation.of(world, chosen.number, chosen.knock)
+    with averaging_paused():
+        values = mean_model(model)
+        merged = _met(world, invitation, chosen.rank, newcomer)
+        if merged is None:
+            if newcomer is not None:
+                newcomer.problem = "it failed, or did not come, when all met"
+                _give_up(here, newcomer)
+            return
+        _failures.pop(chosen.number, None)
+        if newcomer is not None:
+            here.remove(newcomer)
+        data = JoinState(values, optimizers, state).pack() if newcomer is not None else b""
+    del values
+    replacement.trim()
+    if newcomer is not None and merged.gift is not None:
+        joining.give(merged.gift, data, chosen.number)
+        log.warning(
+            "super learner %d has joined, with the mean of the others' models.", chosen.number
+        )
+
+
+def _met(
+    world: World, invitation: Invitation, giver: int, newcomer: Newcomer | None
+) -> Merged | None:
+    """The meeting, on learners of the job; None on all of them if it failed on one."""
+    ranks = tuple(sorted({*world.collectives.ranks, *invitation.groups[invitation.super_rank]}))
+    before = world.collectives.ranks
+    gather = joining.gather_with_newcomer(world, len(invitation.placements), newcomer)
+    if newcomer is not None:
+        newcomer.tell((invitation, ranks, giver))
+    prepared = _prepare(world, invitation, ranks, giver, gather)
+    # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
+    met = all(world.collectives.gather(DOING, prepared is not None))
+    if not met or world.collectives.ranks != before or prepared is None:
+        _drop(prepared)
+        return None
+    if newcomer is not None:
+        newcomer.tell(True)
+    _switch(world, *prepared)
+    return prepared[0]
+
+
+def _prepare(
+    world: World, invitation: Invitation, ranks: tuple[int, ...], giver: int, gather: Gather
+) -> tuple[Merged, list[Engine]] | None:
+    """New connections and engines; None if this learner has none, after as many gathers as on the others."""
+    merged, engines = None, []
+    try:
+        merged = joining.meet(world, invitation, ranks, giver, gather)
+        for averaging in live():
+            engines.append(averaging.make_engine_for(invitation, merged))
+    except AdpsgdError as error:
+        log.info("a newcomer could not be met: %s", error)
+        for engine in engines:
+            engine.stop()
+            engine.release()
+        if merged is not None:
+            merged.hub.close()
+            merged = None
+    try:
+        if not all(gather(merged is not None)[rank] for rank in ranks):
+            raise joining.NotMetError("it failed on another learner")
+    except AdpsgdError as error:
+        log.info("a newcomer could not be met: %s", error)
+        if merged is not None:
+            _drop((merged, engines))
+        return None
+    return (merged, engines) if merged is not None else None
+
+
+def _drop(prepared: tuple[Merged, list[Engine]] | None) -> None:
+    if prepared is not None:
+        for engine in prepared[1]:
+            engine.stop()
+            engine.release()
+        prepared[0].hub.close()
+
+
+def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
+    """Go on with the new connections; the old ones end when all have done so."""
+    old = exit_state.hub
+    grown = merged.adopt(world)
+    for averaging, engine in zip(live(), engines, strict=True):
+        replacement.replace_engine(averaging, engine)
+        averaging.move_to(grown)
+    grown.collectives.gather(DOING, None)
+    merged.limit(None)
+    if old is not None:
+        old.close()
+
+
+# ---- on a newcomer ------------------------------------------------------------------------------------
+
+
+def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
+    """Join the others. Returns their state."""
+    guest = joining.this_guest()
+    invitation, ranks, giver = guest.ready(world, terms())
+    gather = joining.gather_with_guest(world, len(invitation.placements), guest.conversation)
+    prepared = _prepare(world, invitation, ranks, giver, gather)
+    if not guest.is_in(world) or prepared is None:
+        _drop(prepared)
+        raise PeerFailedError(
+            f"super learner {world.super_rank} was to join, but the others did not meet it within "
+            f"{MEETING_S:g} s. They go on."
+        )
+    _switch(world, *prepared)
+    merged = prepared[0]
+    assert merged.gift is not None
+    told = JoinState.unpack(joining.receive(merged.gift))
+    told.give(model, optimizers)
+    for averaging in live():
+        resume(averaging)
+    return told.state
