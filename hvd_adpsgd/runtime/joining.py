@@ -94,12 +94,15 @@ class Merged:
     def adopt(self, world: World) -> World:
         """Go on with these; worlds.current returns the new world from now on."""
         told, comms = self.invitation, self.comms
-        world.teardown.join(ShutdownBarrier(comms.goodbye, self.ranks))
+        old = world.collectives
+        used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
+        world.teardown.join(ShutdownBarrier(comms.goodbye, self.ranks), *used)
         world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
         world.membership.meet(self.members)
         grown = dataclasses.replace(
             world,
+            config=told.config,
             placements=told.placements,
             groups=told.groups,
             size=len(told.placements),

@@ -37,6 +37,7 @@ JOIN, JOIN_AS, JOIN_SECRET_FILE = (
     "HVD_ADPSGD_JOIN_SECRET_FILE",
 )
 _KNOCK_S = 10.0
+_DISMISSED_S = 1.0  # for those that hear that the job has ended
 _LOOPBACK = "127.0.0.1"
 # What a launcher tells a process about its place: a super learner that is started here has another one.
 _OF_LAUNCHERS = (
@@ -85,7 +86,7 @@ class Invitation:
                 Placement(first + p.host, p.hostname, p.local_rank, p.local_size)
                 for p in knock.placements
             )
-        return cls(number, placements, groups, world.config)
+        return cls(number, placements, groups, world.config.replace(wire="tcp"))
 
 
 class Newcomer:
@@ -156,14 +157,17 @@ class Newcomer:
         with contextlib.suppress(PeerFailedError):
             self.conversation.tell(value)
 
-    def dismiss(self) -> None:
-        """It is not needed: it exits."""
+    def dismiss(self, patience_s: float = 0.0) -> None:
+        """It is not needed: it exits. What was started here is killed if it has not after `patience_s`."""
         if self.conversation is not None:
             self.tell(None)
             self.conversation.close()
-        else:  # its script has not come to init() yet
-            for process in self._processes:
-                process.terminate()
+        ends = time.monotonic() + (patience_s if self.conversation is not None else 0.0)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, ends - time.monotonic()))
+            process.kill()
+            process.wait()
 
 
 class Reception:
@@ -239,7 +243,7 @@ class Reception:
         if self._door is not None:
             self._door.close()
         for newcomer in self.newcomers:
-            newcomer.dismiss()
+            newcomer.dismiss(_DISMISSED_S)
         for server in self._servers:
             server.stop()
 

@@ -365,7 +365,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     exit_state.is_over = True
     with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
         shut_down()
-    if exit_state.hub is not None:
+    if exit_state.hub is not None and not exit_state.finalizes:
         _leave_hub(exit_state.hub)
         return
 

@@ -17,7 +17,6 @@ from hvd_adpsgd.runtime.joining import MEETING_S, Gather, Merged
 from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
 from hvd_adpsgd.runtime.replacement import failed_groups
 from hvd_adpsgd.runtime.shutdown import exit_state
-from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import replacement
 from hvd_adpsgd.torch.averaging import live
@@ -77,8 +76,6 @@ def admit(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if world.collectives.joining and joining.is_guest():
         return _arrive(world, model, optimizers)
-    if not isinstance(world.collectives.comm, Communicator):
-        return replacement.replace_failed(model, optimizer, state, patience_s=patience_s)
     if world.super_size == 1:
         return state
     with on_failure("continue"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.peers import PeerState
@@ -123,12 +124,13 @@ class Averaging:
         outer: Any,
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
+        config: Config | None = None,
     ) -> Engine:
         engine = Engine(
             inner=inner,
             outer=outer,
             plan=plan,
-            config=self.spec.config,
+            config=config or self.spec.config,
             names=names,
             members=members,
         )
@@ -143,7 +145,8 @@ class Averaging:
         """As `make_engine`, for the job with a newcomer."""
         plan = self.spec.strategy.plan(self.world.super_rank, len(invitation.groups))
         names = names_of(invitation.groups, invitation.placements)
-        return self._make(plan, names, merged.comms.inner, merged.comms.outer, merged.members, None)
+        comms, config = merged.comms, self.spec.config.replace(wire="tcp")
+        return self._make(plan, names, comms.inner, comms.outer, merged.members, None, config)
 
     def move_to(self, world: World) -> None:
         """The world has changed: the engine is of the new one already."""

@@ -55,8 +55,6 @@ def main() -> None:
     if NEW:
         hold(args.held.split(","))
         fail(args, "start")
-    if args.fails == "launch":
-        spoil_launch(args.folder)
     hvd.init()
     Run(args).train()
 
@@ -79,15 +77,6 @@ def hold(numbers: list[str]) -> None:
         while Path(f"/proc/{starter}").exists():
             time.sleep(0.05)
         os._exit(0)
-
-
-def spoil_launch(folder: Path) -> None:
-    """What starts a joining learner's command is a file that cannot be run."""
-    env = folder / "env"
-    if leaves(env):
-        env.write_text("#!/nonexistent\n")
-        env.chmod(0o755)
-    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
 
 
 def leaves(file: Path) -> bool:
