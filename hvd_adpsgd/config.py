@@ -279,7 +279,7 @@ class Config:
         None,
         str,
         "host:port,...",
-        "without MPI: as a job prints it: these learners form a super learner that joins that job, with the "
+        "as a job prints it: these learners form a super learner that joins that job, with the "
         "same join_secret_file, and the other options of the job; None: they do not join",
         optional=True,
     )
@@ -287,7 +287,7 @@ class Config:
         None,
         str,
         "path",
-        "without MPI: file with the secret of those that may join (64 hexadecimal digits, mode 0600); "
+        "file with the secret of those that may join (64 hexadecimal digits, mode 0600); "
         "learner 0 makes it if it is missing, and prints how to join; None: nobody can join",
         optional=True,
     )

@@ -145,12 +145,6 @@ class Connections:
                 "files (ulimit -n)."
             )
 
-    @property
-    def address(self) -> str:
-        """Where this one listens."""
-        mine = self._addresses[self._rank]
-        return "" if mine is None else mine.host
-
     def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
         try:
             address = choose_address(self._config.nics, network_name(), known)

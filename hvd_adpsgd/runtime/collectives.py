@@ -399,13 +399,6 @@ class Collectives:
         finally:
             self.on_failure = before
 
-    def living_group(self) -> Any:
-        """MPI group of the learners that operations include, ordered by rank."""
-        everyone = self.comm.Get_group()
-        group = everyone.Incl([self._ranks.index(rank) for rank in self.ranks])
-        everyone.Free()
-        return group
-
     def gone(self) -> set[int]:
         """Learners that operations no longer include."""
         return set(range(self._size)) - set(self.ranks)

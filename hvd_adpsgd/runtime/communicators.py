@@ -53,11 +53,8 @@ def refuse_comm(place: Place) -> LaunchError:
     )
 
 
-def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
+def load_mpi() -> Any:
     """The module mpi4py.MPI, initialized with MPI_THREAD_MULTIPLE.
-
-    Args:
-        start: initializes MPI in place of mpi4py, if it is not; receives the module.
 
     Raises:
         LaunchError: if MPI is finalized, or its thread level is lower.
@@ -68,8 +65,6 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
     os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it Open MPI does not start
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
-        if start is not None:
-            mpi4py.rc.initialize = False
         exit_state.finalizes = True
     MPI = _library()
     if MPI.Is_finalized():
@@ -77,8 +72,6 @@ def load_mpi(start: Callable[[Any], object] | None = None) -> Any:
             "init(): MPI is finalized in this process, and cannot be started twice. Call "
             "hvd.init() before MPI.Finalize()."
         )
-    if not MPI.Is_initialized() and start is not None:
-        start(MPI)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     _require_threads(MPI)

@@ -22,9 +22,9 @@ from typing import Any
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import SECRET_NBYTES
+from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.runtime.door import Conversation, Door, new_secret
-from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import Placement, World
 
 __all__ = ["Invitation", "Knock", "Newcomer", "Reception", "open_door", "reception"]
@@ -272,7 +272,7 @@ def open_door(world: World) -> None:
 
     Raises:
         LaunchError: on all learners, if the secret cannot be read or written.
-        InnerOnlyError: on all learners, in a job of one super learner, or over MPI.
+        InnerOnlyError: on all learners, in a job of one super learner.
     """
     name = world.config.join_secret_file
     if not any(world.collectives.gather("init", name is not None)):
@@ -282,9 +282,10 @@ def open_door(world: World) -> None:
     secret = world.collectives.gather("init", told)[0]
     if isinstance(secret, Exception):
         raise secret
+    known = world.collectives.gather("init", (network_name(), addresses()))
     mine = ""
-    if world.is_leader and exit_state.hub is not None:
-        address = exit_state.hub.address
+    if world.is_leader:
+        address = choose_address(world.config.nics, network_name(), known)
         shown = f"[{address}]" if ":" in address else address
         mine = f"{shown}:{reception(world).open(address, secret)}"
     doors = ",".join(filter(None, world.collectives.gather("init", mine)))
@@ -293,11 +294,6 @@ def open_door(world: World) -> None:
 
 
 def _require_open(world: World) -> None:
-    if exit_state.hub is None:
-        raise LaunchError(
-            f"init(): {JOIN_SECRET_FILE} is set, and MPI joins the processes of this job: super learners "
-            "can join one without it. Launch with `horovodrun --gloo` or torchrun, or leave it out."
-        )
     if world.super_size == 1:
         raise InnerOnlyError(
             f"init(): {JOIN_SECRET_FILE} is set, and this job has one super learner: it has nobody to "

@@ -144,7 +144,7 @@ class Teardown:
     """The end of a world: callbacks to run, the last barrier, communicators to free after it.
 
     Attributes:
-        owned: communicators to free; unfreed, those of a mixed world make MPI_Finalize wait.
+        owned: communicators to free: those before a super learner joined.
         has_begun: the script is in shutdown().
 
     Args:
@@ -165,9 +165,6 @@ class Teardown:
         self.has_begun = False
         self._barrier, self._membership = barrier, membership
         self._mates, self._done = mates, done
-        # Mixed: some ranks were spawned later. MPI_Finalize of the original job does not wait for spawned
-        # ranks, and an early exit would break their barrier; so shutdown runs a second barrier.
-        self._is_mixed = False
         self._stops: list[Callable[[], object]] = []
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
@@ -187,7 +184,7 @@ class Teardown:
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
         """Use this barrier, which includes a super learner that has joined; free the old ones at the end."""
         self.owned += [self._barrier.comm, *old]
-        self._barrier, self._is_mixed = barrier, True
+        self._barrier = barrier
 
     def run_stops(self) -> Iterator[Exception]:
         """Run all callbacks; what they raise is logged and yielded."""
@@ -252,8 +249,6 @@ class Teardown:
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
         """Free the communicators after the barrier; freed before, a peer's pending operation would fail."""
         free(*self.owned, *comms)
-        if self._is_mixed:
-            _meet(self._barrier, False, time.monotonic() + seconds)
         self._barrier.messages.close(time.monotonic() + seconds)
         free(self._barrier.comm)
 

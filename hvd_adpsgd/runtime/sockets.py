@@ -110,11 +110,6 @@ class Hub:
             self.ended.add(rank)
 
     @property
-    def address(self) -> str:
-        """Where this learner listens."""
-        return self._connections.address
-
-    @property
     def is_sending(self) -> bool:
         """Whether messages have not been handed to the system yet."""
         with self._lock:

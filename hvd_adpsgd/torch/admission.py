@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +18,22 @@ from hvd_adpsgd.runtime import joining
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.joining import MEETING_S, Gather, Merged
 from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
-from hvd_adpsgd.runtime.replacement import failed_groups
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch import replacement
 from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.torch.join_state import JoinState, terms
 from hvd_adpsgd.torch.membership import on_failure
 from hvd_adpsgd.torch.model_average import mean_model
 from hvd_adpsgd.torch.pausing import averaging_paused, resume
-from hvd_adpsgd.torch.replacement import ATTEMPTS, JoinState, Optimizers, terms
 
 __all__ = ["admit", "replace_failed"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "admit"
+ATTEMPTS = 3  # failed starts, after which a super learner is not replaced
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def admit(
@@ -118,18 +122,33 @@ def _survey(world: World, patience_s: float) -> _Coming | None:
         DOING,
         [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)],
     )
-    replacement.require_whole(world)
+    _require_whole(world)
     coming = [one for each in told for one in each if one.rank in world.collectives.ranks]
     for newcomer, state in zip(mine, states, strict=True):
         if state == "failed":
             _give_up(here, newcomer)
     awaited = {one.number for one in coming if one.state in ("starting", "ready")}
-    for number in failed_groups(world):
+    for number in _failed_groups(world):
         if number not in awaited and world.rank == _starter(world, number):
             _start(here, world, number, patience_s)
     _give_number(world, mine, coming, awaited, patience_s)
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
+
+
+def _failed_groups(world: World) -> list[int]:
+    """The super learners without a learner in collectives."""
+    living = set(world.collectives.ranks)
+    return [i for i, group in enumerate(world.groups) if not living & set(group)]
+
+
+def _require_whole(world: World) -> None:
+    missing = sorted(set(world.groups[world.super_rank]) - set(world.collectives.ranks))
+    if missing:
+        raise PeerFailedError(
+            f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
+            "cannot continue without them. Its peers start another one in its place."
+        )
 
 
 def _starter(world: World, number: int) -> int:
@@ -206,12 +225,18 @@ def _admit(
             here.remove(newcomer)
         data = JoinState(values, optimizers, state).pack() if newcomer is not None else b""
     del values
-    replacement.trim()
+    _trim()
     if newcomer is not None and merged.gift is not None:
         joining.give(merged.gift, data, chosen.number)
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
+
+
+def _trim() -> None:
+    """Return free memory to the system: glibc keeps what the threads of each merge have used."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _met(
@@ -276,7 +301,7 @@ def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
     old = exit_state.hub
     grown = merged.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
-        replacement.replace_engine(averaging, engine)
+        averaging.replace_engine(engine)
         averaging.move_to(grown)
     grown.collectives.gather(DOING, None)
     merged.limit(None)

@@ -148,6 +148,13 @@ class Averaging:
         comms, config = merged.comms, self.spec.config.replace(wire="tcp")
         return self._make(plan, names, comms.inner, comms.outer, merged.members, None, config)
 
+    def replace_engine(self, engine: Engine) -> None:
+        """Go on with another engine, between steps, paused. Exchange counters restart at 0."""
+        self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
+        self.record.events(self.engine)
+        self.engine.release()
+        self.engine = engine
+
     def move_to(self, world: World) -> None:
         """The world has changed: the engine is of the new one already."""
         self.world = world

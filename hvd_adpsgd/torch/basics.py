@@ -8,7 +8,7 @@ import horovod.torch as horovod
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
-from hvd_adpsgd.runtime import bootstrap, joining, newcomers, replacement
+from hvd_adpsgd.runtime import bootstrap, joining, newcomers
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import watching
@@ -39,7 +39,7 @@ _given: tuple[Any, ...] = ()  # to init()
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
     """Make the worlds; all learners call this together. Again, it does nothing.
 
-    A process started by replace_failed gets the ranks of the failed one.
+    A process that hvd.admit has started gets the ranks of the failed one.
 
     Args:
         comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.
@@ -61,8 +61,6 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         return
     if joining.is_guest():
         joining.enter(tcp_store)
-    elif replacement.is_newcomer():
-        replacement.enter()
     else:
         bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
         newcomers.open_door(worlds.current())

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
-MEETING_S = 10.0  # hvd_adpsgd.runtime.replacement.MEETING_S
+MEETING_S = 10.0  # hvd_adpsgd.runtime.joining.MEETING_S
 ENDS_S = 10.0  # promise 6
 
 
@@ -184,7 +184,9 @@ def test_replaced_where_all_average(tmp_path):
 @pytest.mark.parametrize(
     ("where", "told"),
     [
-        pytest.param("start", "it ended before it was ready, with status -9", marks=pytest.mark.extended),
+        pytest.param(
+            "start", "it ended before it was ready, with status -9", marks=pytest.mark.extended
+        ),
         pytest.param("wrapped", "it ended before it was ready", marks=pytest.mark.extended),
         pytest.param(
             "meeting", "it failed, or did not come, when all met", marks=pytest.mark.extended

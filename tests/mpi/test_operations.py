@@ -52,7 +52,7 @@ OPERATIONS = """
         "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(optimizer, 0),
         "barrier": hvd.barrier,
         "join": hvd.join,
-        "replace_failed": lambda: hvd.replace_failed(model, optimizer),
+        "admit": lambda: hvd.admit(model, optimizer),
     }
 """
 

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.runtime.joining as joining
-import hvd_adpsgd.runtime.replacement as replacement
 import hvd_adpsgd.torch as hvd
 
-NEW = "HVD_ADPSGD_JOINS" in os.environ or "HVD_ADPSGD_JOIN" in os.environ
+NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
 BREATHER_S = 0.01  # of a step, for which this machine has too few cores
 
@@ -70,11 +69,9 @@ def fail(args: argparse.Namespace, where: str) -> None:
 
 def hold(numbers: list[str]) -> None:
     """A joining learner of these super learners waits until nobody needs it any more."""
-    number, starter = os.environ.get("HVD_ADPSGD_JOIN_AS"), str(os.getppid())
-    if "HVD_ADPSGD_JOINS" in os.environ:
-        number, starter, _ = os.environ["HVD_ADPSGD_JOINS"].split(" ", 2)
-    if number in numbers:
-        while Path(f"/proc/{starter}").exists():
+    starter = os.getppid()
+    if os.environ["HVD_ADPSGD_JOIN_AS"] in numbers:
+        while os.getppid() == starter:
             time.sleep(0.05)
         os._exit(0)
 
@@ -151,24 +148,15 @@ class Run:
 
     def fail_at_meeting(self) -> None:
         """Have a joining learner die before, or just after it is connected with the others."""
-        connect = replacement.connect
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            fail(self.args, "meeting")
-            joint = connect(*args, **kwargs)
-            fail(self.args, "met")
-            return joint
-
-        replacement.connect = failing
         meet = joining.meet
 
-        def failing_too(*args: Any, **kwargs: Any) -> Any:
+        def failing(*args: Any, **kwargs: Any) -> Any:
             fail(self.args, "meeting")
             merged = meet(*args, **kwargs)
             fail(self.args, "met")
             return merged
 
-        joining.meet = failing_too
+        joining.meet = failing
 
     def epoch(self) -> None:
         for _ in range(STEPS):

@@ -10,7 +10,6 @@ import numpy as np
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import wait
-from hvd_adpsgd.torch.replacement import replace_engine
 
 DEADLINE_S = 60.0
 
@@ -30,7 +29,7 @@ class ByHand:
         for specs in averaging.specs:
             self.engine.memory.extend(specs)
         self.engine.start()
-        replace_engine(averaging, self.engine)
+        averaging.replace_engine(self.engine)
         self._comm, self._finished = world.outer, 0
 
     def exchange(self, asker: int, asked: int) -> None:
