@@ -128,7 +128,7 @@ def run_learners(
             python = ["sh", "-c", KEEPER, "learner", *python]
         elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
-        command = [*_launch(np, launcher), *python, str(file), *args]
+        command = [*launch(np, launcher), *python, str(file), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
         return _run(command, environment(env, first), timeout)
 
@@ -152,7 +152,7 @@ def server() -> str:
     return name
 
 
-def _launch(np: int, launcher: str | None) -> list[str]:
+def launch(np: int, launcher: str | None) -> list[str]:
     if launcher is None:
         assert np == 1
         return []
