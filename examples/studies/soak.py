@@ -67,7 +67,7 @@ def learner(folder: Path) -> None:
         exchanges_per_step=2,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    told = hvd.replace_failed(model, optimizer, state=(0, False))
+    told = hvd.admit(model, optimizer, state=(0, False))
     threading.Thread(target=_watch, args=(folder, hvd), daemon=True).start()
     while not told[1]:
         for _ in range(STEPS_BETWEEN):
@@ -78,9 +78,7 @@ def learner(folder: Path) -> None:
             if spec():
                 return
         over = hvd.allreduce(torch.tensor([float((folder / "over").exists())]), op=hvd.Max)
-        told = hvd.replace_failed(
-            model, optimizer, state=(told[0] + STEPS_BETWEEN, bool(over.item()))
-        )
+        told = hvd.admit(model, optimizer, state=(told[0] + STEPS_BETWEEN, bool(over.item())))
     assert torch.isfinite(model[0].weight).all()
     _note(folder / "ended.jsonl", pid=os.getpid(), rank=hvd.rank(), steps=told[0])
 

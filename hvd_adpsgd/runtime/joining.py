@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -57,11 +58,13 @@ __all__ = [
     "meet",
     "receive",
     "this_guest",
+    "watch_job",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
 
 MEETING_S = 10.0  # longest wait for one another, once all are there
+_LOOK_S = 0.5
 GIFT_S = 600.0  # longest time for the newcomer's state
 
 Gather = Callable[[Any], list[Any]]
@@ -103,6 +106,7 @@ class Merged:
         grown = dataclasses.replace(
             world,
             config=told.config,
+            started=told.started,
             placements=told.placements,
             groups=told.groups,
             size=len(told.placements),
@@ -351,6 +355,35 @@ def _secret() -> bytes:
             f"init(): {JOIN} is set, and {JOIN_SECRET_FILE}={name!r} cannot be read ({error}). Give the file "
             "that the job was started with: 64 hexadecimal digits."
         ) from None
+
+
+def watch_job(world: World) -> None:
+    """End this process in order when all that the launcher has started are gone, if a learner has started it.
+
+    Else it would train on alone after the launcher has ended the job.
+    """
+    if world.super_rank in world.started:
+        starter = os.getppid()
+        threading.Thread(
+            target=_watch_job, args=(starter,), daemon=True, name="hvd_adpsgd.orphan"
+        ).start()
+
+
+def _watch_job(starter: int) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        if os.getppid() == starter or not worlds.is_initialized():
+            continue
+        world = worlds.current()
+        groups = enumerate(world.groups)
+        launched = {rank for i, group in groups if i not in world.started for rank in group}
+        if launched <= world.collectives.ended():
+            log.warning(
+                "super learner %d leaves: all that the launcher has started have ended.",
+                world.super_rank,
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 _guest: Guest | None = None

@@ -67,17 +67,27 @@ class Invitation:
 
     Attributes:
         super_rank: its number.
-        placements, groups, config: of the job, as in World.
+        placements, groups, config, started: of the job, as in World.
     """
 
     super_rank: int
     placements: tuple[Placement, ...]
     groups: tuple[tuple[int, ...], ...]
     config: Config
+    started: frozenset[int]
 
     @classmethod
     def of(cls, world: World, number: int, knock: Knock | None) -> Invitation:
-        """For this newcomer, which gets the ranks of a failed super learner, or the next ones."""
+        """For this newcomer, which gets the ranks of a failed super learner, or the next ones.
+
+        Args:
+            world: of a learner of the job.
+            number: the super_rank.
+            knock: None before it is at the door: then it is started here.
+        """
+        started = world.started - {number}
+        if knock is None or knock.instead_of is not None:
+            started |= {number}
         placements, groups = world.placements, world.groups
         if number == len(groups) and knock is not None:
             first = len(placements)
@@ -86,7 +96,7 @@ class Invitation:
                 Placement(first + p.host, p.hostname, p.local_rank, p.local_size)
                 for p in knock.placements
             )
-        return cls(number, placements, groups, world.config.replace(wire="tcp"))
+        return cls(number, placements, groups, world.config.replace(wire="tcp"), started)
 
 
 class Newcomer:
@@ -176,6 +186,7 @@ class Reception:
     def __init__(self) -> None:
         self.newcomers: list[Newcomer] = []
         self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
         self._door: Door | None = None
         self._secret = b""
         self._servers: list[Any] = []
@@ -213,6 +224,9 @@ class Reception:
         if size > 1:
             told |= self._meeting_place(size)
         processes = [_started({**told, "HOROVOD_RANK": str(i)}, self._secret) for i in range(size)]
+        if not self._started:
+            world.departure.at_leave(self._leave_too)
+        self._started = [p for p in self._started if p.poll() is None] + processes
         newcomer = Newcomer(number, time.monotonic() + patience_s, processes)
         newcomer.expect(Invitation.of(world, number, None), terms)
         with self._lock:
@@ -232,6 +246,12 @@ class Reception:
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         }
+
+    def _leave_too(self) -> None:
+        """SIGTERM: this host is taken away, or the launcher ends the job, and knows nothing of these."""
+        for process in self._started:
+            if process.poll() is None:
+                process.terminate()
 
     def remove(self, newcomer: Newcomer) -> None:
         """It has joined, or has failed."""

@@ -93,6 +93,7 @@ class World:
         collectives: operations over all learners.
         teardown: what shutdown() runs and frees.
         departure: how its super learner leaves on SIGTERM.
+        started: the super learners that a learner has started, and not the job's launcher.
     """
 
     config: Config
@@ -117,6 +118,7 @@ class World:
     collectives: Collectives
     teardown: Teardown
     departure: Departure
+    started: frozenset[int] = frozenset()
 
     @classmethod
     def make(

@@ -56,7 +56,7 @@ def admit(
     the exact mean of the models of all others and the optimizer state of one of them. Before it, operations
     over all learners (broadcast_parameters, ...) run in the new super learner alone.
 
-    Without MPI, super learners that were not there at the start join in the same way: see HVD_ADPSGD_JOIN in
+    Super learners that were not there at the start join in the same way: see HVD_ADPSGD_JOIN in
     docs/failures.md. size() and super_size() grow.
 
     Waits for the slowest super learner, as average_model does, also where nobody comes. Call it between
@@ -331,4 +331,5 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     told.give(model, optimizers)
     for averaging in live():
         resume(averaging)
+    joining.watch_job(worlds.current())
     return told.state

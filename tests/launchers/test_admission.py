@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from tests.launcher import launch
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
 TIMEOUT_S = 120.0
+ENDS_S = 20.0
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
 
 
@@ -31,10 +33,17 @@ class Launches:
         self.folder, self.started = folder, []
         self.secret = folder / "secret"
 
-    def start(self, np: int, launcher: str | None, told: Mapping[str, str], *args: object) -> None:
+    def start(
+        self,
+        np: int,
+        launcher: str | None,
+        told: Mapping[str, str],
+        *args: object,
+        program: Path = PROGRAM,
+    ) -> None:
         """Start learners; `args` are those of the program."""
         env = {**os.environ, "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", SECRET: str(self.secret), **told}
-        command = [*launch(np, launcher), sys.executable, str(PROGRAM), *map(str, args)]
+        command = [*launch(np, launcher), sys.executable, str(program), *map(str, args)]
         with open(self._file("out"), "w") as out, open(self._file("err"), "w") as err:
             self.started.append(
                 subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
@@ -43,16 +52,20 @@ class Launches:
     def _file(self, kind: str, number: int | None = None) -> Path:
         return self.folder / f"{kind}{len(self.started) if number is None else number}"
 
+    def await_line(self, pattern: str) -> str:
+        """What the pattern's group finds in the errors of the first launch."""
+        ends = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < ends and self.started[0].poll() is None:
+            found = re.search(pattern, self.errors(0))
+            if found:
+                return found.group(1)
+            time.sleep(0.02)
+        raise AssertionError(self.report())
+
     def start_job(self, size: int, launcher: str) -> dict[str, str]:
         """Start one of two super learners that ends with `size`; what newcomers must be told."""
         self.start(2, launcher, {}, "--size", size)
-        ends = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < ends and self.started[0].poll() is None:
-            found = re.search(r"HVD_ADPSGD_JOIN=(\S+)", self.errors(0))
-            if found:
-                return {"HVD_ADPSGD_JOIN": found.group(1)}
-            time.sleep(0.02)
-        raise AssertionError(self.report())
+        return {"HVD_ADPSGD_JOIN": self.await_line(r"HVD_ADPSGD_JOIN=(\S+)")}
 
     def errors(self, number: int) -> str:
         return self._file("err", number).read_text()
@@ -135,3 +148,40 @@ def test_a_secret_that_others_can_read_is_refused(launches: Launches) -> None:
     launches.start(2, "srun", {}, "--size", 2)
     assert launches.started[0].wait(TIMEOUT_S) != 0
     assert launches.errors(0).count("chmod 600") >= 2, launches.report()
+
+
+REPLACED = Path(__file__).parents[1] / "faults" / "programs" / "replaced.py"
+
+
+def learners(folder: Path) -> set[int]:
+    """Processes of the program that work in this folder."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (entry / "cmdline").read_bytes().split(b"\0")
+            if (
+                str(REPLACED).encode() in line
+                and str(folder).encode() in line
+                and b"-np" not in line
+            ):
+                found.add(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("launcher_is_told", [True, False])
+def test_a_replacement_does_not_outlive_its_job(launches: Launches, launcher_is_told: bool) -> None:
+    """The launcher does not know it: it ends with the learners that the launcher has started."""
+    args = ("--folder", launches.folder, "--victims", 2, "--after", 100_000, "--seconds", TIMEOUT_S)
+    launches.start(3, "mpirun", {}, *args, program=REPLACED)
+    launches.await_line(r"(super learner 2 has joined)")
+    if launcher_is_told:
+        launches.started[0].terminate()
+    else:
+        for pid in learners(launches.folder):
+            if b"HVD_ADPSGD_JOIN_AS=" not in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    launches.started[0].wait(TIMEOUT_S)
+    ends = time.monotonic() + ENDS_S
+    while (left := learners(launches.folder)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not left, launches.report()
