@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import socket
@@ -65,6 +66,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 MEETING_S = 10.0  # longest wait for one another, once all are there
 _LOOK_S = 0.5
+_TOGETHER_S = 5.0  # super learners that end within so long have not failed one by one
 GIFT_S = 600.0  # longest time for the newcomer's state
 
 Gather = Callable[[Any], list[Any]]
@@ -358,32 +360,38 @@ def _secret() -> bytes:
 
 
 def watch_job(world: World) -> None:
-    """End this process in order when all that the launcher has started are gone, if a learner has started it.
+    """End this process in order, if a learner has started it, when the launcher has ended the job.
 
-    Else it would train on alone after the launcher has ended the job.
+    It does not know this process, which would train on alone. Super learners that fail one by one are no
+    reason to end, also where no other one is left that the launcher has started.
     """
     if world.super_rank in world.started:
-        starter = os.getppid()
-        threading.Thread(
-            target=_watch_job, args=(starter,), daemon=True, name="hvd_adpsgd.orphan"
-        ).start()
+        threading.Thread(target=_watch_job, daemon=True, name="hvd_adpsgd.launcher").start()
 
 
-def _watch_job(starter: int) -> None:
-    while True:
-        time.sleep(_LOOK_S)
-        if os.getppid() == starter or not worlds.is_initialized():
-            continue
-        world = worlds.current()
-        groups = enumerate(world.groups)
-        launched = {rank for i, group in groups if i not in world.started for rank in group}
-        if launched <= world.collectives.ended():
+def _watch_job() -> None:
+    ended: dict[
+        int, float
+    ] = {}  # when each super learner of the launcher was first seen to have ended
+    while worlds.is_initialized():
+        world, now = worlds.current(), time.monotonic()
+        gone = world.collectives.ended()
+        launched = [i for i in range(world.super_size) if i not in world.started]
+        for i in launched:
+            if gone.issuperset(world.groups[i]):
+                ended.setdefault(i, now)
+        lately = [i for i in launched if now - ended.get(i, -math.inf) < _TOGETHER_S]
+        is_over = len(lately) > 1 and ended.keys() >= set(launched)
+        if (
+            is_over and worlds.is_initialized()
+        ):  # at an end in order, all meet without a world first
             log.warning(
-                "super learner %d leaves: all that the launcher has started have ended.",
+                "super learner %d leaves: the launcher has ended all that it has started.",
                 world.super_rank,
             )
             os.kill(os.getpid(), signal.SIGTERM)
             return
+        time.sleep(_LOOK_S)
 
 
 _guest: Guest | None = None

@@ -112,7 +112,12 @@ from hvd_adpsgd.torch.horovod_ops import (
     start_timeline,
     stop_timeline,
 )
-from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
+from hvd_adpsgd.torch.membership import (
+    failed_ranks,
+    is_coordinator,
+    on_failure,
+    on_membership_change,
+)
 from hvd_adpsgd.torch.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.torch.pausing import averaging_paused
@@ -208,6 +213,7 @@ __all__ = [
     "natural",
     "nccl_built",
     "on_failure",
+    "on_membership_change",
     "optimizer",
     "poll",
     "rank",

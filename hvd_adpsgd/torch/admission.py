@@ -22,7 +22,7 @@ from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
 from hvd_adpsgd.torch.join_state import JoinState, terms
-from hvd_adpsgd.torch.membership import on_failure
+from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.torch.model_average import mean_model
 from hvd_adpsgd.torch.pausing import averaging_paused, resume
 
@@ -79,13 +79,16 @@ def admit(
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if world.collectives.joining and joining.is_guest():
-        return _arrive(world, model, optimizers)
+        state = _arrive(world, model, optimizers)
+        tell_membership(worlds.current(), joined=True)
+        return state
     if world.super_size == 1:
         return state
     with on_failure("continue"):
         chosen = _survey(world, patience_s)
         if chosen is not None:
             _admit(world, chosen, model, optimizers, state)
+    tell_membership(worlds.current(), joined=False)
     return state
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.world import World
 
-__all__ = ["failed_ranks", "is_coordinator", "on_failure"]
+__all__ = [
+    "failed_ranks",
+    "is_coordinator",
+    "on_failure",
+    "on_membership_change",
+    "tell_membership",
+]
+
+Callback = TypeVar("Callback", bound=Callable[[tuple[int, ...]], object])
 
 _CHOICES = ("continue", "raise")
 
@@ -57,3 +67,50 @@ def on_failure(what: str) -> Iterator[None]:
         raise ConfigError(f"on_failure({what!r}): allowed are {' and '.join(map(repr, _CHOICES))}.")
     with worlds.current().collectives.instead(what):
         yield
+
+
+_callbacks: list[Callable[[tuple[int, ...]], object]] = []
+_told: tuple[int, ...] | None = None  # what callbacks were told last
+
+
+def on_membership_change(callback: Callback) -> Callback:
+    """Call `callback(ranks)` when the learners of the job have changed; for samplers.
+
+        @hvd.on_membership_change
+        def shard(ranks):
+            sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
+
+    It is called in hvd.admit, between two steps, on all learners alike: when some have joined, have failed or
+    have left since the last call of hvd.admit, and on those that join.
+
+    Args:
+        callback: receives the ranks of all learners that are there, ascending. hvd.admit raises what it does.
+
+    Returns:
+        `callback`, so that this serves as a decorator.
+    """
+    _callbacks.append(callback)
+    return callback
+
+
+def tell_membership(world: World, joined: bool) -> None:
+    """Tell the callbacks of this learner, if there is something new; all learners call this together.
+
+    Args:
+        world: of this learner.
+        joined: this learner has just joined.
+    """
+    global _told
+    if _told is None:
+        world.teardown.at_shutdown(_forget)
+    before = tuple(range(world.size)) if _told is None else _told
+    _told = world.collectives.ranks
+    if joined or _told != before:
+        for callback in list(_callbacks):
+            callback(_told)
+
+
+def _forget() -> None:
+    global _told
+    _told = None
+    _callbacks.clear()

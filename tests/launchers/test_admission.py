@@ -107,6 +107,8 @@ def require_grown(facts: list[dict[str, Any]], sizes: list[int], learners: int) 
         assert [len(after[1]) for _, _, after in each["told"]] == sizes
         for _, before, after in each["told"]:
             assert math.isclose(before[0], after[0], rel_tol=1e-12)
+        assert each["changes"][-1] == list(range(learners))
+        assert len(each["changes"]) == len(sizes) or each["new"]
         if each["peers"]:
             assert sum(each["peers"]) > 0
     for each in (f for f in facts if f["new"]):

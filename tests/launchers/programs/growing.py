@@ -41,6 +41,8 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
         named_parameters=model.named_parameters(),
     )
+    changes: list[tuple[int, ...]] = []
+    hvd.on_membership_change(changes.append)
     state = hvd.admit(model, optimizer, {"epoch": 0, "after": 0, "before": None, "told": []})
     first = [float(model.weight.detach().min()), float(model.weight.detach().max())]
     while True:
@@ -68,6 +70,7 @@ def main() -> None:
         "first": first,
         "epoch": state["epoch"],
         "told": state["told"],
+        "changes": changes,
         "sum": hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item(),
         "peers": hvd.metrics()["peers"],
     }
