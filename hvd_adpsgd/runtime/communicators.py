@@ -25,6 +25,7 @@ __all__ = [
     "options_of_network",
     "over_sockets",
     "refuse_comm",
+    "require_alone",
     "require_mpi_launcher",
     "split",
     "with_wire",
@@ -161,6 +162,17 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
                 "another MPI than the one mpi4py was built with. Use the mpirun of this Python's "
                 f"environment ({os.path.join(sys.prefix, 'bin', 'mpirun')}), or rebuild mpi4py and "
                 "Horovod with the launcher's MPI."
+            )
+
+
+def require_alone(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if MPI's launcher has started several processes: they would not find each other."""
+    for name in _LAUNCHED_SIZES:
+        size = environ.get(name, "")
+        if size.isdigit() and int(size) > 1:
+            raise LaunchError(
+                f"init(): HVD_ADPSGD_JOIN is set, and {name}={size}: a super learner joins without MPI. "
+                "Start its learners with `horovodrun --gloo`, srun or torchrun, or one without a launcher."
             )
 
 

@@ -57,6 +57,17 @@ class Conversation:
 
     connection: Connection
 
+    def _take(self) -> Any:
+        try:
+            return self.connection.recv()
+        except (OSError, EOFError) as error:
+            raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+        except Exception as error:  # pickle's, of many kinds
+            raise PeerFailedError(
+                f"the two sides of the door do not understand each other ({error}). Run the same release on "
+                "both."
+            ) from error
+
     def tell(self, value: Any) -> None:
         """Send an object.
 
@@ -78,18 +89,20 @@ class Conversation:
             PeerFailedError: if it does not come, or the other side has ended.
         """
         try:
-            if self.connection.poll(seconds):
-                return self.connection.recv()
-        except (OSError, EOFError) as error:
+            there = self.connection.poll(seconds)
+        except OSError as error:
             raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+        if there:
+            return self._take()
         raise PeerFailedError(f"the other side of the door said nothing for {seconds:g} s")
 
     def heard(self) -> list[Any]:
         """[the next object], or [] if it has not arrived; see `hear`."""
         try:
-            return [self.connection.recv()] if self.connection.poll(0) else []
-        except (OSError, EOFError) as error:
+            there = self.connection.poll(0)
+        except OSError as error:
             raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+        return [self._take()] if there else []
 
     def close(self) -> None:
         """End it."""

@@ -1,19 +1,13 @@
-"""How super learners join a job that runs, over sockets: as one of them, and with one of them.
+"""A super learner that joins a job which runs, as one of its learners sees it.
 
-    in init(), its first learner knocks      the job goes on
-    init() returns with the job's ranks      hvd.admit: it has a number
-    it builds its model, wraps it            the job goes on
-    hvd.admit: it is ready                   hvd.admit: all meet it
-    all learners, old and new, connect anew, make new engines, agree, and switch to them
-
-Until all have agreed, nothing of what they had is touched: if the newcomer, or one of them, fails in between,
-they go on as they were.
+init()       its first learner knocks; it returns with the job's ranks
+the script   builds its model, wraps its optimizer
+hvd.admit    it is ready; the job's learners come to their next call of hvd.admit; all meet (meeting)
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -21,243 +15,37 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hvd_adpsgd.errors import LaunchError, PeerFailedError, TransportError
+from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import bootstrap, communicators, rendezvous
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.door import Conversation, knock
-from hvd_adpsgd.runtime.messages import COMPLETE, Attempt, AttemptAbandonedError, Messages
+from hvd_adpsgd.runtime.meeting import MEETING_S
 from hvd_adpsgd.runtime.newcomers import (
     JOIN,
     JOIN_AS,
     JOIN_SECRET_FILE,
     Invitation,
     Knock,
-    Newcomer,
     checked,
 )
 from hvd_adpsgd.runtime.rendezvous import Place, Store
-from hvd_adpsgd.runtime.shutdown import ShutdownBarrier, exit_state
-from hvd_adpsgd.runtime.sockets import Communicator, Hub
-from hvd_adpsgd.runtime.world import Communicators, Placement, World, names_of
+from hvd_adpsgd.runtime.shutdown import exit_state
+from hvd_adpsgd.runtime.sockets import Hub
+from hvd_adpsgd.runtime.world import Communicators, Placement, World
 
-__all__ = [
-    "MEETING_S",
-    "Guest",
-    "Merged",
-    "NotMetError",
-    "enter",
-    "gather_with_guest",
-    "gather_with_newcomer",
-    "give",
-    "is_guest",
-    "meet",
-    "receive",
-    "this_guest",
-    "watch_job",
-]
+__all__ = ["JoiningLearner", "enter", "is_joining", "this_learner", "watch_job"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-MEETING_S = 10.0  # longest wait for one another, once all are there
 _LOOK_S = 0.5
 _TOGETHER_S = 5.0  # super learners that end within so long have not failed one by one
-GIFT_S = 600.0  # longest time for the newcomer's state
-
-Gather = Callable[[Any], list[Any]]
 
 
-class NotMetError(TransportError):
-    """Not all have come to the meeting."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """All learners with a newcomer, connected anew.
-
-    Attributes:
-        invitation: the job with the newcomer.
-        hub: the connections.
-        comms: over them.
-        members: the super learners of comms.outer.
-        ranks: of the learners that are there.
-        gift: the newcomer, and who gives it its state (first); None on others.
-    """
-
-    invitation: Invitation
-    hub: Hub
-    comms: Communicators
-    members: tuple[int, ...]
-    ranks: tuple[int, ...]
-    gift: Communicator | None
-
-    def adopt(self, world: World) -> World:
-        """Go on with these; worlds.current returns the new world from now on."""
-        told, comms = self.invitation, self.comms
-        old = world.collectives
-        used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
-        world.teardown.join(ShutdownBarrier(comms.goodbye, self.ranks), *used)
-        world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
-        world.membership.grow(told.groups, names_of(told.groups, told.placements))
-        world.membership.meet(self.members)
-        grown = dataclasses.replace(
-            world,
-            config=told.config,
-            started=told.started,
-            placements=told.placements,
-            groups=told.groups,
-            size=len(told.placements),
-            super_size=len(told.groups),
-            cross_size=sum(p.local_rank == world.local_rank for p in told.placements),
-            host=comms.host,
-            inner=comms.inner,
-            outer=comms.outer,
-            members=self.members,
-        )
-        exit_state.hub = self.hub
-        worlds.put(grown)
-        return grown
-
-    def limit(self, seconds: float | None) -> None:
-        """What they gather takes at most so long from now on; None: no limit."""
-        for comm in (self.comms.all, self.comms.outer, self.comms.inner):
-            if comm is not None:
-                comm.patience_s = seconds
-
-
-def meet(
-    world: World, invitation: Invitation, ranks: Sequence[int], giver: int, gather: Gather
-) -> Merged:
-    """Connect anew; all learners of `ranks` call this together.
-
-    Args:
-        world: of this learner.
-        invitation: the job with the newcomer.
-        ranks: of those that are there.
-        giver: who gives the newcomer its state.
-        gather: values of all, by rank, None for those that are not there.
-
-    Raises:
-        TransportError, TopologyError: if this learner cannot.
-    """
-    hub = Hub(world.rank, len(invitation.placements), world.config, gather)
-    groups, there = invitation.groups, set(ranks)
-    members = tuple(i for i, group in enumerate(groups) if group[0] in there)
-    mine = invitation.placements[world.rank].host
-    on_host = [r for r in ranks if invitation.placements[r].host == mine]
-    new = groups[invitation.super_rank]
-    everyone, plain, goodbye = (hub.communicator(ranks) for _ in range(3))
-    host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
-    outer = hub.communicator([groups[i][0] for i in members])
-    gift = hub.communicator([giver, *new])
-    comms = Communicators(everyone, plain, goodbye, host, inner, outer)
-    merged = Merged(invitation, hub, comms, members, tuple(ranks), gift)
-    merged.limit(MEETING_S)
-    return merged
-
-
-def gather_with_newcomer(world: World, size: int, newcomer: Newcomer | None) -> Gather:
-    """For `meet`, on learners of the job.
-
-    Args:
-        world: of this learner.
-        size: of the job with the newcomer.
-        newcomer: on the learner that talks with it.
-    """
-    ranks = world.collectives.ranks
-
-    def gather(value: Any) -> list[Any]:
-        told = dict(
-            zip(world.collectives.ranks, world.collectives.gather("admit", value), strict=True)
-        )
-        heard = None
-        if newcomer is not None and newcomer.conversation is not None and not newcomer.problem:
-            try:
-                heard = newcomer.conversation.hear(MEETING_S)
-                newcomer.conversation.tell(told)
-            except PeerFailedError as error:
-                newcomer.problem = str(error)
-        answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
-        if world.collectives.ranks != ranks or not answers:
-            raise NotMetError("not all came to the meeting")
-        told |= answers[0]
-        return [told.get(rank) for rank in range(size)]
-
-    return gather
-
-
-def gather_with_guest(world: World, size: int, conversation: Conversation | None) -> Gather:
-    """For `meet`, on the learners of the newcomer; the first one has the conversation."""
-
-    def gather(value: Any) -> list[Any]:
-        mine = dict(
-            zip(world.collectives.ranks, world.collectives.gather("admit", value), strict=True)
-        )
-        told = None
-        if conversation is not None:
-            with contextlib.suppress(PeerFailedError):
-                conversation.tell(mine)
-                told = conversation.hear(3 * MEETING_S)
-        answers = [a for a in world.collectives.gather("admit", told) if a is not None]
-        if not answers:
-            raise NotMetError("the job did not come to the meeting")
-        known = {**answers[0], **mine}
-        return [known.get(rank) for rank in range(size)]
-
-    return gather
-
-
-# ---- the newcomer's state ------------------------------------------------------------------------
-
-
-def give(gift: Communicator, data: bytes, number: int) -> None:
-    """Send the newcomer its state, beside the training; it is number `number`."""
-
-    def act() -> None:
-        try:
-            _broadcast(gift, np.frombuffer(data, dtype=np.uint8))
-        except (AttemptAbandonedError, TransportError, PeerFailedError):
-            log.warning("super learner %d was lost while it received the model.", number)
-
-    threading.Thread(target=act, daemon=True, name="hvd_adpsgd.gift").start()
-
-
-def receive(gift: Communicator) -> bytes:
-    """The state of a newcomer, on its learners.
-
-    Raises:
-        PeerFailedError: if the giver, or a learner of the newcomer, is lost.
-    """
-    try:
-        return bytes(_broadcast(gift, None))
-    except AttemptAbandonedError:
-        raise PeerFailedError(
-            "admit: the learner that gave this one the model is lost. The others go on, and start "
-            "another one."
-        ) from None
-
-
-def _broadcast(gift: Communicator, data: Any) -> Any:
-    messages, ends = Messages(gift), time.monotonic() + GIFT_S
-    everyone = range(messages.size)
-    attempt = Attempt(messages, everyone, everyone, ends)
-    nbytes = attempt.gather(None if data is None else data.size)[0]
-    data = np.empty(nbytes, dtype=np.uint8) if data is None else data
-    attempt.broadcast(data, 0)
-    attempt.flush()
-    messages.decision(messages.vote(COMPLETE), ends)
-    return data
-
-
-# ---- a newcomer ------------------------------------------------------------------------------------
-
-
-class Guest:
+class JoiningLearner:
     """A process of a super learner that joins a job which runs.
 
     Args:
@@ -271,6 +59,7 @@ class Guest:
     def __init__(self, store: Callable[[Place], Store] | None):
         place = rendezvous.of_environment(os.environ)
         if place is None:
+            communicators.require_alone(os.environ)
             exit_state.hub = Hub(0, 1, communicators.options_of_network(), lambda value: [value])
             self.everyone: Any = exit_state.hub.communicator([0])
         else:
@@ -343,9 +132,9 @@ class Guest:
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
-                said = self.conversation.hear(3 * MEETING_S)
+                said = self.conversation.hear(2 * MEETING_S)
             self.conversation.close()
-        return any(world.collectives.gather("admit", said))
+        return any(answer is True for answer in world.collectives.gather("admit", said))
 
 
 def _secret() -> bytes:
@@ -394,10 +183,10 @@ def _watch_job() -> None:
         time.sleep(_LOOK_S)
 
 
-_guest: Guest | None = None
+_joining: JoiningLearner | None = None
 
 
-def is_guest() -> bool:
+def is_joining() -> bool:
     """Whether this process is of a super learner that joins a job which runs."""
     return JOIN in os.environ
 
@@ -410,13 +199,13 @@ def enter(store: Callable[[Place], Store] | None) -> World:
         PeerFailedError: if it is lost meanwhile.
         SystemExit: with status 0, if the job ends before.
     """
-    global _guest
+    global _joining
     bootstrap.watch_exit()
-    _guest = Guest(store)
-    return bootstrap.enter(_guest.make_world())
+    _joining = JoiningLearner(store)
+    return bootstrap.enter(_joining.make_world())
 
 
-def this_guest() -> Guest:
+def this_learner() -> JoiningLearner:
     """The one that `enter` has made."""
-    assert _guest is not None
-    return _guest
+    assert _joining is not None
+    return _joining

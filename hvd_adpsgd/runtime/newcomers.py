@@ -167,10 +167,15 @@ class Newcomer:
         with contextlib.suppress(PeerFailedError):
             self.conversation.tell(value)
 
-    def dismiss(self, patience_s: float = 0.0) -> None:
-        """It is not needed: it exits. What was started here is killed if it has not after `patience_s`."""
+    def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
+        """It is not needed: it exits. What was started here is killed if it has not after `patience_s`.
+
+        Args:
+            patience_s: see above.
+            why: it is given up for this; "": the job ends.
+        """
         if self.conversation is not None:
-            self.tell(None)
+            self.tell(LaunchError(f"this super learner was not let in: {why}.") if why else None)
             self.conversation.close()
         ends = time.monotonic() + (patience_s if self.conversation is not None else 0.0)
         for process in self._processes:

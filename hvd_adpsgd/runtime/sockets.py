@@ -12,7 +12,6 @@ from __future__ import annotations
 import select
 import struct
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -135,10 +134,10 @@ class Communicator:
     Attributes:
         hub: of this process.
         ranks: of its learners among all.
-        patience_s: longest time for `allgather`; None: no limit.
+        ends: deadline of `allgather`, of time.monotonic; None: no limit.
     """
 
-    patience_s: float | None = None
+    ends: float | None = None
     is_busy = False  # `pause` ends when bytes can move
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
@@ -166,12 +165,11 @@ class Communicator:
         """The values of all, by rank.
 
         Raises:
-            PeerFailedError: if one of the learners fails before, or does not come in patience_s.
+            PeerFailedError: if one of the learners fails before, or does not come before `ends`.
         """
         if self._gathering is None:
             self._gathering = Messages(Communicator(self.hub, self._number + 1, self.ranks))
-        ends = None if self.patience_s is None else time.monotonic() + self.patience_s
-        told = gather_once(self._gathering, value, ends)
+        told = gather_once(self._gathering, value, self.ends)
         if told is None:
             failed = sorted(self.ranks[place] for place in self._gathering.failed)
             raise PeerFailedError(

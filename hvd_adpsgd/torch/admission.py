@@ -14,9 +14,9 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
-from hvd_adpsgd.runtime import joining
+from hvd_adpsgd.runtime import joining, meeting
 from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.joining import MEETING_S, Gather, Merged
+from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
 from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
@@ -78,7 +78,7 @@ def admit(
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    if world.collectives.joining and joining.is_guest():
+    if world.collectives.joining and joining.is_joining():
         state = _arrive(world, model, optimizers)
         tell_membership(worlds.current(), joined=True)
         return state
@@ -189,7 +189,7 @@ def _give_number(
 
 def _give_up(here: Reception, newcomer: Newcomer) -> None:
     here.remove(newcomer)
-    newcomer.dismiss()
+    newcomer.dismiss(why=newcomer.problem)
     number = newcomer.number
     if number is None:
         return
@@ -230,7 +230,7 @@ def _admit(
     del values
     _trim()
     if newcomer is not None and merged.gift is not None:
-        joining.give(merged.gift, data, chosen.number)
+        meeting.give(merged.gift, data, chosen.number)
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
@@ -248,10 +248,11 @@ def _met(
     """The meeting, on learners of the job; None on all of them if it failed on one."""
     ranks = tuple(sorted({*world.collectives.ranks, *invitation.groups[invitation.super_rank]}))
     before = world.collectives.ranks
-    gather = joining.gather_with_newcomer(world, len(invitation.placements), newcomer)
+    ends = time.monotonic() + MEETING_S
+    gather = meeting.gather_with(world, len(invitation.placements), newcomer, ends)
     if newcomer is not None:
         newcomer.tell((invitation, ranks, giver))
-    prepared = _prepare(world, invitation, ranks, giver, gather)
+    prepared = _prepare(world, invitation, ranks, giver, gather, ends)
     # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
     met = all(world.collectives.gather(DOING, prepared is not None))
     if not met or world.collectives.ranks != before or prepared is None:
@@ -264,12 +265,17 @@ def _met(
 
 
 def _prepare(
-    world: World, invitation: Invitation, ranks: tuple[int, ...], giver: int, gather: Gather
+    world: World,
+    invitation: Invitation,
+    ranks: tuple[int, ...],
+    giver: int,
+    gather: Gather,
+    ends: float,
 ) -> tuple[Merged, list[Engine]] | None:
     """New connections and engines; None if this learner has none, after as many gathers as on the others."""
     merged, engines = None, []
     try:
-        merged = joining.meet(world, invitation, ranks, giver, gather)
+        merged = meeting.meet(world, invitation, ranks, giver, gather, ends)
         for averaging in live():
             engines.append(averaging.make_engine_for(invitation, merged))
     except AdpsgdError as error:
@@ -281,8 +287,9 @@ def _prepare(
             merged.hub.close()
             merged = None
     try:
-        if not all(gather(merged is not None)[rank] for rank in ranks):
-            raise joining.NotMetError("it failed on another learner")
+        answers = gather(merged is not None)
+        if not all(answers[rank] for rank in ranks):
+            raise meeting.NotMetError("it failed on another learner")
     except AdpsgdError as error:
         log.info("a newcomer could not be met: %s", error)
         if merged is not None:
@@ -307,7 +314,7 @@ def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
         averaging.replace_engine(engine)
         averaging.move_to(grown)
     grown.collectives.gather(DOING, None)
-    merged.limit(None)
+    merged.end_by(None)
     if old is not None:
         old.close()
 
@@ -317,11 +324,14 @@ def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
 
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Join the others. Returns their state."""
-    guest = joining.this_guest()
-    invitation, ranks, giver = guest.ready(world, terms())
-    gather = joining.gather_with_guest(world, len(invitation.placements), guest.conversation)
-    prepared = _prepare(world, invitation, ranks, giver, gather)
-    if not guest.is_in(world) or prepared is None:
+    newcomer = joining.this_learner()
+    invitation, ranks, giver = newcomer.ready(world, terms())
+    ends = time.monotonic() + 2 * MEETING_S  # the others give up first
+    gather = meeting.gather_as_newcomer(
+        world, len(invitation.placements), newcomer.conversation, ends
+    )
+    prepared = _prepare(world, invitation, ranks, giver, gather, ends)
+    if not newcomer.is_in(world) or prepared is None:
         _drop(prepared)
         raise PeerFailedError(
             f"super learner {world.super_rank} was to join, but the others did not meet it within "
@@ -330,7 +340,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     _switch(world, *prepared)
     merged = prepared[0]
     assert merged.gift is not None
-    told = JoinState.unpack(joining.receive(merged.gift))
+    told = JoinState.unpack(meeting.receive(merged.gift))
     told.give(model, optimizers)
     for averaging in live():
         resume(averaging)

@@ -25,7 +25,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.runtime import global_operations, preemption
 from hvd_adpsgd.runtime.collectives import barrier
-from hvd_adpsgd.runtime.joining import Merged
+from hvd_adpsgd.runtime.meeting import Merged
 from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan

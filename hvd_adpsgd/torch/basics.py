@@ -59,7 +59,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
                 "Call hvd.shutdown() first, or drop the second call."
             )
         return
-    if joining.is_guest():
+    if joining.is_joining():
         joining.enter(tcp_store)
     else:
         bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)

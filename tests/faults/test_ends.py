@@ -55,7 +55,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", ["uneven", "raise", "no_shutdown"])
+@pytest.mark.parametrize(
+    "how", ["uneven", pytest.param("raise", marks=pytest.mark.extended), "no_shutdown"]
+)
 def test_every_run_ends(how: str) -> None:
     """Within 10 s after the last learner is done, and no process is left."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}

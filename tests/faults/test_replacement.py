@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
-MEETING_S = 10.0  # hvd_adpsgd.runtime.joining.MEETING_S
+MEETING_S = 10.0  # hvd_adpsgd.runtime.meeting.MEETING_S
 ENDS_S = 10.0  # promise 6
 
 
@@ -94,7 +94,7 @@ def test_replaced_under_horovodrun(tmp_path):
 @pytest.mark.parametrize(
     ("of", "launcher"),
     [
-        (1, "srun"),
+        pytest.param(1, "srun", marks=pytest.mark.extended),
         pytest.param(2, "srun", marks=pytest.mark.extended),
         pytest.param(2, "gloo", marks=pytest.mark.extended),
     ],
@@ -202,6 +202,31 @@ def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
     assert f"super learner 2 has not joined: {told}" in result.stderr
     slowest = max(f["slowest_s"] for f in result.said if not f["new"])
     assert slowest < 2 * MEETING_S, slowest
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("where", ["meeting", "met"])
+def test_newcomer_that_stops_is_waited_for_no_longer_than_promised(tmp_path, where):
+    args = ("--after", 10, "--fails", where, "--stops", "--seconds", 120)
+    result = train(tmp_path, 3, "2", *args)
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert "super learner 2 has not joined: it failed, or did not come" in result.stderr
+    slowest = max(f["slowest_s"] for f in result.said if not f["new"])
+    assert MEETING_S - 1 < slowest < MEETING_S + 5, slowest
+
+
+@pytest.mark.extended
+def test_starter_that_fails_when_all_meet_is_replaced_too(tmp_path):
+    """What it has started ends, and others start both anew; four, so that a majority goes on."""
+    result = train(tmp_path, 4, "3", "--after", 10, "--starter-fails")
+    learners = result.by_rank()
+    assert [f["rank"] for f in learners] == [0, 1, 2, 3], result.report()
+    assert {f["rank"] for f in learners if f["new"]} == {0, 3}
+    for facts in learners:
+        assert facts["told"][-1][2] == [0, 1, 2, 3]
+        assert facts["last"] == learners[0]["last"]
+        for _, before, after, fewer, more in joinings(facts):
+            assert len(fewer) == len(more) - 1 and close(before, after)
 
 
 @pytest.mark.extended

@@ -74,10 +74,12 @@ class Launches:
         started = enumerate(self.started)
         return "\n".join(f"-- launch {i}: {p.poll()}\n{self.errors(i)}" for i, p in started)
 
-    def facts(self) -> list[dict[str, Any]]:
-        """What the learners say at their end, by rank."""
+    def facts(self, passed_over: int | None = None) -> list[dict[str, Any]]:
+        """What the learners say at their end, by rank; without those of a launch that fails."""
         ends, found = time.monotonic() + TIMEOUT_S, []
         for i, process in enumerate(self.started):
+            if i == passed_over:
+                continue
             assert process.wait(max(0.0, ends - time.monotonic())) == 0, self.report()
             said = re.findall(r"@learner (.*)", self._file("out", i).read_text())
             found += map(json.loads, said)
@@ -144,6 +146,15 @@ def test_two_come_one_after_the_other(launches: Launches) -> None:
     require_grown(launches.facts(), [3, 4], 4)
 
 
+def test_another_model_is_not_let_in(launches: Launches) -> None:
+    told = launches.start_job(3, "srun")
+    launches.start(1, None, told, "--size", 3, "--inputs", 999)
+    assert launches.started[1].wait(TIMEOUT_S) != 0
+    assert "was not let in" in launches.errors(1) and "[1, 999]" in launches.errors(1)
+    launches.start(1, None, told, "--size", 3)  # the job goes on, and lets the next one in
+    require_grown(launches.facts(passed_over=1), [3], 3)
+
+
 def test_a_secret_that_others_can_read_is_refused(launches: Launches) -> None:
     launches.secret.write_text("00" * 32)
     launches.secret.chmod(0o644)
@@ -170,7 +181,9 @@ def learners(folder: Path) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("launcher_is_told", [True, False])
+@pytest.mark.parametrize(
+    "launcher_is_told", [pytest.param(True, marks=pytest.mark.extended), False]
+)
 def test_a_replacement_does_not_outlive_its_job(launches: Launches, launcher_is_told: bool) -> None:
     """The launcher does not know it: it ends with the learners that the launcher has started."""
     args = ("--folder", launches.folder, "--victims", 2, "--after", 100_000, "--seconds", TIMEOUT_S)

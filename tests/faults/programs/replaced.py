@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import hvd_adpsgd.runtime.joining as joining
+import hvd_adpsgd.runtime.meeting as meeting
 import hvd_adpsgd.torch as hvd
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
@@ -36,6 +36,10 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=6, help="epochs after the last replacement")
     parser.add_argument("--fails", default="", help="where a joining learner has failed")
     parser.add_argument("--exits", action="store_true", help="... by an exception")
+    parser.add_argument("--stops", action="store_true", help="... by SIGSTOP")
+    parser.add_argument(
+        "--starter-fails", action="store_true", help="when all meet, the first time"
+    )
     parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--averaging", default="random_pairs")
@@ -64,6 +68,8 @@ def fail(args: argparse.Namespace, where: str) -> None:
         if leaves(args.folder / f"failed{i}"):
             if args.exits:
                 raise RuntimeError("a joining learner's script fails")
+            if args.stops:
+                os.kill(os.getpid(), signal.SIGSTOP)
             die()
 
 
@@ -108,8 +114,8 @@ class Run:
     def train(self) -> None:
         if NEW:
             fail(self.args, "wrapped")
-            self.fail_at_meeting()
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as scripts do
+        self.fail_at_meeting()
         state = self.replace({"epoch": 0, "whole": 0, "part": 0, "alone": 0, "told": []})
         self.facts |= {"began": state["epoch"], "first": self.values()}
         if NEW:
@@ -147,16 +153,22 @@ class Run:
         os.write(1, ("\n@learner " + json.dumps(self.facts) + "\n").encode())
 
     def fail_at_meeting(self) -> None:
-        """Have a joining learner die before, or just after it is connected with the others."""
-        meet = joining.meet
+        """Have a joining learner, or its starter, die before or just after all are connected."""
+        meet = meeting.meet
 
         def failing(*args: Any, **kwargs: Any) -> Any:
-            fail(self.args, "meeting")
+            if NEW:
+                fail(self.args, "meeting")
             merged = meet(*args, **kwargs)
-            fail(self.args, "met")
+            if NEW:
+                fail(self.args, "met")
+            elif (
+                self.args.starter_fails and hvd.rank() == 0 and leaves(self.args.folder / "starter")
+            ):
+                die()
             return merged
 
-        joining.meet = failing
+        meeting.meet = failing
 
     def epoch(self) -> None:
         for _ in range(STEPS):

@@ -30,11 +30,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, required=True, help="of super learners, in the end")
     parser.add_argument("--after", type=int, default=5)
+    parser.add_argument("--inputs", type=int, default=1000, help="of the model")
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
     args = parser.parse_args()
     hvd.init()
     ends = time.monotonic() + args.seconds
-    model = torch.nn.Linear(1000, 1, bias=False, dtype=torch.float64)
+    model = torch.nn.Linear(args.inputs, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.fill_(hvd.super_rank() + 1.0)
     optimizer = hvd.DistributedOptimizer(
@@ -55,7 +56,7 @@ def main() -> None:
             break
         for _ in range(STEPS):
             optimizer.zero_grad()
-            drift = torch.full((1, 1000), 0.01 * (hvd.super_rank() + 1))
+            drift = torch.full((1, args.inputs), 0.01 * (hvd.super_rank() + 1))
             model(drift.double()).sum().backward()
             optimizer.step()
             time.sleep(0.01)  # of a step, for which a machine may have too few cores
