@@ -150,6 +150,15 @@ class Config:
         low_open=True,
         high=64,
     )
+    exchange_share: float = _option(
+        1.0,
+        float,
+        "of the model",
+        "share of the model that an exchange moves: that many of its chunks, in turn",
+        low=0,
+        low_open=True,
+        high=1,
+    )
     max_staleness: int | None = _option(
         None,
         int,

@@ -134,6 +134,7 @@ class Engine:
             config.chunk_kib * 1024,
             config.timeline is not None,
         )
+        loop.move_share(config.exchange_share)
         if config.report_s > 0:
             loop.share_reports(config.report_s)
         return loop

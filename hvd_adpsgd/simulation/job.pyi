@@ -28,6 +28,7 @@ class Job:
         chunk_s: float = 0.0,
         max_staleness: int = 0,
         reports_s: float = 0.0,
+        exchange_share: float = 1.0,
     ) -> None: ...
     def add(
         self,

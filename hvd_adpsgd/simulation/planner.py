@@ -41,6 +41,7 @@ BOUNDS: dict[str, Bound] = {
     "latency_s": (0.0, 1e6),
     "minutes": (1e-3, 1e6),
     "rate": (1e-6, 1e6),
+    "share": (1e-3, 1.0),
     "slow_factor": (1.0, 1e6),
     "failures_per_hour": (0.0, 1e6),
     "spread": (0.0, 1.0),
@@ -57,6 +58,7 @@ OPTIONS = {  # of `simulate`, by attribute
     "latency_s": "--network",
     "minutes": "--minutes",
     "rate": "--rate",
+    "share": "--share",
     "slow": "--slow",
     "slow_factor": "--slow",
     "failures_per_hour": "--fail",
@@ -76,9 +78,10 @@ class Cluster:
         strategy: a spec, as of the option `averaging`.
         minutes: of training.
         rate: exchanges per step.
+        share: of the model that an exchange moves.
         slow: how many super learners are slow, `slow_factor` times.
         failures_per_hour: of one super learner; who fails is not replaced.
-        chunks: that stand for the model.
+        chunks: that stand for the model, at least 1 / share.
         deadline_s: of silent peers.
         detect_s: within which a failure is noticed.
         seed: of all that is random.
@@ -93,6 +96,7 @@ class Cluster:
     strategy: str = "random_pairs"
     minutes: float = 10.0
     rate: float = 1.0
+    share: float = 1.0
     slow: int = 0
     slow_factor: float = 1.0
     failures_per_hour: float = 0.0
@@ -104,6 +108,7 @@ class Cluster:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / max(self.share, 1e-3))))
         bounds: dict[str, Bound] = {**BOUNDS, "slow": (0, self.super_learners)}
         for name, bound in bounds.items():
             in_bound(
@@ -222,6 +227,7 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
         look_s=c.step_s / 50,
         checks=False,
         chunk_s=c.averaging_chunk_s,
+        exchange_share=c.share,
     )
     _add(job, c, rounds is not None and rounds.peers is not None)
     return job, _strike(job, c)
@@ -279,16 +285,21 @@ def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
     return float(-np.polyfit(x, y, 1)[0])
 
 
-def theoretical_decay(n: int) -> tuple[float, float] | None:
+def theoretical_decay(n: int, share: float = 1.0) -> tuple[float, float] | None:
     """Decay of random pairs per exchange of a super learner; None for fewer than three.
 
-    n / (2 (n - 1)) if every pair exchanges at times of its own (a Poisson process), and
-    -log(1 - n / (2 (n - 1))) if all exchange at once in perfect matchings. One per step lies between.
+    With d = n / (2 (n - 1)): d if every pair exchanges at times of its own (a Poisson process), and
+    -log(1 - d) if all exchange at once in perfect matchings. One per step lies between.
+
+    Where an exchange moves a share of the chunks, each chunk takes part in that share of the exchanges: both
+    are `share` times as large. So a byte brings models together as much as one of whole exchanges.
 
     Source: Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
     """
-    share = n / (2 * (n - 1)) if n > 2 else 0.0
-    return (share, -math.log(1 - share)) if n > 2 else None
+    if n < 3:
+        return None
+    each = n / (2 * (n - 1))
+    return share * each, -share * math.log(1 - each)
 
 
 def _outcome(
@@ -313,7 +324,9 @@ def _outcome(
         staleness_99=int(np.searchsorted(np.cumsum(staleness), 0.99 * total)),
         staleness=staleness.tolist(),
         decay=_decay(distances),
-        decay_in_theory=theoretical_decay(n) if parse(c.strategy).name == "random_pairs" else None,
+        decay_in_theory=theoretical_decay(n, c.share)
+        if parse(c.strategy).name == "random_pairs"
+        else None,
         distances=distances,
         bytes_per_s=(float(rates.mean()), float(rates.max())),
         peers=(float(peers.mean()), int(peers.max())),

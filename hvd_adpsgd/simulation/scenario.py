@@ -74,6 +74,7 @@ BOUNDS: dict[str, Bound] = {
     "leave_deadline_s": TIME,
     "max_staleness": (0, 10**6),
     "reports_s": TIME,
+    "share": (1e-6, 1.0),
 }
 LEARNER_BOUNDS: dict[str, Bound] = {
     "rate": (0.0, 1e6),
@@ -150,6 +151,7 @@ class Scenario:
         detect_s: the end of a process is noticed by each peer within that time.
         hosts: the host of each super learner; those of one share memory. () for no shared memory.
         max_staleness: the option, 0 for none.
+        share: the option exchange_share.
         reports_s: seconds between the messages with which each tells a peer what is reported; 0: none.
     """
 
@@ -173,6 +175,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     max_staleness: int = 0
     reports_s: float = 0.0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -270,7 +273,8 @@ class Scenario:
             f"{self.bytes_per_s:g} bytes/s, "
             f"slack {self.slack:g}, failures found within {self.detect_s} s"
             f"{f', max_staleness {self.max_staleness}' if self.max_staleness else ''}"
-            f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}",
+            f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}"
+            f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}",
         ]
         lines += [
             f"  {i}: {x.rate:g} exchanges per step of {x.step_s:g} s (+- {x.spread:.0%}), "
@@ -361,6 +365,8 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         other = (who + c.integer(1, s.size - 1)) % s.size
         at_s = c.between(0, 1.3 * s.steps * min(learner.step_s for learner in s.learners))
         s = dataclasses.replace(s, faults=(*s.faults, Fault(at_s, "suspect", who, (other,))))
+    if c.happens(0.3):
+        s = dataclasses.replace(s, share=c.choose((0.5, 0.25, 0.0625)))
     return s
 
 
@@ -421,6 +427,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         trace=trace,
         max_staleness=s.max_staleness,
         reports_s=s.reports_s,
+        exchange_share=s.share,
     )
     _add_learners(job, s)
     if s.hosts:

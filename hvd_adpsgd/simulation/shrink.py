@@ -88,6 +88,7 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "late": 0.0,
         "max_staleness": 0,
         "reports_s": 0.0,
+        "share": 1.0,
     }
     for name, value in plain.items():
         if getattr(s, name) != value:

@@ -75,7 +75,8 @@ class Averaging:
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
-        self.rule = make_rule(self.plan.rule, spec.trained, spec.config.exchanges_per_step)
+        rate = spec.config.exchanges_per_step * spec.config.exchange_share  # of each chunk
+        self.rule = make_rule(self.plan.rule, spec.trained, rate)
         self.step = 0
         self.restart = True
         self.trained = {id(tensor) for _, tensor in spec.named}
@@ -159,6 +160,7 @@ class Averaging:
         """The world has changed: the engine is of the new one already."""
         self.world = world
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
+        self.rule.adapt(self.plan.rule)
 
     def require_running(self) -> None:
         """Raise NotInitializedError if this optimizer has been retired."""

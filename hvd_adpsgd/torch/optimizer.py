@@ -67,6 +67,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     averaging: Strategy | str | None = None,
     exchanges_per_step: float | None = None,
+    exchange_share: float | None = None,
     max_staleness: int | None = None,
     wire_dtype: str | None = None,
     buffers: torch.nn.Module | NamedTensors | None = None,
@@ -91,6 +92,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         averaging: a strategy or its name; default HVD_ADPSGD_AVERAGING, else RandomPairs().
         exchanges_per_step: in how many exchanges a super learner takes part per step on average,
             active and passive together; default 1.
+        exchange_share: in (0, 1]: an exchange moves that share of the model's chunks, each in its turn.
+            The mean stays exact. Default 1.
         max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
             an older snapshot. Default: never waits.
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits; the mean is kept exactly.
@@ -113,6 +116,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     named = _listed(named_parameters)
     given = {
         "exchanges_per_step": exchanges_per_step,
+        "exchange_share": exchange_share,
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
@@ -170,6 +174,7 @@ def _spec(
     if strategy.averages != "nothing":
         _inner_process_set(process_set, world)
     _require_wire(strategy, config, world)
+    _require_pairs(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
     if op == horovod.Adasum:
@@ -213,6 +218,16 @@ def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
         raise ConfigError(
             f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "
             "in full precision. Leave wire_dtype out, or use a strategy of pairs."
+        )
+
+
+def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
+    """Raise ConfigError if exchange_share is set for a strategy without pairs."""
+    plan = strategy.plan(world.super_rank, world.super_size)
+    if world.super_size > 1 and plan.averages_all and plan.width == 0 and config.exchange_share < 1:
+        raise ConfigError(
+            f"exchange_share={config.exchange_share:g} with averaging={strategy.spec()}: a mean of "
+            "all is one of whole models. Leave exchange_share out, or use a strategy of pairs."
         )
 
 

@@ -62,6 +62,9 @@ class UpdateRule:
     def settle(self) -> None:
         """All corrections are applied; average_model or a checkpoint comes next."""
 
+    def adapt(self, law: laws.Rule | None) -> None:
+        """There are more super learners: take over the constants of the same rule for them."""
+
     def tensors(self) -> dict[str, Tensors]:
         """The state, by name, for checkpoints."""
         return {}
@@ -152,10 +155,16 @@ class _Accelerate(UpdateRule):
 
     def __init__(self, model: Named, law: laws.Accelerate, exchanges_per_step: float):
         super().__init__(model)
-        self._decay = math.exp(-2 * law.eta * exchanges_per_step)
-        self._share = 2 * law.alpha_tilde - 1
+        self._exchanges_per_step = exchanges_per_step
+        self.adapt(law)
         self._distance = _like(self.model)
         self._before: Tensors = []
+
+    def adapt(self, law: laws.Rule | None) -> None:
+        """See UpdateRule."""
+        assert isinstance(law, laws.Accelerate)
+        self._decay = math.exp(-2 * law.eta * self._exchanges_per_step)
+        self._share = 2 * law.alpha_tilde - 1
 
     def start(self) -> None:
         torch._foreach_zero_(self._distance)

@@ -37,6 +37,17 @@ def test_random_pairs_decay_as_in_theory(n: int) -> None:
     assert outcome.exchanges_per_step == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.25, 1 / 16])
+def test_a_byte_of_a_share_brings_models_together_as_one_of_whole_exchanges(share: float) -> None:
+    n = 64
+    whole, outcome = plan(fast(n)), plan(fast(n, share=share))
+    low, high = theoretical_decay(n, share)  # type: ignore[misc]
+    assert outcome.decay is not None
+    assert 0.95 * low <= outcome.decay <= 1.05 * high
+    assert outcome.exchanges_per_step == pytest.approx(1, abs=0.1)
+    assert outcome.bytes_per_s[0] == pytest.approx(share * whole.bytes_per_s[0], rel=0.1)
+
+
 def test_gossip_waits_for_no_slow_one_and_periodic_averaging_does() -> None:
     slow = {"slow": 1, "slow_factor": 5.0}
     gossip = plan(fast(8, **slow))

@@ -15,6 +15,7 @@ DEFAULTS = {
     "super_learner_size": None,
     "averaging": "random_pairs",
     "exchanges_per_step": 1.0,
+    "exchange_share": 1.0,
     "max_staleness": None,
     "wire_dtype": None,
     "all_reduce": "mpi",

@@ -88,6 +88,7 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
     message.kind = kind
     message.exchange = exchange
     message.nchunks = nchunks
+    message.first = 0
     message.generation = <int>newest
     message.fingerprint = e.generations[newest].fingerprint
     message.weight = e.pairs.weight
@@ -101,6 +102,15 @@ cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) 
     if letter == NULL:
         return
     written(e, <Message*>(letter + 1), kind, exchange, nchunks)
+    post(e, letter, sizeof(Message), peer)
+
+
+cdef void send_ask(Core* e, int peer, int exchange, int first) noexcept nogil:
+    """With all chunks of the model, of which the exchange moves some."""
+    cdef Letter* letter = new_letter(e, peer, sizeof(Message))
+    if letter == NULL:
+        return
+    written(e, <Message*>(letter + 1), ASK, exchange, generation(e).nchunks).first = first
     post(e, letter, sizeof(Message), peer)
 
 

@@ -41,6 +41,7 @@ cdef struct Message:
     int kind
     int exchange            # number of the exchange; of BYE and NEWS how many departures
     int nchunks
+    int first               # of ASK: where the exchange begins
     int generation
     uint64_t fingerprint
     double weight
@@ -80,6 +81,7 @@ cdef struct Lane:
     bint merged
     int nbytes              # received
     bint void               # our snapshot was not finite: neither side merges
+    int index               # in the exchange
     int chunk
     int64_t step
     double began
@@ -97,8 +99,10 @@ cdef struct Exchange:
     bint active             # this side asked
     bint parked
     int number              # by the side that asked
-    int nchunks
-    int next                # first chunk not yet begun
+    int first               # chunk; the others follow, around the model
+    int total               # chunks of the model that both sides know
+    int nchunks             # of this exchange
+    int next                # not yet begun; counts from `first`
     int done
     int channel
     bint cut                # this side has asked for an early end
@@ -123,6 +127,7 @@ cdef struct Pairs:
     double weight
     int wire_type           # element type of chunks on the wire, -1: their own
     bint offered_only
+    double share            # of the model's chunks that an exchange moves
     double deadline_s
     int64_t lane_nbytes
     int lanes               # chunks of one exchange in flight at once, at most LANES
@@ -132,6 +137,7 @@ cdef struct Pairs:
     int asking              # peer of our ASK or active exchange
     int serving             # peer of our passive exchange
     int number              # of our last ASK
+    int64_t windows         # that our exchanges have moved
     double ask_after
     double retry_s
     # buffers

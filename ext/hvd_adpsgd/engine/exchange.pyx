@@ -26,10 +26,11 @@ In rounds the trainer says which peer to ask; an engine answers NO to an ASK of 
 """
 
 from libc.stdint cimport int64_t, uint64_t
+from libc.math cimport ceil
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.control cimport send_control
+from hvd_adpsgd.engine.control cimport send_ask, send_control
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.goodbye cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.membership cimport (ALIVE, FAILED, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
@@ -124,6 +125,7 @@ cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
     p.asking = p.serving = NOBODY
     p.retry_s = RETRY_FIRST_S
     p.lanes = LANES
+    p.share = 1.0
     p.schedule_length = length
     p.schedule = <int*>calloc(max(1, length), sizeof(int))
     if p.schedule == NULL:
@@ -249,7 +251,7 @@ cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
 
 cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
-    cdef int nchunks = min(m.nchunks, generation(e).nchunks)
+    cdef int total = min(m.nchunks, generation(e).nchunks)
     if not serves(e, peer, x, m):
         add(&e.port.counters.declined, 1)
         send_control(e, peer, NO, m.exchange, 0)
@@ -261,8 +263,9 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     if x == NULL:
         return
     e.pairs.serving = peer
-    send_control(e, peer, YES, m.exchange, nchunks)
-    begin(e, x, m.exchange, nchunks, False)
+    x.first = m.first
+    send_control(e, peer, YES, m.exchange, total)
+    begin(e, x, m.exchange, total, False)
 
 
 cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
@@ -271,6 +274,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
+    e.pairs.windows += 1
     begin(e, x, m.exchange, m.nchunks, True)
 
 
@@ -374,7 +378,20 @@ cdef int channel_of(int number, bint upper_asks) noexcept nogil:
     return DATA + 2 * (number % NUMBERS) + (1 if upper_asks else 0)
 
 
-cdef void begin(Core* e, Exchange* x, int number, int nchunks, bint active) noexcept nogil:
+cdef int share_of(Pairs* p, int total) noexcept nogil:
+    """Chunks of one exchange: at least one."""
+    return min(total, max(1, <int>ceil(p.share * total - 1e-9)))
+
+
+cdef int next_window(Pairs* p, int total) noexcept nogil:
+    """The first chunk of our next exchange: one window further, so that each chunk has its turn.
+
+    One more after each round of the schedule: else a peer could always get the same chunks."""
+    cdef int64_t turns = p.windows + p.windows // max(1, p.schedule_length)
+    return <int>(turns * share_of(p, total) % max(1, total))
+
+
+cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexcept nogil:
     cdef int i
     if not allocate(e, x):
         latch(&e.port, FAULT_MEMORY, 0, x.peer)
@@ -386,7 +403,9 @@ cdef void begin(Core* e, Exchange* x, int number, int nchunks, bint active) noex
     x.active = active
     x.parked = active and e.pairs.asking != x.peer
     x.number = number
-    x.nchunks = nchunks
+    x.total = total
+    x.first %= max(1, total)
+    x.nchunks = share_of(&e.pairs, total)
     x.next = 0
     x.done = 0
     x.channel = channel_of(number, active == (e.wire.rank > x.peer))
@@ -413,8 +432,9 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     cdef bint good
     if x.next >= x.nchunks or x.next - x.done >= e.pairs.lanes or lane.busy or x.held:
         return False
-    nbytes = memory_nbytes(e.memory, x.next, e.pairs.wire_type)
-    lane.chunk = x.next
+    lane.index = x.next
+    lane.chunk = (x.first + x.next) % x.total
+    nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
     lane.busy = True
     lane.sent = lane.received = lane.merged = False
     lane.began = now(e)
@@ -446,11 +466,11 @@ cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:
 
 cdef bint start_shared(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
     """Write the chunk to shared memory and send its place."""
-    cdef int turn = (lane.chunk // LANES) % 2
+    cdef int turn = (lane.index // LANES) % 2
     receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    lane.here.offset = (2 * (x.set * LANES + lane.chunk % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
+    lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
     lane.out = e.pairs.shared + lane.here.offset
     store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
     lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True,
@@ -670,8 +690,19 @@ cdef void release_side(Core* e, int peer) noexcept nogil:
         e.pairs.serving = NOBODY
 
 
+cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
+    """How many times as many elements the model has as this exchange, where it was to move a share of them."""
+    cdef int64_t elements = 0
+    cdef int c
+    if share_of(&e.pairs, x.total) == x.total:
+        return 1.0
+    for c in range(x.total):
+        elements += memory_elements(e.memory, c)
+    return <double>elements / x.elements
+
+
 cdef void finish(Core* e, Exchange* x) noexcept nogil:
-    cdef double ended = now(e)
+    cdef double square, ended = now(e)
     cdef Event event = [EVENT_ASKED if x.active else EVENT_SERVED, x.peer, -1, x.number, x.active, 0, x.began,
                         ended, x.nbytes, e.port.orders.step]
     release_side(e, x.peer)
@@ -683,9 +714,10 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
     add_double(&e.port.counters.exchange_s, ended - x.began)
     if x.elements:
         add(&e.port.counters.compared, 1)
-        add_double(&e.port.counters.square, x.square)
+        square = x.square * of_whole_model(e, x)
+        add_double(&e.port.counters.square, square)
         add(&e.port.counters.square_elements, x.elements)
-        store_double(&e.port.counters.last_square, x.square)
+        store_double(&e.port.counters.last_square, square)
     store_count(&e.port.met[x.peer], e.port.met[x.peer] + 1)
     record(&e.port, event)
     return_buffers(&e.pairs, x)
@@ -735,11 +767,12 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
         p.ask_after = now(e) + RETRY_LAST_S
         return False
     p.number = (p.number + 1) & 0x3FFFFFFF
+    x.first = next_window(p, generation(e).nchunks)
     become(e, x, ASKED)
     x.active = True
     x.number = p.number
     p.asking = peer
-    send_control(e, peer, ASK, p.number, generation(e).nchunks)
+    send_ask(e, peer, x.number, x.first)
     return True
 
 

@@ -497,6 +497,10 @@ cdef class Loop:
         if not open_mean(&self.core, survives, butterfly):
             raise MemoryError("engine")
 
+    def move_share(self, double share):
+        """An exchange moves this share of the model's chunks, in (0, 1]; before start, the same on all engines."""
+        self.core.pairs.share = share
+
     def share_reports(self, double every_s):
         """Exchange reports with peers, a message every `every_s` seconds; before start."""
         if not open_reports(&self.core.reports, self.core.wire.rank, self.core.wire.size, every_s):

@@ -51,12 +51,13 @@ cdef class Job(JobState):
         chunk_s: that an engine works on a chunk.
         max_staleness: the option, 0 for none.
         reports_s: engines exchange reports, with a message each so often; 0: none.
+        exchange_share: the option.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
                   bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
-                  double reports_s=0.0):
+                  double reports_s=0.0, double exchange_share=1.0):
         self.network = network
         self.net = &network.net
         self.n = self.living = network.net.n
@@ -79,6 +80,7 @@ cdef class Job(JobState):
         self.chunk_s = chunk_s
         self.max_staleness = max_staleness
         self.reports_s = reports_s
+        self.exchange_share = exchange_share
         self.story = [] if trace else None
         self.timeline = [] if trace else None
 
@@ -108,6 +110,7 @@ cdef class Job(JobState):
         self.loops.append(loop)
         self.add_chunks(rank, 0, self.nchunks)
         loop.extend(self.nchunks, 17)
+        loop.move_share(self.exchange_share)
         if self.reports_s > 0:
             loop.share_reports(self.reports_s)
         if self.means is not None:

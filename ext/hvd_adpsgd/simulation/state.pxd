@@ -108,6 +108,7 @@ cdef class JobState:
     cdef double chunk_s
     cdef int max_staleness  # 0: none
     cdef double reports_s   # 0: none
+    cdef double exchange_share
     cdef bint checks
     cdef public object story    # of a traced job: (seconds, engine, what)
     cdef public object timeline # ... (engine, kind or text, began, ended, numbers)

@@ -109,6 +109,9 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--strategy", default="random_pairs", metavar="SPEC")
     group.add_argument("--rate", type=float, default=1.0, metavar="R", help="exchanges per step")
     group.add_argument(
+        "--share", type=float, default=1.0, metavar="S", help="of the model that an exchange moves"
+    )
+    group.add_argument(
         "--minutes", type=float, default=10.0, metavar="M", help="of training (default 10)"
     )
     group.add_argument("--json", metavar="FILE", help="write all numbers")
@@ -248,6 +251,7 @@ def _plan(args: argparse.Namespace) -> int:
         strategy=args.strategy,
         minutes=args.minutes,
         rate=args.rate,
+        share=args.share,
         slow=slow,
         slow_factor=slow_factor,
         failures_per_hour=units.failures(args.fail),

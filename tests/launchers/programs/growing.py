@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, required=True, help="of super learners, in the end")
     parser.add_argument("--after", type=int, default=5)
+    parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--inputs", type=int, default=1000, help="of the model")
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
     args = parser.parse_args()
@@ -41,6 +42,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
         named_parameters=model.named_parameters(),
+        averaging=args.averaging,
     )
     changes: list[tuple[int, ...]] = []
     hvd.on_membership_change(changes.append)
@@ -73,7 +75,7 @@ def main() -> None:
         "told": state["told"],
         "changes": changes,
         "sum": hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item(),
-        "peers": hvd.metrics()["peers"],
+        "averagings": hvd.metrics()["exchanges"] + hvd.metrics()["means"],
     }
     os.write(1, ("\n@learner " + json.dumps(facts) + "\n").encode())
 

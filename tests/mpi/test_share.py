@@ -1,0 +1,100 @@
+"""An exchange that moves a share of the model: the mean stays exact, each chunk has its turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+SHARES = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    share, wire = float(sys.argv[1]), sys.argv[2] or None
+    model = torch.nn.Linear(1000, 600, bias=False)  # 37.5 chunks of 64 KiB
+    torch.manual_seed(hvd.super_rank())
+    with torch.no_grad():
+        model.weight.copy_(torch.randint(-1000, 1000, model.weight.shape) / 8)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        named_parameters=model.named_parameters(),
+        exchange_share=share,
+        wire_dtype=wire,
+    )
+    flat = model.weight.detach().reshape(-1)
+    mean = lambda: hvd.allreduce(flat.double(), op=hvd.Average)
+    before, apart, ends = mean(), [], time.monotonic() + 60
+    for k in range(400):
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+        with hvd.averaging_paused():
+            now = mean()
+            drift = (now - before).abs().max().item()
+            apart.append((flat.double() - now).pow(2).view(-1, 12000).mean(1).sqrt().tolist())
+            done = hvd.allgather_object(max(apart[-1]) < 1 or time.monotonic() > ends)
+        if all(done):
+            break
+    metrics = hvd.metrics()
+    say(rank=hvd.rank(), drift=drift, first=apart[0], last=apart[-1], exchanges=metrics["exchanges"],
+        nbytes=metrics["bytes_sent"], total=4 * flat.numel(), distance=metrics["consensus_distance"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("share", "wire", "same_host"),
+    [
+        (0.25, "", "memory"),
+        (0.0625, "", "mpi"),
+        pytest.param(0.25, "bfloat16", "memory", marks=pytest.mark.extended),
+        pytest.param(0.001, "", "memory", marks=pytest.mark.extended),
+    ],
+)
+def test_each_chunk_has_its_turn_and_the_mean_is_kept(
+    share: float, wire: str, same_host: str
+) -> None:
+    env = {
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "HVD_ADPSGD_SAME_HOST": same_host,
+    }
+    result = run_learners(3, SHARES, args=[str(share), wire], env=env, timeout=120).checked()
+    moved = max(1, -(-38 * share // 1)) / 37.5  # the last chunk is half a chunk
+    for facts in result.by_rank():
+        assert facts["drift"] < 1e-4
+        assert min(facts["first"]) > 1  # some chunks were apart
+        assert max(facts["last"]) < 1  # each has been averaged often since
+        each = facts["nbytes"] / facts["exchanges"] / facts["total"] * (2 if wire else 1)
+        assert each == pytest.approx(moved, rel=0.1)
+
+
+WRONG = """
+    import torch
+    import hvd_adpsgd
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    model = torch.nn.Linear(10, 10)
+    told = []
+    for share, averaging in ((0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs")):
+        try:
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                named_parameters=model.named_parameters(),
+                exchange_share=share,
+                averaging=averaging,
+            )
+        except hvd_adpsgd.ConfigError as error:
+            told.append(str(error))
+    say(rank=hvd.rank(), told=told)
+"""
+
+
+def test_a_share_that_makes_no_sense_is_refused() -> None:
+    result = run_learners(2, WRONG, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).checked()
+    for facts in result.by_rank():
+        assert len(facts["told"]) == 3
+        assert "exchange_share=0.5 with averaging=delay_by_one" in facts["told"][0]
+        assert all("exchange_share" in told for told in facts["told"])
