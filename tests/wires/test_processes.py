@@ -52,6 +52,14 @@ class Remote:
         self.say([name, *args])
         return self.hear("result")
 
+    def stop(self) -> None:
+        """Return when all of its threads stand still; one may run on for a moment after the signal."""
+        os.kill(self.pid, signal.SIGSTOP)
+        ends = time.monotonic() + LONGEST_S
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            while (task / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                assert time.monotonic() < ends, f"{task} runs on"
+
     def kill(self) -> float:
         """When it was killed, in seconds of CLOCK_MONOTONIC."""
         now = time.monotonic()
@@ -137,7 +145,7 @@ def test_a_stopped_process_is_not_failed(engines: Callable[..., list[Remote]]) -
     """Its host acknowledges for it, also for longer than failure_timeout_s, and with full buffers."""
     a, b = engines(2, failure_timeout_s=1.0, deadline_s=0.5)
     exchange(a, b)
-    os.kill(b.pid, signal.SIGSTOP)
+    b.stop()
     a.do("ask", 1)
     a.do("wait_state", 1, PeerState.SUSPECT)
     ends = time.monotonic() + 3.0
