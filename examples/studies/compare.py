@@ -3,6 +3,8 @@
     python -m examples.studies.compare           every strategy, seeds 0 1 2
     python -m examples.studies.compare --schemes random_pairs synchronous --seeds 0
     python -m examples.studies.compare --quick   a tiny corpus, one epoch, as a test
+    python -m examples.studies.compare --schemes random_pairs --shares 1 0.25 0.0625
+                                                 exchange_share, in chunks of 64 KiB
 
 4 learners as 4 super learners of 1, unlike the demo's 2 of 2, so that averaging matters more. Learning rate,
 batch and epochs are the demo's for every strategy; none was tuned. One training at a time; finished runs
@@ -22,6 +24,7 @@ from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_pa
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+SHARED = {"HVD_ADPSGD_CHUNK_KIB": "64"}  # the least: the demo's model has 16 of them
 BASELINE = "synchronous"
 FAMILIES = {
     "Free running": (
@@ -58,29 +61,39 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (default: 0 1 2)")
+    add(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="of the model per exchange, in (0, 1]",
+    )
     add("--epochs", type=int, default=6)
     add("--quick", action="store_true", help="tiny corpus and one epoch, as a test")
     add("--out", type=Path, help="folder (default: out/compare, or out/compare-quick)")
     options = parser.parse_args(argv)
     for seed in options.seeds:
         within("--seeds", seed, 0, 2**31 - 1)
+    for share in options.shares:
+        within("--shares", share, 1e-3, 1)
     within("--epochs", options.epochs, 1, 10_000)
     options.epochs = 1 if options.quick else options.epochs
     options.out = options.out or Path("out") / ("compare" + "-quick" * options.quick)
-    drop_repeats(options, "seeds", "schemes")
+    drop_repeats(options, "seeds", "schemes", "shares")
     return options
 
 
-def training(scheme: str, seed: int, epochs: int) -> launch.Training:
+def training(scheme: str, seed: int, epochs: int, share: float = 1.0) -> launch.Training:
     """A scheme with a seed, its folder yet to be chosen."""
+    shared = SHARED | {"HVD_ADPSGD_EXCHANGE_SHARE": f"{share:g}"} if share < 1 else {}
     return launch.Training(
-        scheme,
+        f"{scheme}, share {share:g}" if shared else scheme,
         scheme,
         seed,
         Path(),
         learners=1 if scheme == "single" else LEARNERS,
         options=("--epochs", str(epochs)),
-        variables=ENVIRONMENT,
+        variables=ENVIRONMENT | shared,
     )
 
 
@@ -195,9 +208,10 @@ def main() -> None:
         print(f"skipped: {spec}: {why}", flush=True)
     data, what = prepare_data.named("easy", options.quick)
     runs = [
-        sweep.placed(training(scheme, seed, options.epochs), options.out / "runs", data)
+        sweep.placed(training(scheme, seed, options.epochs, share), options.out / "runs", data)
         for seed in options.seeds
         for scheme in schemes
+        for share in (options.shares if scheme != BASELINE else [1.0])
     ]
     outcomes = sweep.perform(runs, data, lambda one: train_and_decode(one, data))
     finished, failed = complete(outcomes), sweep.failures(outcomes)
