@@ -86,7 +86,7 @@ cdef struct Lane:
     int64_t step
     double began
     char* out
-    char* keep              # a second copy of our snapshot, in the caches: `out` bypasses them
+    char* keep              # our snapshot, in the caches; on a shared host a second copy: `out` bypasses them
     char* inp
     Place here              # on a shared host: of our snapshot, and of the peer's
     Place there

@@ -307,7 +307,7 @@ cdef char* take_buffers(Pairs* p) noexcept nogil:
             buffers = p.spares[i]
             p.spares[i] = NULL
             return buffers
-    return <char*>malloc(3 * LANES * p.lane_nbytes)
+    return <char*>malloc(2 * LANES * p.lane_nbytes)
 
 
 cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:
@@ -349,9 +349,8 @@ cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
     if x.buffers == NULL:
         return False
     for i in range(LANES):
-        x.lanes[i].out = x.buffers + 3 * i * p.lane_nbytes
+        x.lanes[i].keep = x.lanes[i].out = x.buffers + 2 * i * p.lane_nbytes
         x.lanes[i].inp = x.lanes[i].out + p.lane_nbytes
-        x.lanes[i].keep = x.lanes[i].inp + p.lane_nbytes
         x.lanes[i].sending.in_use = x.lanes[i].receiving.in_use = False
     x.last_sending.in_use = x.last_receiving.in_use = False
     if mapped(e, x.peer) == NULL:
@@ -453,8 +452,8 @@ cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept 
     receive(e.wire, &lane.receiving, lane.inp, <int>nbytes, x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True, lane.out,
-                                lane.keep, &lane.step)
+    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, False, lane.out,
+                                NULL, &lane.step)       # in the caches, for the wire and for the merge
     send(e.wire, &lane.sending, lane.out, 0 if lane.void else <int>nbytes, x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
