@@ -220,6 +220,55 @@ static void stream_fence(void) {
     return total;                                                                             \
   }
 
+/* One block of half the difference, in the type of sums and as on the wire. */
+#define HALF(A, W)                                                                            \
+  VECTOR static uint32_t half_##A##_##W(W *restrict half, const A *restrict theirs,           \
+                                        const A *restrict mine, int64_t n) {                  \
+    FLAG_##W bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      half[i] = store_##W(NARROW_##A##_##W((A)0.5 * theirs[i] - (A)0.5 * mine[i]));           \
+      bad |= infinite_##W(half[i]);                                                           \
+    }                                                                                         \
+    return bad != 0;                                                                          \
+  }
+
+/* A difference whose square is not a finite float32, as square_ does it. */
+#define MERGE_HALF(A, W)                                                                      \
+  VECTOR static double merge_half_##A##_##W(A *restrict correction, const W *restrict half,   \
+                                            double weight, int64_t n, int fresh,              \
+                                            int stream) {                                     \
+    const A w = 2 * (A)weight;                                                                \
+    double total = 0;                                                                         \
+    A block[BLOCK];                                                                           \
+    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
+      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
+      const W *restrict h = half + start;                                                     \
+      A *restrict c = fresh && stream ? block : correction + start;                           \
+      A square = 0;                                                                           \
+      if (fresh) {                                                                            \
+        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
+          const A d = (A)load_##W(h[i]);                                                      \
+          square += d * d;                                                                    \
+          c[i] = w * d;                                                                       \
+        }                                                                                     \
+        if (stream) stream_copy(correction + start, block, (size_t)count * sizeof(A));        \
+      } else {                                                                                \
+        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
+          const A d = (A)load_##W(h[i]);                                                      \
+          square += d * d;                                                                    \
+          c[i] = c[i] + w * d;                                                                \
+        }                                                                                     \
+      }                                                                                       \
+      if (square <= (A)1e38) {                                                                \
+        total += 4 * (double)square;                                                          \
+      } else {                                                                                \
+        for (int64_t i = 0; i < count; i++)                                                   \
+          total += 4 * (double)load_##W(h[i]) * (double)load_##W(h[i]);                       \
+      }                                                                                       \
+    }                                                                                         \
+    return total;                                                                             \
+  }
+
 #define CORRECT(T)                                                                            \
   VECTOR static FLAG_##T correct_##T(T *restrict parameter, const T *restrict correction,     \
                                      int64_t n) {                                             \
@@ -361,6 +410,10 @@ SNAPSHOT(f16, f16) SNAPSHOT(f16, f32)
 SQUARE(f32) SQUARE(f64) SQUARE(bf16) SQUARE(f16)
 MERGE(f32, f32) MERGE(f32, bf16) MERGE(f32, f16)
 MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
+HALF(f32, f32) HALF(f32, bf16) HALF(f32, f16)
+HALF(f64, f64) HALF(f64, bf16) HALF(f64, f16)
+MERGE_HALF(f32, f32) MERGE_HALF(f32, bf16) MERGE_HALF(f32, f16)
+MERGE_HALF(f64, f64) MERGE_HALF(f64, bf16) MERGE_HALF(f64, f16)
 APPLY(f32) APPLY(f64)
 APPLY_16(bf16) APPLY_16(f16)
 MEAN(f32) MEAN(f64)
@@ -428,6 +481,58 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
   case PAIR(D, V):                                                                            \
     square = merge_##A##_##W((A *)correction, (const W *)received, (const W *)sent, weight,   \
                              n, fresh, stream);                                               \
+    break;
+    EACH_SLOT_PAIR(CASE)
+#undef CASE
+  }
+  if (stream) stream_fence();
+  return square;
+}
+
+/* One block of a model in the type of sums: a copy of it, unless it is stored so. */
+static const void *block_of(const adpsgd_model *model, int sums, void *copy, int64_t start, int64_t n) {
+  const int64_t size = adpsgd_itemsize(sums);
+  const char *base = (const char *)model->base + start * adpsgd_itemsize(model->dtype);
+  const char *first = model->first, *second = model->second;
+  if (model->dtype == sums && !first && !second) return base;
+  adpsgd_snapshot(model->dtype, sums, copy, base, first ? first + start * size : NULL,
+                  second ? second + start * size : NULL, NULL, n, 0);
+  return copy;
+}
+
+int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
+                           const adpsgd_model *theirs, void *keep, int64_t n, int stream) {
+  const int64_t size = adpsgd_itemsize(wire);
+  double ours[BLOCK], others[BLOCK], block[BLOCK];
+  uint32_t bad = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    const void *a = block_of(mine, sums, ours, start, count);
+    const void *b = block_of(theirs, sums, others, start, count);
+    char *out = (char *)half + start * size;
+    void *near = keep ? (char *)keep + start * size : stream ? (void *)block : out;
+    switch (PAIR(sums, wire)) {
+#define CASE(D, V, A, W)                                                                      \
+  case PAIR(D, V):                                                                            \
+    bad |= half_##A##_##W((W *)near, (const A *)b, (const A *)a, count);                      \
+    break;
+      EACH_SLOT_PAIR(CASE)
+#undef CASE
+    }
+    if (stream) stream_copy(out, near, (size_t)(count * size));
+    if (keep && !stream) memcpy(out, near, (size_t)(count * size));
+  }
+  if (stream) stream_fence();
+  return bad != 0;
+}
+
+double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
+                         int64_t n, int fresh, int stream) {
+  double square = -1.0;
+  switch (PAIR(adpsgd_slot_dtype(dtype), wire)) {
+#define CASE(D, V, A, W)                                                                      \
+  case PAIR(D, V):                                                                            \
+    square = merge_half_##A##_##W((A *)correction, (const W *)half, weight, n, fresh, stream); \
     break;
     EACH_SLOT_PAIR(CASE)
 #undef CASE

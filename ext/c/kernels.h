@@ -40,6 +40,25 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream);
 
+/* A chunk of a model: base + first + second. first and second may be NULL. */
+typedef struct {
+  int dtype; /* of base */
+  const void *base;
+  const void *first;
+  const void *second;
+} adpsgd_model;
+
+/* half = round_wire((theirs - mine) / 2); of the type of sums `sums`. It is half, for the difference of two finite
+ * numbers may be infinite. `keep` gets a second copy, in the caches.
+ * Returns 1 if any element of half is infinite or not a number, else 0. */
+int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
+                           const adpsgd_model *theirs, void *keep, int64_t n, int stream);
+
+/* correction (+)= 2 weight half; `fresh` overwrites instead of adding. Returns sum((2 half)^2).
+ * The peer merges the same numbers with -weight: exactly opposite terms. */
+double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
+                         int64_t n, int fresh, int stream);
+
 /* parameter += correction, or parameter = correction if `replace`; then mirror = parameter.
  * What rounding to 16 bits holds back is added to `back`, in the type of corrections (`fresh` overwrites).
  * correction, mirror and back may be NULL.

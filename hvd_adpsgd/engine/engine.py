@@ -30,8 +30,8 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.neighbours import Neighbours
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.engine.shared_memory import Outboxes
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
 from hvd_adpsgd.engine.wire_mpi import MpiWire
@@ -69,6 +69,8 @@ class Engine:
         names: of each super learner in messages, by super_rank.
         members: the super learners of `outer`, by their rank there; () means 0, 1, ..., all of them. All
             other super learners count as failed.
+        has_neighbours: whether there may be other super learners on this host, which read the model where
+            it lies.
 
     Attributes:
         memory: the tensors.
@@ -85,13 +87,16 @@ class Engine:
         config: Config,
         names: Sequence[str] = (),
         members: Sequence[int] = (),
+        has_neighbours: bool = True,
     ):
         self.config = config
-        self.memory = ModelMemory(config.chunk_kib * 1024, inner, outer is not None)
+        near = has_neighbours and outer is not None and outer.Get_size() > 1
+        shows = near and config.same_host == "memory"
+        self.memory = ModelMemory(config.chunk_kib * 1024, inner, outer is not None, shows)
         self._outer = outer
         self._plan = plan
         self._connections: Connections | None = None  # of the wire, unless it is MPI's
-        self._outboxes: Outboxes | None = None  # kept for the thread
+        self._neighbours: Neighbours | None = None  # kept for the thread
         self._announced = 0  # parts of the layout that the thread knows
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
         self._names = list(names) or [str(i) for i in self._members]
@@ -164,8 +169,8 @@ class Engine:
     @property
     def _gathers(self) -> int:
         """How often `_meet_leaders` gathers."""
-        outboxes = Outboxes.GATHERS if self.config.same_host == "memory" else 0
-        return outboxes + (Connections.GATHERS if self.config.wire == "tcp" else 0)
+        neighbours = Neighbours.GATHERS if self.config.same_host == "memory" else 0
+        return neighbours + (Connections.GATHERS if self.config.wire == "tcp" else 0)
 
     def _comm_rank(self, peer: int) -> int:
         """The rank in `outer` of a super learner; NOBODY if it has none."""
@@ -184,8 +189,11 @@ class Engine:
             self._connections.meet(gather)
         if self.config.same_host == "memory":
             nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
-            self._outboxes = Outboxes(nbytes, self._outer.Get_rank(), gather)
-            loop.share(self._outboxes.own, self._outboxes.mapped)
+            near = Neighbours(nbytes, self._outer.Get_rank(), gather, self.memory.shown)
+            loop.share(near.own, near.outboxes)
+            loop.show(near.models, near.areas)
+            self._neighbours = near
+        self.memory.hide()
 
     def _announce(self) -> None:
         """Add new parts of the layout to the thread, once their mirror is filled or nothing was offered."""
@@ -215,7 +223,8 @@ class Engine:
         self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
             _held_by_mpi.append(self.loop)
-        self.loop = self._outboxes = None
+        self.loop = self._neighbours = None
+        self.memory.hide()
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
         self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 

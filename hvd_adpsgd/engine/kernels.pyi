@@ -26,6 +26,24 @@ def merge(
     fresh: bool,
     stream: bool = False,
 ) -> float: ...
+def half_difference(
+    dtype: int,
+    wire: int,
+    half: Any,
+    mine: tuple[Any, Any, Any],
+    theirs: tuple[Any, Any, Any],
+    keep: Any = None,
+    stream: bool = False,
+) -> bool: ...
+def merge_half(
+    dtype: int,
+    wire: int,
+    correction: Any,
+    half: Any,
+    weight: float,
+    fresh: bool,
+    stream: bool = False,
+) -> float: ...
 def apply(
     dtype: int,
     parameter: Any,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
 
@@ -32,6 +33,8 @@ class ModelMemory:
         chunk_nbytes: largest chunk.
         inner: communicator of the super learner (mpi4py), None for a learner alone.
         leads: whether this learner has the mirror.
+        shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
+            tensors of the first `extend`, if there is room for them in shared memory.
 
     Attributes:
         layout: where each element lies.
@@ -39,7 +42,7 @@ class ModelMemory:
         published: `publish` was called, and not yet `absorb`.
     """
 
-    def __init__(self, chunk_nbytes: int, inner: Any, leads: bool):
+    def __init__(self, chunk_nbytes: int, inner: Any, leads: bool, shows: bool = False):
         self.layout = Layout(chunk_nbytes)
         self._nslots = slots_of(inner)
         self.store = Store(self._nslots)
@@ -47,6 +50,8 @@ class ModelMemory:
         self._inner = inner
         self._alone = inner is None or inner.Get_size() == 1
         self._leads = leads
+        self._shows = shows
+        self._shown: tuple[Mailbox, int, int] | None = None
         self._areas: list[Any] = []  # keeps alive what the store points to
         self._spans = self.layout.spans
         self._slot = _NO_SLOT  # readable by all and not applied
@@ -61,8 +66,16 @@ class ModelMemory:
         """Average these tensors too, from the next offer on. All learners of the node call it."""
         part = self.layout.extend(tensors)
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
-        mailbox = Mailbox(places[-1], len(part.chunks), self._inner)
-        mirror = private_memory(part.nbytes) if self._leads else None
+        lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
+        shows = self._shows and not self._areas
+        mailbox = Mailbox(places[-1], len(part.chunks), self._inner, shows * (lives + part.nbytes))
+        mirror = None
+        if self._leads:
+            mirror = (
+                private_memory(part.nbytes)
+                if mailbox.front is None
+                else mailbox.front[lives:][: part.nbytes]
+            )
         self._areas.append((mailbox, mirror))
         for i, chunk in enumerate(part.chunks):
             self.store.add_chunk(
@@ -72,8 +85,25 @@ class ModelMemory:
                 chunk.count,
                 DTYPE_CODES[chunk.dtype],
             )
+        if mailbox.front is not None and self._leads:
+            at = mailbox.front.ctypes.data
+            self.store.show(at, at + lives)
+            self._shown = mailbox, lives, part.fingerprint
         self._spans = self.layout.spans
         self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
+
+    @property
+    def shown(self) -> ShownModel | None:
+        """What peers on the host may map, until `hide`; None if there is nothing."""
+        if self._shown is None or (file := self._shown[0].file) is None:
+            return None
+        mailbox, area, fingerprint = self._shown
+        return ShownModel(file, mailbox.memory.size, area, fingerprint)
+
+    def hide(self) -> None:
+        """Peers that have not mapped the model by now cannot any more."""
+        if self._shown is not None:
+            self._shown[0].close()
 
     def forget(self, tensors: Sequence[int]) -> None:
         """Drop what rounding to 16 bits holds back of these tensors (by their order in `extend`).

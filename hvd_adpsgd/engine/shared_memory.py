@@ -1,4 +1,4 @@
-"""Memory shared by processes of one host: the node's mailbox, and the engines' outboxes.
+"""Memory shared by processes of one host.
 
 A mailbox holds slots of corrections in memory that all learners of a super learner share.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["Mailbox", "Outboxes", "host_name", "private_memory", "slots_of"]
+__all__ = ["File", "Mailbox", "host_name", "private_memory", "slots_of", "try_file", "try_map"]
 
 SHARED_FOLDER = "/dev/shm"
 
@@ -51,66 +50,51 @@ class Mailbox:
         nflags: chunks in one slot.
         inner: communicator of the super learner (mpi4py); all of its learners make the mailbox
             together. None for a learner alone.
+        front: bytes before the slots; with them the leader's `file` is kept for peers on the host that map
+            it. The leader's choice counts, and the room in SHARED_FOLDER: all takes at most half of it.
 
     Attributes:
         slots: the memory of each slot.
         flags: its flags.
+        front: the memory before them, None without it.
+        file: that of all this memory, on the leader, if there is a front; until `close`.
 
     Raises:
         WorldError: on every learner, if the shared memory cannot be allocated or mapped.
     """
 
-    def __init__(self, nbytes: int, nflags: int, inner: Any = None):
+    def __init__(self, nbytes: int, nflags: int, inner: Any = None, front: int = 0):
         row = -(-nflags // 64) * 64
-        slot = -(-nbytes // 4096) * 4096
-        alone = inner is None or inner.Get_size() == 1
+        slot = _pages(nbytes)
         n = slots_of(inner)
         total = max(n * (slot + row), 1)  # a model may have nothing to average
-        self.memory = private_memory(total) if alone else _shared_memory(total, inner)
-        self.slots = [self.memory[i * slot : i * slot + nbytes] for i in range(n)]
-        flags = self.memory[n * slot :]
+        self.file: File | None = None
+        if inner is None or inner.Get_size() == 1:
+            front = self._map_alone(_pages(front), total)
+        else:
+            front = inner.bcast(_pages(front) if _has_room(_pages(front) + total) else 0)
+            self.memory, self.file = _shared_memory(front + total, inner, bool(front))
+        self.front = self.memory[:front] if front else None
+        self.slots = [self.memory[front + i * slot :][:nbytes] for i in range(n)]
+        flags = self.memory[front + n * slot :]
         self.flags = [flags[i * row : i * row + nflags] for i in range(n)]
 
+    def _map_alone(self, front: int, total: int) -> int:
+        """Memory of this process, or that peers may map. Returns the bytes before the slots."""
+        self.file = try_file(front + total) if front else None
+        area = try_map(self.file, front + total) if self.file else None
+        if area is None:
+            self.close()
+            self.memory = private_memory(total)
+            return 0
+        self.memory = np.frombuffer(area, dtype=np.uint8, count=front + total)
+        return front
 
-class Outboxes:
-    """Memory in which each engine exposes its snapshots to peers on the same host.
-
-    All leaders make it together: each gathers GATHERS times. Two leaders that cannot map each other's
-    memory (different hosts or containers, no room) send their chunks through MPI.
-
-    Args:
-        nbytes: of each leader's memory.
-        me: rank of this leader.
-        gather: the values of all leaders, by rank; None for one that has failed.
-
-    Attributes:
-        own: address of this leader's memory, 0 if no peer maps it.
-        mapped: address of each leader's memory here, 0 if the two do not share.
-    """
-
-    GATHERS = 2
-
-    def __init__(self, nbytes: int, me: int, gather: Callable[[Any], list[Any]]):
-        file = _try_file(nbytes)
-        files = [found or (None, None) for found in gather((host_name(), file))]
-        areas = [
-            _try_map(other, nbytes) if other and host == files[me][0] and file else None
-            for host, other in files
-        ]
-        reach = gather([area is not None for area in areas])
-        # closed after that allgather: before it, a peer may still have to open the file by its descriptor
-        if file is not None:
-            os.close(file.handle)
-        both = [
-            bool(reach[me][i] and reach[i] and reach[i][me] and i != me) for i in range(len(areas))
-        ]
-        self._areas = [np.frombuffer(a, dtype=np.uint8) if a is not None else None for a in areas]
-        self.mapped = [
-            area.ctypes.data if area is not None and ok else 0
-            for area, ok in zip(self._areas, both, strict=True)
-        ]
-        mine = self._areas[me]
-        self.own = mine.ctypes.data if mine is not None and any(both) else 0
+    def close(self) -> None:
+        """Whoever has not mapped the file by now cannot any more."""
+        if self.file is not None:
+            os.close(self.file.handle)
+            self.file = None
 
 
 def host_name() -> str:
@@ -119,7 +103,7 @@ def host_name() -> str:
         return file.read().strip()
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
     """An unnamed file, as its creator sees it: descriptor, process, device and inode."""
 
     handle: int
@@ -128,32 +112,44 @@ class _File(NamedTuple):
     inode: int
 
 
-def _try_file(nbytes: int) -> _File | None:
+def try_file(nbytes: int) -> File | None:
     """A new file in shared memory, or None if it would take more than half of the free space."""
     try:
-        free = os.statvfs(SHARED_FOLDER)
-        if free.f_bavail * free.f_frsize < 2 * nbytes:
-            return None
-        return _reserve(nbytes)
+        return _reserve(nbytes) if _has_room(nbytes) else None
     except OSError:
         return None
 
 
-def _try_map(file: _File, nbytes: int) -> mmap.mmap | None:
+def try_map(file: File, nbytes: int, writes: bool = True) -> mmap.mmap | None:
+    """The file of a process of this host; None if it is not reachable from here, or too short."""
     try:
-        return _map(file, nbytes)
-    except (OSError, ValueError):  # not reachable from here, or too short
+        return _map(file, nbytes, writes)
+    except (OSError, ValueError):
         return None
 
 
-def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
-    """Map the same zeroed memory in all processes of `inner`."""
+def _pages(nbytes: int) -> int:
+    """As many bytes in whole pages."""
+    return -(-nbytes // 4096) * 4096
+
+
+def _has_room(nbytes: int) -> bool:
+    try:
+        free = os.statvfs(SHARED_FOLDER)
+    except OSError:
+        return False
+    return free.f_bavail * free.f_frsize >= 2 * nbytes
+
+
+def _shared_memory(nbytes: int, inner: Any, keep: bool) -> tuple[NDArray[np.uint8], File | None]:
+    """Map the same zeroed memory in all processes of `inner`. The leader may `keep` its file open."""
     file, error = None, None
     if inner.Get_rank() == 0:
         try:
             file = _reserve(nbytes)
         except OSError as problem:
             error = f"{nbytes / 2**20:.0f} MiB of shared memory in {SHARED_FOLDER}: {problem}"
+    own = file
     file, error = inner.bcast((file, error))
     area: mmap.mmap | None = None
     if error is None:
@@ -162,17 +158,18 @@ def _shared_memory(nbytes: int, inner: Any) -> NDArray[np.uint8]:
         except OSError as problem:
             error = f"mapping {nbytes / 2**20:.0f} MiB of {SHARED_FOLDER}: {problem}"
     errors = [e for e in inner.allgather(error) if e]
-    if inner.Get_rank() == 0 and file is not None:
-        os.close(file.handle)
+    if own is not None and (errors or not keep):
+        os.close(own.handle)
+        own = None
     if errors or area is None:
         raise WorldError(
             f"{errors[0]}. The learners of a super learner share their corrections there: enlarge "
             "it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
         )
-    return np.frombuffer(area, dtype=np.uint8, count=nbytes)
+    return np.frombuffer(area, dtype=np.uint8, count=nbytes), own
 
 
-def _reserve(nbytes: int) -> _File:
+def _reserve(nbytes: int) -> File:
     """A new file with allocated pages, so that no later write fails."""
     handle = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
@@ -181,10 +178,10 @@ def _reserve(nbytes: int) -> _File:
     except OSError:
         os.close(handle)
         raise
-    return _File(handle, os.getpid(), made.st_dev, made.st_ino)
+    return File(handle, os.getpid(), made.st_dev, made.st_ino)
 
 
-def _map(file: _File, nbytes: int) -> mmap.mmap:
+def _map(file: File, nbytes: int, writes: bool = True) -> mmap.mmap:
     """Map the file of any process of this host that shares our SHARED_FOLDER.
 
     A process id of another container may belong to a different process here, and a process with its own
@@ -196,8 +193,9 @@ def _map(file: _File, nbytes: int) -> mmap.mmap:
         raise OSError(f"process {file.pid} is another one here")
     if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
         raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
-    handle = os.open(path, os.O_RDWR)
+    handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)
     try:
-        return mmap.mmap(handle, nbytes)
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        return mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, prot)
     finally:
         os.close(handle)

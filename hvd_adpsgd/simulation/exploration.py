@@ -32,6 +32,7 @@ class Exploration:
             happen.
         completion: when sends are complete: AT_ONCE, WITH_RECEIPT or AT_ANY_TIME.
         shared: the super learners are on one host.
+        shown: ... and read each other's models where they lie.
         ends: the end of a super learner that has left is reported to the others.
         ring: each asks its successor first; else the one of the lowest rank, so that questions cross.
     """
@@ -45,6 +46,7 @@ class Exploration:
     retries: int = 0
     completion: int = AT_ONCE
     shared: bool = False
+    shown: bool = False
     ends: bool = False
     ring: bool = False
 
@@ -69,6 +71,7 @@ class Exploration:
             chunks=self.chunks,
             completion=self.completion,
             shared=self.shared,
+            shown=self.shown,
             crashes=self.crashes,
             suspicions=self.suspicions,
             retries=self.retries,
@@ -123,7 +126,7 @@ def table(explored: Iterable[Explored]) -> str:
             job.suspicions,
             job.deadlines,
             ("at once", "with receipt", "at any time")[job.completion],
-            "shared" if job.shared else "own",
+            "shown" if job.shown else "shared" if job.shared else "own",
             f"{found.states:,}",
             f"{found.transitions:,}",
             found.deepest,
@@ -141,6 +144,7 @@ IN_BRIEF = (
     Exploration("two-crash", ("ol", "ol"), chunks=2, crashes=1),
     Exploration("two-cut", ("ol", "ol"), chunks=2, deadlines=1, completion=WITH_RECEIPT),
     Exploration("two-shared-memory", ("ol", "ol"), chunks=2, crashes=1, shared=True),
+    Exploration("two-shown", ("ol", "ol"), chunks=2, crashes=1, shared=True, shown=True),
     Exploration("two-suspicion", ("ol", "ol"), suspicions=1),
     Exploration("two-pause", ("ozrol", "ol")),
     Exploration("three", TRIO),
@@ -153,6 +157,12 @@ AT_LENGTH = (
     Exploration("two-node-and-cut", ("opol", "ol"), chunks=2, crashes=1, deadlines=1),
     Exploration(
         "two-shared-memory-cut", ("ol", "ol"), chunks=2, crashes=1, deadlines=2, shared=True
+    ),
+    Exploration(
+        "two-shown-cut", ("ol", "ol"), chunks=2, crashes=1, deadlines=2, shared=True, shown=True
+    ),
+    Exploration(
+        "two-shown-suspicion", ("ol", "ol"), chunks=2, suspicions=1, shared=True, shown=True
     ),
     Exploration("two-sends-at-any-time", ("ol", "ol"), chunks=1, completion=AT_ANY_TIME),
     Exploration("two-one-fails", ("ob", "ol"), chunks=2, crashes=1, ends=True),

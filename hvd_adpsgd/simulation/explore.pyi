@@ -17,6 +17,7 @@ class Explorer:
         weight: float = 0.5,
         completion: int = 0,
         shared: bool = False,
+        shown: bool = False,
         crashes: int = 0,
         suspicions: int = 0,
         retries: int = 0,

@@ -150,6 +150,7 @@ class Scenario:
         slack: an engine's polls are up to this many times later than it wants.
         detect_s: the end of a process is noticed by each peer within that time.
         hosts: the host of each super learner; those of one share memory. () for no shared memory.
+        shown: those of one host read each other's models where they lie.
         max_staleness: the option, 0 for none.
         share: the option exchange_share.
         reports_s: seconds between the messages with which each tells a peer what is reported; 0: none.
@@ -176,6 +177,7 @@ class Scenario:
     max_staleness: int = 0
     reports_s: float = 0.0
     share: float = 1.0
+    shown: bool = False
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -265,6 +267,7 @@ class Scenario:
     def __str__(self) -> str:
         """A description in a few lines."""
         shared = f", hosts {list(self.hosts)}" if self.hosts else ", no shared memory"
+        shared += ", models read where they lie" if self.shown else ""
         lines = [
             f"seed {self.seed}: {self.size} super learners, {self.strategy}, {self.steps} steps",
             f"  {self.chunks} chunks (+ {self.later} later) of {self.elements} {self.dtype}"
@@ -367,6 +370,8 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, faults=(*s.faults, Fault(at_s, "suspect", who, (other,))))
     if c.happens(0.3):
         s = dataclasses.replace(s, share=c.choose((0.5, 0.25, 0.0625)))
+    if s.hosts and c.happens(0.6):
+        s = dataclasses.replace(s, shown=True)
     return s
 
 
@@ -432,6 +437,8 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     _add_learners(job, s)
     if s.hosts:
         job.share(s.hosts, 8 * s.elements)
+        if s.shown:
+            job.show(s.hosts)
     for fault in s.faults:
         job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
     return job

@@ -89,6 +89,7 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "max_staleness": 0,
         "reports_s": 0.0,
         "share": 1.0,
+        "shown": False,
     }
     for name, value in plain.items():
         if getattr(s, name) != value:

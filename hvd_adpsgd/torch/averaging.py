@@ -134,6 +134,7 @@ class Averaging:
             config=config or self.spec.config,
             names=names,
             members=members,
+            has_neighbours=self.world.local_size > (inner.Get_size() if inner else 1),
         )
         with mpi_failures("averaging"):
             for specs in self.specs:

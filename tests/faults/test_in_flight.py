@@ -20,6 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
+from hvd_adpsgd.engine.store import Store
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
@@ -40,10 +41,16 @@ def initial(seed: int, rank: int) -> NDArray[np.float64]:
 
 def left_by_victim(folder: Path) -> NDArray[np.float64]:
     """Its model and what its engine had merged: mirror + correction, by chunk where there is one."""
-    mirror = np.fromfile(folder / "memory.1", np.float32).astype(np.float64)
-    memory = np.fromfile(folder / "memory.0", np.uint8)
-    slots = memory[: 2 * mirror.size * 4].view(np.float32).reshape(2, -1)
-    flags = memory[2 * mirror.size * 4 :].reshape(2, -1)[:, :CHUNKS]
+    if shown := list(folder.glob("*.shown")):  # as its peers saw it
+        memory = np.fromfile(shown[0], np.uint8)
+        lives = -(-Store.live_nbytes(CHUNKS) // 64) * 64
+        mirror = memory[lives:][: ELEMENTS * 4].view(np.float32).astype(np.float64)
+        memory = memory[-(-(lives + ELEMENTS * 4) // 4096) * 4096 :]
+    else:
+        mirror = np.fromfile(folder / "memory.1", np.float32).astype(np.float64)
+        memory = np.fromfile(folder / "memory.0", np.uint8)
+    slots = memory[: 2 * ELEMENTS * 4].view(np.float32).reshape(2, -1)
+    flags = memory[2 * ELEMENTS * 4 :].reshape(2, -1)[:, :CHUNKS]
     for slot, full in zip(slots, flags, strict=True):
         mirror += slot * np.repeat(full != 0, CHUNK // 4)
     return mirror

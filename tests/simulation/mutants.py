@@ -107,9 +107,39 @@ MUTANTS = (
         "    return True\n    received",
     ),
     Mutant(
+        "both sides merge the difference with the same sign",
+        "store.pyx",
+        "c.slot[c.open], half, -weight,",
+        "c.slot[c.open], half, weight,",
+    ),
+    Mutant(
+        "a difference is sent before an older one",
+        "exchange.pyx",
+        " and not (lane.way == COMPARES and waits.compare):",
+        ":",
+    ),
+    Mutant(
+        "a lane is taken up again before older ones have had their turn",
+        "exchange.pyx",
+        "if lane.busy and lane.index < next_one and",
+        "if lane.busy and",
+    ),
+    Mutant(
+        "a trainer does not know that its peer reads the model",
+        "exchange.pyx",
+        "lane.step = NO_STEP if lane.way == COMPARES else e.port.orders.step",
+        "lane.step = NO_STEP",
+    ),
+    Mutant(
+        "who serves begins at another chunk than who asks",
+        "exchange.pyx",
+        "    x.first = m.first\n",
+        "",
+    ),
+    Mutant(
         "a lane has one shared buffer, not two",
         "exchange.pyx",
-        "cdef int turn = (lane.chunk // LANES) % 2",
+        "cdef int turn = (lane.index // LANES) % 2",
         "cdef int turn = 0",
     ),
     Mutant(

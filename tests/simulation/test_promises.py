@@ -63,7 +63,7 @@ def test_a_seed_that_has_broken_a_promise_breaks_none(seed: int) -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "06b3ebf90442f3d6"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "479e518a37cbb2ad"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

@@ -65,4 +65,4 @@ def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
         file = file._replace(**{what: getattr(file, what) + 1})
     with pytest.raises(OSError, match="another|No such file"):
         shared_memory._map(file, 4096)
-    assert shared_memory._try_map(file, 4096) is None
+    assert shared_memory.try_map(file, 4096) is None

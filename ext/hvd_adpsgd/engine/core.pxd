@@ -15,7 +15,7 @@ from hvd_adpsgd.engine.butterfly cimport Network, Sum
 from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.port cimport Port, load
 from hvd_adpsgd.engine.reports cimport REPORTS, Report, Reports
-from hvd_adpsgd.engine.store cimport Memory
+from hvd_adpsgd.engine.store cimport Memory, Neighbour
 from hvd_adpsgd.engine.wire cimport Clock, Transfer, Wire
 
 cdef enum:
@@ -70,12 +70,20 @@ cdef enum Phase:
     CLOSING = 3             # on a shared host: until the peer has read all of our snapshots
     BROKEN = 4              # the peer has failed, and the wire may still use the buffers
 
-cdef struct Place:          # where a chunk is in the sender's shared memory
+cdef struct Place:          # where a chunk is in the sender's shared memory: a snapshot, or a difference
     int64_t offset
-    int64_t nbytes          # 0: the snapshot was not finite
+    int64_t nbytes          # 0: it was not finite
+    int64_t step            # of a difference: the receiver's snapshot in it
+
+cdef enum Way:              # that a chunk takes
+    SENT = 0                # each side sends its snapshot
+    WRITTEN = 1             # ... writes it to shared memory, and sends its place
+    COMPARES = 2            # this side reads the peer's model where it lies, and writes the difference
+    AWAITS = 3              # the peer does
 
 cdef struct Lane:
     bint busy
+    Way way
     bint sent
     bint received
     bint merged
@@ -105,7 +113,8 @@ cdef struct Exchange:
     int next                # not yet begun; counts from `first`
     int done
     int channel
-    bint cut                # this side has asked for an early end
+    int answers             # channel of differences
+    bint cut ""               # this side has asked for an early end
     bint held               # ... and begins no chunk until CUT_SEEN says how many there are
     double began
     double moved            # when something last arrived from the peer
@@ -145,6 +154,7 @@ cdef struct Pairs:
     char* shared            # our memory that peers on this host map, or NULL
     int64_t shared_nbytes
     char** mapped           # theirs, by peer; NULL: chunks go over the wire. NULL if nothing is shared
+    Neighbour* shown        # their models, by peer. NULL if no model is shown
     bint taken[SETS]
 
 # ---- mean of all ---------------------------------------------------------------------------

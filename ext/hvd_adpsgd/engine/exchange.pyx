@@ -15,7 +15,16 @@ between them. If two peers ask each other, the lower rank's ASK stands.
 On one host the wire does not carry chunks: the snapshot is written into memory that the peer has mapped, and the
 message says where. A lane alternates between two such buffers: while chunk c + LANES is written to one, the
 peer may still read chunk c from the other. Its message about chunk c + LANES shows that it has merged chunk
-c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged. Each buffer
+c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged.
+
+Where both show their models (store.pyx), one of the two computes the difference for both, each for every second chunk:
+
+    awaits                        compares
+    ready ------------------->    half of the difference to the peer's model, where that lies, into shared memory;
+                                  merge it
+    merge it     <------------    its place, and of which step the model was
+
+A chunk that the peer's trainer is changing is tried again. Each buffer
 begins with a stamp, its exchange and chunk: a super learner that was stopped, and that its peers took for failed,
 finds another stamp there, and stops with an error instead of merging another exchange's chunk.
 
@@ -39,15 +48,18 @@ from hvd_adpsgd.engine.port cimport (EVENT_ASKED, EVENT_MERGED, EVENT_PARKED, EV
                                      FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_NONE, FAULT_STATE,
                                      FAULT_WEIGHT, HISTOGRAM, NO_STEP, Event, Orders, add, add_double, latch, load, record,
                                      spend_credit, store, store_count, store_double)
-from hvd_adpsgd.engine.store cimport memory_elements, memory_leave_out, memory_merge, memory_nbytes, memory_snapshot
+from hvd_adpsgd.engine.store cimport (CHANGING, Compared, MERGED, memory_compare, memory_elements, memory_leave_out,
+                                      memory_merge, memory_merge_half, memory_nbytes, memory_snapshot)
 from hvd_adpsgd.engine.wire cimport (DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Status, Transfer,
                                      receive, send, test_once)
 
 cdef enum:
-    NUMBERS = 8192          # exchange numbers with channels of their own: half of DATA_CHANNELS
+    NUMBERS = 4096          # exchange numbers with channels of their own: a quarter of DATA_CHANNELS
 
-cdef struct Waits:          # whether an older chunk of an exchange is not received, or not sent
+cdef struct Waits:          # whether an older chunk of an exchange is not received, not compared, or not sent
     bint receive
+    bint answer             # ... where the difference is not received
+    bint compare
     bint send
 
 RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last
@@ -141,6 +153,7 @@ cdef void close_pairs(Pairs* p) noexcept:
     cdef int i
     free(p.schedule)
     free(p.mapped)
+    free(p.shown)
     for i in range(SPARES):
         free(p.spares[i])
     while p.pool != NULL:
@@ -374,7 +387,7 @@ cdef bint can_exchange(Core* e, Orders* orders) noexcept nogil:
 cdef int channel_of(int number, bint upper_asks) noexcept nogil:
     """The channel of one exchange's chunks. Of two peers at most one asks at a time, so it needs
     the asker's own exchange number and which of the two ranks asked."""
-    return DATA + 2 * (number % NUMBERS) + (1 if upper_asks else 0)
+    return DATA + 4 * (number % NUMBERS) + (1 if upper_asks else 0)
 
 
 cdef int share_of(Pairs* p, int total) noexcept nogil:
@@ -408,6 +421,7 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
     x.next = 0
     x.done = 0
     x.channel = channel_of(number, active == (e.wire.rank > x.peer))
+    x.answers = x.channel + 2
     x.began = now(e)
     x.moved = x.began
     x.square = 0
@@ -435,16 +449,31 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.chunk = (x.first + x.next) % x.total
     nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
     lane.busy = True
-    lane.sent = lane.received = lane.merged = False
+    lane.sent = lane.received = lane.merged = lane.void = False
+    lane.way = way_of(e, x, lane)
     lane.began = now(e)
-    if not x.parked:
+    if not x.parked and lane.way != COMPARES:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
         # and go on, and max_staleness would be exceeded.
         store(&e.port.in_flight_step, min(load(&e.port.in_flight_step), e.port.orders.step))
-    good = start_shared(e, x, lane, nbytes) if x.set != NOBODY else start_sent(e, x, lane, nbytes)
+    if lane.way == SENT:
+        good = start_sent(e, x, lane, nbytes)
+    elif lane.way == WRITTEN:
+        good = start_written(e, x, lane, nbytes)
+    else:
+        good = start_direct(e, x, lane)
     x.nbytes += 0 if lane.void else nbytes
     x.next += 1
     return good
+
+
+cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Both sides come to the same, or to the two halves of it."""
+    if x.set == NOBODY:
+        return SENT
+    if e.pairs.shown == NULL or e.pairs.shown[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
+        return WRITTEN
+    return COMPARES if x.active == (lane.index % 2 == 0) else AWAITS
 
 
 cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
@@ -463,18 +492,37 @@ cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:
     return (<int64_t>x.number << 32) + 2 * <int64_t>chunk + (x.active == ours)
 
 
-cdef bint start_shared(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
-    """Write the chunk to shared memory and send its place."""
-    cdef int turn = (lane.index // LANES) % 2
+cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
+    """Write the snapshot to shared memory and send its place."""
     receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
-    lane.out = e.pairs.shared + lane.here.offset
-    store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
+    take_place(e, x, lane)
     lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True,
                                 lane.out + STAMP, lane.keep, &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
+    send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
+    return posted(e, x.peer, &lane.sending)
+
+
+cdef void take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Where in our shared memory the chunk goes, stamped."""
+    cdef int turn = (lane.index // LANES) % 2
+    lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
+    lane.out = e.pairs.shared + lane.here.offset
+    store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
+
+
+cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Wait until the peer is ready; or be, and wait for the difference."""
+    lane.step = NO_STEP if lane.way == COMPARES else e.port.orders.step
+    receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel if lane.way == COMPARES else x.answers)
+    if not posted(e, x.peer, &lane.receiving):
+        return False
+    if lane.way == COMPARES:
+        return True
+    lane.here.offset = lane.here.nbytes = 0
+    lane.here.step = NO_STEP
     send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
@@ -491,10 +539,11 @@ cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
 
 
 cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept nogil:
-    """Test a chunk once. Chunks are received and sent in order: none behind an incomplete one is tested."""
+    """Test a chunk once. On each channel chunks are received in order: none behind an incomplete one is tested."""
     cdef bint moved = False
+    cdef bint* earlier = &waits.answer if lane.way == AWAITS else &waits.receive
     cdef Status status
-    if not lane.received and not waits.receive:
+    if not lane.received and not earlier[0]:
         status = test_once(e.wire, &lane.receiving)
         if status > DONE:
             transfer_failed(e, x.peer, &lane.receiving)
@@ -502,13 +551,16 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
         if status == DONE:
             lane.received = True
             moved = True
-            lane.nbytes = open_place(e, x.peer, lane) if x.set != NOBODY else lane.receiving.nbytes
-            add(&e.port.counters.bytes_received, lane.nbytes)
-        waits.receive = status == PENDING
-    if lane.received and not lane.merged:
-        merge_lane(e, x, lane)
-        lane.merged = True
-    if not lane.sent and not waits.send:
+            note_received(e, x, lane)
+        earlier[0] = status == PENDING
+    if lane.received and not lane.merged and not (lane.way == COMPARES and waits.compare):
+        lane.merged = merge_lane(e, x, lane)
+        moved |= lane.merged
+        if x.phase != RUNNING:
+            return True
+    if lane.way == COMPARES and not lane.merged:
+        waits.compare = True
+    elif not lane.sent and not waits.send:
         status = test_once(e.wire, &lane.sending)
         if status > DONE:
             transfer_failed(e, x.peer, &lane.sending)
@@ -522,6 +574,16 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
     return moved
 
 
+cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """The peer's message: its snapshot, where that or the difference is, or that it is ready."""
+    if lane.way == COMPARES:
+        return
+    lane.nbytes = lane.receiving.nbytes if lane.way == SENT else open_place(e, x.peer, lane)
+    if lane.way == AWAITS:
+        lane.step = lane.there.step
+    add(&e.port.counters.bytes_received, lane.nbytes)
+
+
 cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Whether shared memory still holds the peer's chunk; else the peer took us for failed."""
     if x.set == NOBODY or load(<int64_t*>(lane.inp - STAMP)) == stamp_of(x, lane.chunk, False):
@@ -530,21 +592,55 @@ cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     return False
 
 
-cdef void merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """correction += w (received - sent), unless one of the two snapshots is void."""
+cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """correction += w (received - sent), unless one of the two snapshots is void. False if it cannot be done yet."""
     cdef int nbytes = lane.nbytes
     cdef double square, began
+    if lane.way == COMPARES:
+        return compare(e, x, lane)
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type):
         latch(&e.port, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
     if lane.void or nbytes == 0 or not stamped(e, x, lane):
-        memory_leave_out(e.memory, lane.chunk)
-        add(&e.port.counters.void_chunks, 1)
-        return
+        x.nbytes -= memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type) if lane.way == AWAITS else 0
+        leave_out(e, lane)
+        return True
     began = now(e)
-    square = memory_merge(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp, lane.keep)
+    if lane.way == AWAITS:
+        square = memory_merge_half(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp)
+    else:
+        square = memory_merge(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp, lane.keep)
     stamped(e, x, lane)
     count_merge(e, x, lane, square, began)
+    return True
+
+
+cdef void leave_out(Core* e, Lane* lane) noexcept nogil:
+    memory_leave_out(e.memory, lane.chunk)
+    add(&e.port.counters.void_chunks, 1)
+
+
+cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Compute the difference for both sides, merge it, and send its place. False if the peer's chunk is changing."""
+    cdef int64_t nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
+    cdef double square, began = now(e)
+    cdef Compared found
+    take_place(e, x, lane)
+    found = memory_compare(e.memory, &e.pairs.shown[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
+                           e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.lane_nbytes, &lane.step,
+                           &lane.here.step, &square)
+    if found == CHANGING:
+        return False
+    lane.here.nbytes = lane.nbytes = <int>(nbytes if found == MERGED else 0)
+    if found == MERGED:
+        count_merge(e, x, lane, square, began)
+    else:
+        x.nbytes -= nbytes
+        leave_out(e, lane)
+    add(&e.port.counters.bytes_received, lane.nbytes)
+    send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.answers)
+    posted(e, x.peer, &lane.sending)
+    return True
 
 
 cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double began) noexcept nogil:
@@ -607,17 +703,24 @@ cdef bint advance(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef bint advance_lanes(Core* e, Exchange* x) noexcept nogil:
-    cdef Waits waits = [False, False]
+    cdef Waits waits = [False, False, False, False]
     cdef Lane* lane
-    cdef bint moved = False
-    cdef int i, first = x.next
-    for i in range(LANES):                  # oldest chunk first: its lane is the one x.next will take
-        lane = &x.lanes[(first + i) % LANES]
-        if lane.busy and x.phase == RUNNING:
+    cdef bint moved = start_lanes(e, x)
+    cdef int i, next_one = x.next
+    for i in range(LANES):                  # oldest chunk first: its lane is the one next_one will take
+        lane = &x.lanes[(next_one + i) % LANES]
+        if lane.busy and lane.index < next_one and x.phase == RUNNING:
             moved |= advance_lane(e, x, lane, &waits)
-    while x.phase == RUNNING and start_lane(e, x):
-        moved = True
+        moved |= start_lanes(e, x)          # at once: the peer may be waiting for them
     return moved
+
+
+cdef bint start_lanes(Core* e, Exchange* x) noexcept nogil:
+    """Begin the chunks for which there are lanes. True if there were any."""
+    cdef bint started = False
+    while x.phase == RUNNING and start_lane(e, x):
+        started = True
+    return started
 
 
 cdef bint under_way(Core* e, Exchange* x) noexcept nogil:

@@ -52,6 +52,46 @@ def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned cha
                         weight, n, fresh, stream)
 
 
+def half_difference(int dtype, int wire, unsigned char[::1] half, mine, theirs, unsigned char[::1] keep=None,
+                    bint stream=False):
+    """half = wire((theirs - mine) / 2). Returns True if half holds an Inf or a NaN.
+
+    Args:
+        mine, theirs: each (base, first, second), whose sum is a model; base of `dtype`, first and second None or in
+            the type of corrections.
+    """
+    cdef adpsgd_model a, b
+    cdef const unsigned char[::1] part
+    cdef int64_t n = elements(half, wire)
+    for base, first, second in (mine, theirs):
+        if elements(base, dtype) != n or any(p is not None and slot_elements(p, dtype) != n for p in (first, second)):
+            raise ValueError("half and the models differ in length")
+    a.dtype = b.dtype = dtype
+    part = mine[0]
+    a.base = pointer(part)
+    part = mine[1]
+    a.first = pointer(part)
+    part = mine[2]
+    a.second = pointer(part)
+    part = theirs[0]
+    b.base = pointer(part)
+    part = theirs[1]
+    b.first = pointer(part)
+    part = theirs[2]
+    b.second = pointer(part)
+    return bool(adpsgd_half_difference(adpsgd_slot_dtype(dtype), wire, <void*>pointer(half), &a, &b,
+                                       <void*>pointer(keep), n, stream))
+
+
+def merge_half(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] half, double weight,
+               bint fresh, bint stream=False):
+    """correction (+)= 2 weight half. Returns sum((2 half)^2)."""
+    cdef int64_t n = slot_elements(correction, dtype)
+    if elements(half, wire) != n:
+        raise ValueError("correction and half differ in length")
+    return adpsgd_merge_half(dtype, wire, <void*>pointer(correction), pointer(half), weight, n, fresh, stream)
+
+
 def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] correction=None,
           unsigned char[::1] mirror=None, unsigned char[::1] back=None, bint replace=False,
           bint fresh=True, bint stream=False):

@@ -448,6 +448,19 @@ cdef class Loop:
         for i in range(self.core.wire.size):
             p.mapped[i] = <char*><uintptr_t>addresses[i]
 
+    def show(self, lives, areas):
+        """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
+
+        Peers that share memory; both show their models, or neither."""
+        cdef Pairs* p = &self.core.pairs
+        cdef int i
+        p.shown = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
+        if p.shown == NULL:
+            raise MemoryError("engine")
+        for i in range(self.core.wire.size):
+            p.shown[i].lives = <char*><uintptr_t>lives[i]
+            p.shown[i].area = <char*><uintptr_t>areas[i]
+
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
         """Size of the memory that an engine shares with its peers on the host."""

@@ -9,8 +9,21 @@ cdef enum:
     ADDS = 1                # a slot's correction is added to the parameters
     REPLACES = 2            # a slot holds the new parameters themselves
     SLOTS = 3               # at most
+    MIRROR = -1
+    NO_SLOT = -2
     FIRST = 16              # chunks in the first block; each block has twice those of the one before
     BLOCKS = 27
+
+cdef struct Live:           # what peers on the host must know of a chunk to read it where it lies
+    int64_t version         # odd while it changes
+    int64_t step
+    int base                # what the model is the sum of: MIRROR or a slot; then slots, or NO_SLOT
+    int first
+    int second
+
+cdef struct Neighbour:      # where a peer on the host has what it shows (its chunks lie as ours do)
+    char* lives             # NULL: it shows nothing
+    char* area
 
 cdef struct Chunk:
     pthread_mutex_t lease   # of all below, but what never changes: count, dtype and addresses
@@ -24,12 +37,21 @@ cdef struct Chunk:
     int dtype
     int64_t step            # the trainer's step of the mirror
     int64_t left_out        # exchanges and means in a row that could not average it
+    Live* live              # NULL: no peer reads it
+
+cdef enum Compared:
+    MERGED = 0
+    NOT_FINITE = 1
+    CHANGING = 2            # the peer's trainer or engine works on it: try again
 
 cdef struct Memory:
     Chunk* blocks[BLOCKS]   # growing moves no chunk
     int nchunks             # for the trainer; the engine knows those of the generations that it was told
     int nslots
     int open                # of all chunks, for the trainer
+    int shown               # the first chunks, which peers on the host may read
+    char* area              # ... from here on
+    int64_t slot_stride     # bytes from a slot to the next one
 
 cdef extern from *:
     int leading_zeros "__builtin_clz"(unsigned int) nogil
@@ -54,6 +76,11 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
 cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil
+
+cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
+                             void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil
+cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil
+cdef int64_t memory_step(Memory* m, int chunk) noexcept nogil
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil

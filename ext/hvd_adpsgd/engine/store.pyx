@@ -24,14 +24,19 @@ is alone applies each slot before it publishes the next one, and has two.
 Corrections are float32 at least. A 16-bit parameter takes the rounded sum, and what rounding holds back goes into the
 open slot as a correction, to be applied with the next publication. The leader alone does that: all learners of the
 super learner read the same corrections, and so take the same bits.
+
+Peers on the host may read a chunk where it lies, without its lease, which belongs to this process: a stopped one would
+keep it. Whoever changes the chunk makes its version odd, and even again when the chunk is whole; a reader that finds
+another version behind it than before it throws away what it has read.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_any_large, adpsgd_apply, adpsgd_itemsize,
-                                        adpsgd_merge, adpsgd_merge_mean, adpsgd_slot_dtype, adpsgd_slot_itemsize,
+from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_any_large, adpsgd_apply,
+                                        adpsgd_half_difference, adpsgd_itemsize, adpsgd_merge, adpsgd_merge_half,
+                                        adpsgd_merge_mean, adpsgd_model, adpsgd_slot_dtype, adpsgd_slot_itemsize,
                                         adpsgd_snapshot)
 
 cdef extern from "<pthread.h>" nogil:
@@ -39,6 +44,17 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_mutex_destroy(pthread_mutex_t*)
+
+cdef extern from *:
+    """
+    /* All stores before it are visible before all stores, also streamed ones, after it. */
+    #define adpsgd_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    #define adpsgd_version(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    #define adpsgd_set_version(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+    """
+    void fence "adpsgd_fence"() nogil
+    int64_t version_of "adpsgd_version"(int64_t*) nogil
+    void set_version "adpsgd_set_version"(int64_t*, int64_t) nogil
 
 
 cdef struct Span:
@@ -75,32 +91,71 @@ cdef void end_lease(Chunk* c) noexcept nogil:
     pthread_mutex_unlock(&c.lease)
 
 
+cdef Chunk* lease_to_change(Memory* m, int chunk) noexcept nogil:
+    cdef Chunk* c = lease(m, chunk)
+    begin_change(c)
+    return c
+
+
+cdef void end_change(Memory* m, Chunk* c) noexcept nogil:
+    if c.live != NULL:
+        show(m, c)
+    end_lease(c)
+
+
+cdef void begin_change(Chunk* c) noexcept nogil:
+    if c.live != NULL:
+        set_version(&c.live.version, c.live.version + 1)
+        fence()
+
+
+cdef void show(Memory* m, Chunk* c) noexcept nogil:
+    """Peers may read the chunk again."""
+    cdef int before = published_slot(m, c.open)
+    c.live.base, c.live.first, c.live.second = MIRROR, NO_SLOT, NO_SLOT
+    if c.full[before][0] == REPLACES and not c.absorbed:
+        c.live.base = before
+    elif c.full[before][0] and not c.absorbed:
+        c.live.first = before
+    if c.full[c.open][0] == REPLACES:
+        c.live.base, c.live.first = c.open, NO_SLOT
+    elif c.full[c.open][0]:
+        c.live.second = c.open
+    c.live.step = c.step
+    set_version(&c.live.version, c.live.version + 1)
+
+
 # ---- the engine's side ---------------------------------------------------------------------
+
+cdef adpsgd_model operands(Memory* m, Chunk* c, bint offered_only) noexcept nogil:
+    """The mirror, and the corrections that it lacks."""
+    cdef int before = published_slot(m, c.open)
+    cdef adpsgd_model model = [c.dtype, c.mirror, NULL, NULL]
+    if offered_only:
+        return model
+    if c.full[before][0] and not c.absorbed:
+        add_slot(&model, c, c.slot[before], c.full[before][0])
+    if c.full[c.open][0]:
+        add_slot(&model, c, c.slot[c.open], c.full[c.open][0])
+    return model
+
+
+cdef void add_slot(adpsgd_model* model, Chunk* c, const void* slot, int kind) noexcept nogil:
+    if kind == REPLACES:
+        model.dtype, model.base, model.first = adpsgd_slot_dtype(c.dtype), slot, NULL
+    elif model.first == NULL:
+        model.first = slot
+    else:
+        model.second = slot
+
 
 cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
                             int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks, as `dtype`. Returns 1 if out is not finite."""
     cdef Chunk* c = lease(m, chunk)
-    cdef void* base = c.mirror
-    cdef void* published = NULL
-    cdef void* pending = NULL
-    cdef int before = published_slot(m, c.open), base_type = c.dtype, bad
-    if not offered_only:
-        if c.full[before][0] and not c.absorbed:
-            published = c.slot[before]
-            if c.full[before][0] == REPLACES:
-                base = published
-                base_type = adpsgd_slot_dtype(c.dtype)
-                published = NULL
-        if c.full[c.open][0]:
-            pending = c.slot[c.open]
-            if c.full[c.open][0] == REPLACES:
-                base = pending
-                base_type = adpsgd_slot_dtype(c.dtype)
-                published = NULL
-                pending = NULL
+    cdef adpsgd_model model = operands(m, c, offered_only)
+    cdef int bad = adpsgd_snapshot(model.dtype, dtype, out, model.base, model.first, model.second, keep, c.count, stream)
     step[0] = c.step
-    bad = adpsgd_snapshot(base_type, dtype, out, base, published, pending, keep, c.count, stream)
     end_lease(c)
     return bad
 
@@ -114,14 +169,87 @@ cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil:
     """open slot += weight (received - sent). Returns sum((received - sent)^2)."""
-    cdef Chunk* c = lease(m, chunk)
+    cdef Chunk* c = lease_to_change(m, chunk)
     cdef double square = adpsgd_merge(c.dtype, wire_type(c, wire), c.slot[c.open], received, sent, weight,
                                       c.count, not c.full[c.open][0], c.stream)
+    note_merged(c)
+    end_change(m, c)
+    return square
+
+
+cdef void note_merged(Chunk* c) noexcept nogil:
     if not c.full[c.open][0]:
         c.full[c.open][0] = ADDS
     c.left_out = 0
-    end_lease(c)
+
+
+cdef char* shown_slot(Memory* m, Neighbour* peer, Chunk* c, int slot) noexcept nogil:
+    """A peer's slot of the chunk; NULL for NO_SLOT."""
+    return NULL if slot == NO_SLOT else peer.area + (c.slot[0] - m.area) + slot * m.slot_stride
+
+
+cdef adpsgd_model shown_operands(Memory* m, Neighbour* peer, Chunk* c, Live* live, bint offered_only) noexcept nogil:
+    """Of the peer's chunk. What `live` says may change meanwhile: it is no more than a choice of places."""
+    cdef adpsgd_model model = [c.dtype, peer.area + (c.mirror - m.area), NULL, NULL]
+    cdef Live now = live[0]
+    if offered_only or not (-1 <= now.base < SLOTS and -2 <= now.first < SLOTS and -2 <= now.second < SLOTS):
+        return model
+    if now.base != MIRROR:
+        model.dtype, model.base = adpsgd_slot_dtype(c.dtype), shown_slot(m, peer, c, now.base)
+    model.first, model.second = shown_slot(m, peer, c, now.first), shown_slot(m, peer, c, now.second)
+    return model
+
+
+cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
+                             void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil:
+    """half = half of the difference to the peer's chunk, as on the wire; open slot += 2 weight half.
+
+    Nothing is merged if the peer's chunk has changed meanwhile, or if the difference is not finite.
+    `keep` is for a second copy, in the caches; square: of the whole difference."""
+    cdef Chunk* c = chunk_at(m, chunk)
+    cdef Live* live = <Live*>peer.lives + chunk
+    cdef int64_t version = version_of(&live.version)
+    cdef adpsgd_model mine, theirs
+    cdef int dtype = wire_type(c, wire)
+    cdef bint bad
+    if version % 2:
+        return CHANGING
+    theirs = shown_operands(m, peer, c, live, offered_only)
+    peer_step[0] = live.step
+    pthread_mutex_lock(&c.lease)
+    mine = operands(m, c, offered_only)
+    step[0] = c.step
+    bad = adpsgd_half_difference(adpsgd_slot_dtype(c.dtype), dtype, half, &mine, &theirs, keep, c.count, True)
+    fence()
+    if version_of(&live.version) != version:
+        end_lease(c)
+        return CHANGING
+    if bad:
+        end_lease(c)
+        return NOT_FINITE
+    begin_change(c)
+    square[0] = adpsgd_merge_half(c.dtype, dtype, c.slot[c.open], keep, weight, c.count, not c.full[c.open][0], c.stream)
+    note_merged(c)
+    end_change(m, c)
+    return MERGED
+
+
+cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil:
+    """open slot -= 2 weight half, of the difference that the peer has computed. Returns its square, as the peer's."""
+    cdef Chunk* c = lease_to_change(m, chunk)
+    cdef double square = adpsgd_merge_half(c.dtype, wire_type(c, wire), c.slot[c.open], half, -weight, c.count,
+                                           not c.full[c.open][0], c.stream)
+    note_merged(c)
+    end_change(m, c)
     return square
+
+
+cdef int64_t memory_step(Memory* m, int chunk) noexcept nogil:
+    """The trainer's step of the chunk."""
+    cdef Chunk* c = lease(m, chunk)
+    cdef int64_t step = c.step
+    end_lease(c)
+    return step
 
 
 cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil:
@@ -156,7 +284,7 @@ cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learner
     """Merge the mean, sum / learners, into the open slot. Returns the squared distance to it.
 
     -1 if the mean is not finite and nothing was merged."""
-    cdef Chunk* c = lease(m, chunk)
+    cdef Chunk* c = lease_to_change(m, chunk)
     cdef double square = adpsgd_merge_mean(c.dtype, c.slot[c.open], sum, share, learners, c.count,
                                            not c.full[c.open][0], replace)
     if square >= 0:
@@ -165,7 +293,7 @@ cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learner
         elif not c.full[c.open][0]:
             c.full[c.open][0] = ADDS
         c.left_out = 0
-    end_lease(c)
+    end_change(m, c)
     return square
 
 
@@ -213,12 +341,13 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
             last += 1
         if leads:
             pthread_mutex_lock(&c.lease)
+            begin_change(c)
         found |= absorb_chunk(m, c, spans + i, last - i, tensors, published)
         corrected[0] |= published >= 0 and c.full[published][0] != 0
         if leads:
             c.absorbed = True
             c.step = step
-            pthread_mutex_unlock(&c.lease)
+            end_change(m, c)
         i = last
     return found
 
@@ -277,6 +406,30 @@ cdef class Store:
             c.stream = past_the_caches
             end_lease(c)
 
+    def show(self, uintptr_t lives, uintptr_t area):
+        """Let peers on this host read the chunks so far (leader only), from memory that they map.
+
+        Args:
+            lives: live_nbytes of zeros.
+            area: where mirrors and slots begin; slots are as far apart for every chunk.
+        """
+        cdef Memory* m = &self.memory
+        cdef Chunk* c
+        cdef int i
+        m.area = <char*>area
+        for i in range(m.nchunks):
+            c = lease(m, i)
+            m.slot_stride = c.slot[1] - c.slot[0]
+            c.live = <Live*>lives + i
+            set_version(&c.live.version, 1)
+            end_change(m, c)
+        m.shown = m.nchunks
+
+    @staticmethod
+    def live_nbytes(int chunks):
+        """Size of what peers must know of so many chunks to read them."""
+        return chunks * sizeof(Live)
+
     def publish(self):
         """Publish the open slot, and open the next one. Returns the index of the published slot (leader only)."""
         cdef Memory* m = &self.memory
@@ -285,11 +438,11 @@ cdef class Store:
         with nogil:
             m.open = (published + 1) % m.nslots
             for i in range(m.nchunks):
-                c = lease(m, i)
+                c = lease_to_change(m, i)
                 c.open = m.open
                 c.full[c.open][0] = 0
                 c.absorbed = False
-                end_lease(c)
+                end_change(m, c)
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
@@ -324,10 +477,10 @@ cdef class Store:
         cdef int64_t i
         cdef Chunk* c
         for i in range(spans.shape[0]):
-            c = lease(&self.memory, <int>spans[i, 2])
+            c = lease_to_change(&self.memory, <int>spans[i, 2])
             if adpsgd_itemsize(c.dtype) == 2 and c.mirror != NULL and c.full[c.open][0]:
                 memset(c.slot[c.open] + 4 * spans[i, 3], 0, 4 * spans[i, 4])
-            end_lease(c)
+            end_change(&self.memory, c)
 
     def left_out(self, int64_t least):
         """Chunks that at least so many exchanges and means in a row could not average."""
@@ -366,6 +519,23 @@ cdef class Store:
         with nogil:
             square = memory_merge(&self.memory, chunk, wire, weight, &received[0], &sent[0])
         return square
+
+    def compare(self, uintptr_t lives, uintptr_t area, int chunk, int wire, double weight, unsigned char[::1] half):
+        """The engine's merge with the chunk of a peer on the host. Returns (MERGED, ..., steps here and there, square)."""
+        cdef Neighbour peer = [<char*>lives, <char*>area]
+        cdef int64_t step = 0, peer_step = 0
+        cdef double square = 0
+        cdef Compared found
+        keep = bytearray(half.shape[0])
+        cdef unsigned char[::1] second = keep
+        with nogil:
+            found = memory_compare(&self.memory, &peer, chunk, wire, False, weight, &half[0], &second[0], &step,
+                                   &peer_step, &square)
+        return int(found), step, peer_step, square
+
+    def merge_half(self, int chunk, int wire, double weight, const unsigned char[::1] half):
+        """The peer's side of `compare`. Returns the square."""
+        return memory_merge_half(&self.memory, chunk, wire, weight, &half[0])
 
     def merge_mean(self, int chunk, bint replace, double learners, const unsigned char[::1] sum,
                    const unsigned char[::1] share):

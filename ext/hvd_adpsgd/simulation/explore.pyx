@@ -73,6 +73,7 @@ cdef class Explorer:
         weight: of an exchange.
         completion: 0: sends are complete at once; 1: with their receipt; 2: at any time.
         shared: snapshots are in memory that all share.
+        shown: ... and models are, and read where they lie.
         crashes, suspicions: at most so many.
         retries, deadlines: how often such time passes while something else can happen.
         ends: the end of an engine that has left is reported to the others.
@@ -92,6 +93,7 @@ cdef class Explorer:
     cdef object areas           # (engines, 5, chunks): mirror, slots, parameters
     cdef object full            # (engines, 3, chunks)
     cdef object common          # (engines, bytes), or None
+    cdef object seen_lives      # (engines, bytes): Live of each chunk, or None
     cdef object spans
     cdef list addresses
     cdef double* numbers
@@ -119,7 +121,7 @@ cdef class Explorer:
     cdef Line* story
 
     def __cinit__(self, scripts, schedules, int chunks=2, int lanes=1, double weight=0.5, int completion=0,
-                  bint shared=False, int crashes=0, int suspicions=0, int retries=0, int deadlines=0, bint ends=False):
+                  bint shared=False, bint shown=False, int crashes=0, int suspicions=0, int retries=0, int deadlines=0, bint ends=False):
         cdef int i
         self.n = len(scripts)
         self.scripts = [script.encode() for script in scripts]
@@ -135,6 +137,7 @@ cdef class Explorer:
         self.areas = np.zeros((self.n, SLOTS + 2, chunks))
         self.full = np.zeros((self.n, SLOTS, chunks), np.uint8)
         self.common = np.zeros((self.n, Loop.shared_nbytes(LANE_NBYTES)), np.uint8) if shared else None
+        self.seen_lives = np.zeros((self.n, Store.live_nbytes(chunks)), np.uint8) if shown else None
         self.numbers = <double*><uintptr_t>self.areas.ctypes.data
         self.spans = np.array([[c, 0, c, 0, 1] for c in range(chunks)], np.int64)
         self.addresses = [self.areas[i, SLOTS + 1].ctypes.data + 8 * np.arange(chunks, dtype=np.uintp)
@@ -172,6 +175,8 @@ cdef class Explorer:
         self.full.fill(0)
         if self.common is not None:
             self.common.fill(0)
+        if self.seen_lives is not None:
+            self.seen_lives.fill(0)
         memset(self.expected, 0, self.chunks * sizeof(double))
         for i in range(self.n):
             f.now_s[i] = 1.0                # not 0, which a goodbye takes for "not leaving"
@@ -200,6 +205,11 @@ cdef class Explorer:
             at = self.common.ctypes.data
             size = self.common.shape[1]
             loop.share(at + i * size, [at + j * size if j != i else 0 for j in range(self.n)])
+        if self.seen_lives is not None:
+            lives = [each.ctypes.data for each in self.seen_lives]
+            areas = [each.ctypes.data for each in self.areas]
+            chunks.show(lives[i], areas[i])
+            loop.show(*[[at * (j != i) for j, at in enumerate(each)] for each in (lives, areas)])
         self.loops.append(loop)
         self.stores.append(chunks)
         memset(a, 0, sizeof(Learner))

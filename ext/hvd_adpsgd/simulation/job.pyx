@@ -18,7 +18,7 @@ from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
-from hvd_adpsgd.simulation.chance cimport between
+from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
@@ -66,6 +66,7 @@ cdef class Job(JobState):
         self.actors = <Actor*>calloc(self.n, sizeof(Actor))
         self.loops, self.stores, self.models, self.areas, self.faults = [], [], [], [], []
         self.followers, self.late = [], []
+        self.lives = self.hosts = None
         self.tables = tables
         self.period = period
         self.warm_up = warm_up
@@ -101,8 +102,7 @@ cdef class Job(JobState):
         self.nchunks = len(model) - later
         self.later = later
         self.dtype = dtype
-        self.areas.append((np.zeros_like(model), np.zeros((nslots, *model.shape), self.wide()),
-                           np.zeros((nslots, len(model)), np.uint8)))
+        self.areas.append((*self.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
         self.followers.append(Store(nslots) if node_s > 0 and self.checks else None)
         self.late.append(None)
         self.models.append(model)
@@ -133,6 +133,18 @@ cdef class Job(JobState):
             peers = [own[j].ctypes.data if j != i and hosts[j] == hosts[i] else 0 for j in range(self.n)]
             if any(peers):
                 self.loops[i].share(own[i].ctypes.data, peers)
+
+    def show(self, hosts):
+        """Engines with the same number in `hosts`, which share memory, read each other's models where they lie."""
+        self.lives = [np.zeros(Store.live_nbytes(self.nchunks), np.uint8) for _ in range(self.n)]
+        self.hosts = hosts
+        lives = [each.ctypes.data for each in self.lives]
+        areas = [mirror.ctypes.data for mirror, *_ in self.areas[:self.n]]
+        for i in range(self.n):
+            near = [j != i and hosts[j] == hosts[i] for j in range(self.n)]
+            if any(near):
+                self.stores[i].show(lives[i], areas[i])
+                self.loops[i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
 
     def strike(self, double at, kind, int who, *arguments):
         """A fault at that time.
@@ -225,7 +237,10 @@ cdef class Job(JobState):
             cover(self.coverage, &self.net.links[i], a.core)
         a.turn_at = NEVER
         chunks = a.core.port.counters.chunks
+        held = self.hold(i) if self.lives is not None else None
         rest = turn(a.core, &a.rhythm)
+        if held is not None:
+            held[0] -= 1
         a.busy_until = self.net.now_s + self.chunk_s * (a.core.port.counters.chunks - chunks)
         pause = a.rhythm.pause_s
         if self.checks:
@@ -245,6 +260,16 @@ cdef class Job(JobState):
         else:                               # what arrives wakes it
             self.turn_at(i, self.net.now_s + max(pause, self.look_s) * between(&self.chance, 1, self.slack))
         return 0
+
+    def hold(self, int i):
+        """During some turns a trainer on the host is at a chunk: its version is odd. Returns the version."""
+        cdef int j = draw(&self.chance) % self.n
+        if j == i or self.hosts[i] != self.hosts[j] or draw(&self.chance) % 2:
+            return None
+        versions = self.lives[j].view(np.int64)[::Store.live_nbytes(1) // 8]
+        version = versions[draw(&self.chance) % self.nchunks:][:1]
+        version[0] += 1
+        return version
 
     cdef int ended(self, int i) except -1:
         """The engine has left: its process ends."""

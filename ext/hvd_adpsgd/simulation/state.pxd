@@ -79,6 +79,8 @@ cdef class JobState:
     cdef list stores
     cdef list models            # [engine]: chunks x elements
     cdef list areas
+    cdef list lives             # [engine]: what others must know to read its model where it lies; None: they do not
+    cdef object hosts
     cdef list followers         # [engine]: the store of another learner of its node, or None
     cdef list late              # [engine]: what that learner has to apply, and the model that its leader has made of it
     cdef list tables
@@ -120,4 +122,5 @@ cdef class JobState:
     cdef void note(self, what)
     cdef void tell(self, int i, what)
     cdef object wide(self)
+    cdef object area_for(self, model, int nslots)
     cdef void add_chunks(self, int rank, int first, int last)

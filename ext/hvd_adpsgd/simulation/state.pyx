@@ -47,6 +47,13 @@ cdef class JobState:
         """The type of corrections."""
         return np.float64 if self.dtype == FLOAT64 else np.float32
 
+    cdef object area_for(self, model, int nslots):
+        """A mirror and slots like a model, as far apart on all engines."""
+        wide = np.dtype(self.wide())
+        area = np.zeros(8 * model.size + nslots * model.size * wide.itemsize, np.uint8)
+        slots = area[8 * model.size:].view(wide).reshape(nslots, *model.shape)
+        return area[:model.nbytes].view(model.dtype).reshape(model.shape), slots
+
     cdef void add_chunks(self, int rank, int first, int last):
         mirror, slots, full = self.areas[rank]
         cdef uintptr_t mirrors = mirror.ctypes.data

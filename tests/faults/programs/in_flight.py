@@ -1,8 +1,8 @@
 """Super learners of one process, without Horovod: one is killed in the middle of an exchange.
 
 Nobody trains (the learning rate is 0), so the sum of all models may move only by chunks in flight. The
-memory of the victim's engine is a file, so that what it had merged can be read after its end. Each
-survivor leaves its model twice: when the loss is noticed, and some exchanges later.
+memory of the victim's engine is a file, or mapped by survivors, so that what it had merged can be read
+after its end. Each survivor leaves its model twice: when the loss is noticed, and some exchanges later.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ class Learner:
         self.step = 0
         self.turns(lambda: PeerState.FAILED not in dict(self.engine.report()).values())
         self.leave("after")
+        neighbours = self.engine._neighbours
+        if neighbours is not None and neighbours.models[self.args.victim]:
+            shown = neighbours._models[self.args.victim]
+            shown.tofile(self.args.folder / f"{self.rank}.shown")
         finished = self.engine.metrics()["exchanges"] + MORE
         self.turns(lambda: self.engine.metrics()["exchanges"] < finished)
         self.leave("end")

@@ -1,7 +1,8 @@
 """How much memory engines take: super learners of --k learners each, a model of --mib MiB.
 
 Each learner says, in MiB, by how much its memory grew from before the engine was made to after
-some steps with exchanges: all that it maps (rss), and what only it maps (private).
+some steps with exchanges: all that it maps (rss), what only it maps (private), and its part of what several
+map (pss).
 """
 
 import argparse
@@ -69,7 +70,11 @@ def memory() -> dict[str, int]:
     with open("/proc/self/smaps_rollup") as file:
         lines = [line.split() for line in file.readlines()[1:]]
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    return {"rss": kib["Rss"], "private": kib["Private_Clean"] + kib["Private_Dirty"]}
+    return {
+        "rss": kib["Rss"],
+        "private": kib["Private_Clean"] + kib["Private_Dirty"],
+        "pss": kib["Pss"],
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""What the leaders on one host map of each other: outboxes, and models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.shared_memory import File, host_name, try_file, try_map
+
+__all__ = ["Neighbours", "ShownModel"]
+
+
+class ShownModel(NamedTuple):
+    """A model in memory that peers on the host may map.
+
+    Attributes:
+        file: its memory.
+        nbytes: all of it.
+        area: where mirror and slots begin.
+        fingerprint: of the layout, which says where each chunk lies.
+    """
+
+    file: File
+    nbytes: int
+    area: int
+    fingerprint: int
+
+
+class _Offer(NamedTuple):
+    """What a leader lets others map."""
+
+    host: str
+    outbox: File | None
+    model: ShownModel | None
+
+
+_NOTHING = _Offer("", None, None)
+
+
+class Neighbours:
+    """The memory of leaders on the same host.
+
+    All leaders make it together: each gathers GATHERS times. Two leaders that cannot map each other's
+    outboxes (different hosts or containers, no room) send their chunks; two that cannot map each other's
+    models, or whose models differ, exchange snapshots through the outboxes.
+
+    Args:
+        nbytes: of each leader's outbox.
+        me: rank of this leader.
+        gather: the values of all leaders, by rank; None for one that has failed.
+        model: this leader's, if it shows one.
+
+    Attributes:
+        own: address of this leader's outbox, 0 if no peer maps it.
+        outboxes: address of each leader's outbox here, 0 if the two do not share.
+        models: address of each leader's model here, 0 if the two do not show each other theirs.
+        areas: ... of where mirror and slots begin.
+    """
+
+    GATHERS = 2
+
+    def __init__(
+        self,
+        nbytes: int,
+        me: int,
+        gather: Callable[[Any], list[Any]],
+        model: ShownModel | None = None,
+    ):
+        outbox = try_file(nbytes)
+        mine = _Offer(host_name(), outbox, model)
+        offers = [offer or _NOTHING for offer in gather(mine)]
+        near = [offer if offer.host == mine.host and outbox else _NOTHING for offer in offers]
+        self._outboxes = [_mapped(offer.outbox, nbytes, True) for offer in near]
+        self._models = [
+            _mapped(offer.model.file, offer.model.nbytes, False)
+            if model and offer.model and _alike(model, offer.model) and i != me
+            else None
+            for i, offer in enumerate(near)
+        ]
+        reach = gather(
+            [
+                (a is not None, b is not None)
+                for a, b in zip(self._outboxes, self._models, strict=True)
+            ]
+        )
+        # closed after that gather: before it, a peer may still have to open the file by its descriptor
+        if outbox is not None:
+            os.close(outbox.handle)
+        both = [
+            [bool(reach[i] and reach[me][i][k] and reach[i][me][k] and i != me) for k in range(2)]
+            for i in range(len(offers))
+        ]
+        self.outboxes = _addresses(self._outboxes, [sharing for sharing, _ in both])
+        self.models = _addresses(self._models, [sharing and showing for sharing, showing in both])
+        area = model.area if model else 0
+        self.areas = [address and address + area for address in self.models]
+        own = self._outboxes[me]
+        self.own = own.ctypes.data if own is not None and any(self.outboxes) else 0
+
+
+def _alike(model: ShownModel, other: ShownModel) -> bool:
+    """Whether each chunk lies at the same place in both."""
+    return (model.fingerprint, model.area) == (other.fingerprint, other.area)
+
+
+def _mapped(file: File | None, nbytes: int, writes: bool) -> NDArray[np.uint8] | None:
+    area = try_map(file, nbytes, writes) if file else None
+    return None if area is None else np.frombuffer(area, dtype=np.uint8)
+
+
+def _addresses(areas: Sequence[NDArray[np.uint8] | None], used: Sequence[bool]) -> list[int]:
+    return [
+        area.ctypes.data if area is not None and use else 0
+        for area, use in zip(areas, used, strict=True)
+    ]
