@@ -12,6 +12,7 @@ which closes it once every learner has mapped it. A killed process therefore lea
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import Any, NamedTuple
@@ -24,12 +25,18 @@ from hvd_adpsgd.errors import WorldError
 __all__ = ["File", "Mailbox", "host_name", "private_memory", "slots_of", "try_file", "try_map"]
 
 SHARED_FOLDER = "/dev/shm"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 
 
 def private_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed, page-aligned memory of this process, in huge pages where the system has them."""
+    """Zeroed, page-aligned memory of this process, in huge pages where the system has them.
+
+    It is there at once, not when it is first touched: that would be in the first steps.
+    """
     area = mmap.mmap(-1, max(nbytes, 1))
     area.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # before Linux 5.14
+        area.madvise(_POPULATE_WRITE)
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 

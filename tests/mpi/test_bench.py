@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvd_adpsgd.tools.bench import picture
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.tools.bench import peers, picture
 from tests.launcher import QUICK, environment
 
 pytestmark = pytest.mark.mpi
 
 
-def bench(*args: str) -> str:
+def bench(*args: str, first: Sequence[Path] = (QUICK,)) -> str:
     command = [sys.executable, "-m", "hvd_adpsgd", "bench", *args]
     done = subprocess.run(
         command,
-        env=environment({}, [QUICK]),
+        env=environment({}, first),
         capture_output=True,
         text=True,
         timeout=240,
@@ -59,6 +63,34 @@ def test_wires() -> None:
     for way in ("socket", "mpi", "tcp"):
         assert all(result[way][name] > 0 for name in ("mb_per_s_each_way", "cpu_s_per_gb"))
     assert result["tcp"]["speed_to_socket_min"] > 0
+
+
+def test_kernels() -> None:
+    result = json.loads(bench("kernels", "--json", "--mib=1", "--rounds=2"))
+    assert result["memcpy_gb_per_s"] > 0
+    for loop in ("snapshot", "merge", "half_difference", "merge_half", "apply", "merge_mean"):
+        for dtype in ("float32", "float64", "bfloat16", "float16"):
+            assert 0 < result[loop][f"{dtype}_min"] <= result[loop][dtype], (loop, dtype)
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_peers() -> None:
+    """What is not installed is said to be; the others train."""
+    options = ["--learners=2", "--rounds=1", "--steps=4", "--seconds=1", "--slow=0.2"]
+    names = ["random_pairs", "horovod", "ddp", "post_local_sgd", "torchft"]
+    result = json.loads(bench("peers", "--json", *options, "--schemes", *names, first=()))
+    for name in names[:4]:
+        assert isinstance(result[name], dict), result
+        assert result[name]["samples_per_s"] > 0, result
+        assert 0 < result[name]["slow_loss_after_time"] < 10, result
+    if importlib.util.find_spec("torchft") is None:
+        assert "pip install torchft" in result["torchft"]
+
+
+def test_a_peer_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--schemes nccl: .* Pass some of random_pairs, horovod"):
+        peers.measure(argparse.Namespace(schemes=["nccl"], learners=2, rounds=1))
 
 
 @pytest.mark.extended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -23,7 +24,11 @@ __all__ = ["MARK", "add_arguments", "machine", "report", "run", "settings", "spr
 
 MARK = "HVD_ADPSGD_BENCH "
 
+_HERE = ("calibrate", "kernels", "peers")
+
 _MEANINGS = {
+    "memcpy_gb_per_s": "read and written",
+    "*.float32": "bytes per second / memcpy's (median of rounds)",
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "*.mb_per_s_each_way": "of the model, median of rounds",
     "*.cpu_s_per_gb": "of the averaging thread (socket: of both threads), per GB sent or received",
@@ -32,6 +37,13 @@ _MEANINGS = {
     "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
     "watching_cpu": "share of a core that watching uses, the largest of all learners",
+    "*.samples_per_s": "of all learners",
+    "*.cpu_ms_per_step": "of a learner, threads of the library included",
+    "*.loss_after_samples": "held out, mean of all models, after --steps steps",
+    "*.loss_after_time": "after --seconds seconds",
+    "*.slow_samples_per_s": "of all learners, one of which sleeps",
+    "*.slow_others_kept": "steps/s of the others while one sleeps / while none sleeps",
+    "*.slow_loss_after_time": "after --seconds seconds, while one sleeps",
     "idle": "share of a core that an idle engine uses",
     "decay.from_law": "largest difference to the law, models of size 1",
     "*.theory": "rate of the expectation, or a ratio of two",
@@ -53,6 +65,13 @@ _MEANINGS = {
 
 # Each kind is a module of this package: what it is, and its options with their defaults.
 _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
+    "kernels": (
+        "the engine's loops over memory, against memcpy",
+        {
+            "mib": (64.0, "size of a float32 array; other types have as many elements"),
+            "rounds": (9, ""),
+        },
+    ),
     "exchange": (
         "one exchange against raw MPI_Sendrecv",
         {
@@ -79,6 +98,20 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "steps": (20, "steps per block"),
             "straggler": (0.0, "one learner sleeps S seconds per step"),
             "averaging": ("random_pairs", "a strategy"),
+        },
+    ),
+    "peers": (
+        "this library beside others, on the same work",
+        {
+            "learners": (4, ""),
+            "rounds": (3, ""),
+            "steps": (200, "steps of each learner, for the loss after as many samples"),
+            "seconds": (15.0, "of training, for speed and the loss after as much time"),
+            "slow": (0.5, "seconds that the last learner sleeps per step in the third run"),
+            "schemes": (
+                ["random_pairs", "horovod", "ddp", "post_local_sgd", "torchft", "hivemind"],
+                "which",
+            ),
         },
     ),
     "watching": (
@@ -158,8 +191,8 @@ def run(args: argparse.Namespace) -> int:
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
     if asked.get("picture"):
         return _draw_overlap(asked)
-    if args.kind == "calibrate":
-        result = _calibrate(args)
+    if args.kind in _HERE:
+        result = _measure_here(args)
     elif args.kind == "watching":
         with tempfile.TemporaryDirectory() as folder:
             result = _measure(asked, HVD_ADPSGD_RECORD=folder)
@@ -171,12 +204,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrate(args: argparse.Namespace) -> dict[str, Any] | None:
-    """In this process: nothing of it needs a second one."""
-    from hvd_adpsgd.tools.bench import calibrate
-
+def _measure_here(args: argparse.Namespace) -> dict[str, Any] | None:
+    """By a module that needs no launcher, or starts its own; None for an argument that is refused."""
+    module = importlib.import_module(f"{__name__}.{args.kind}")
     try:
-        return calibrate.measure(args)
+        return dict(module.measure(args))
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
         return None

@@ -1,0 +1,286 @@
+"""One learner of `bench peers`: the same model, data and batch under each library.
+
+The work is an MLP of 9.5 M parameters (512-2048-2048-2048-10), batch 32, SGD with momentum, one thread.
+Labels come from a fixed linear classifier; no two learners see the same sample. What counts in the end is the
+mean of all learners' models on held-out samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_adpsgd.tools.bench import MARK, settings
+
+__all__ = ["BATCH", "PERIOD", "SCHEMES"]
+
+SIZES = (512, 2048, 2048, 2048, 10)
+BATCH, HELD_OUT = 32, 2048
+RATE, MOMENTUM = 0.05, 0.9
+PERIOD = 4  # steps between means, where a library averages models
+LOOK = 5  # steps between looks at the clock, where all must stop together
+HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50  # of gathering partners, which a short period would wait for
+
+
+class Scheme:
+    """What `bench peers` asks of a library; here torch.distributed over Gloo, without any averaging.
+
+    Attributes:
+        together: learners wait for each other, and must make as many steps.
+    """
+
+    together = True
+
+    def start(self) -> tuple[int, int]:
+        """Rank and size."""
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        return dist.get_rank(), dist.get_world_size()
+
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        """What to call, and what to step."""
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        yield
+
+    def any(self, flag: bool) -> bool:
+        """Whether a learner says so; all ask."""
+        found = torch.tensor([float(flag)])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def average(self, model: torch.nn.Module) -> None:
+        """Give all learners the mean of their models."""
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def close(self) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class DataParallel(Scheme):
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        return torch.nn.parallel.DistributedDataParallel(model), optimizer
+
+
+class PostLocalSGD(Scheme):
+    """Models are averaged every PERIOD steps, gradients not at all after the first ones."""
+
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        state = hook.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+        wrapped.register_comm_hook(state, hook.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=2)
+        return wrapped, PostLocalSGDOptimizer(optimizer, averager)
+
+
+class TorchFT(Scheme):
+    """LocalSGD of torchft: a replica group per learner."""
+
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        from torchft._torchft import LighthouseServer
+        from torchft.local_sgd import LocalSGD
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.lighthouse = LighthouseServer("[::]:0", size) if rank == 0 else None
+        address = self.gather(self.lighthouse and self.lighthouse.address())[0]
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timedelta(seconds=60)),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=size,
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            lighthouse_addr=address,
+            replica_id=f"learner_{rank}",
+            init_sync=False,
+        )
+        self.store = store
+        self.local = LocalSGD(self.manager, model, optimizer, PERIOD)
+        return model, optimizer
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        with self.local:
+            yield
+
+    def close(self) -> None:
+        dist.barrier()
+        self.manager.shutdown()
+        super().close()
+
+
+class Hivemind(Scheme):
+    """Local updates, with models averaged in the background every HIVEMIND_PERIOD steps of all."""
+
+    together = False
+
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        import hivemind
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        first = hivemind.DHT(start=True) if rank == 0 else None
+        peers = self.gather(first and [str(at) for at in first.get_visible_maddrs()])[0]
+        self.dht = first or hivemind.DHT(initial_peers=peers, start=True)
+        return model, hivemind.Optimizer(
+            dht=self.dht,
+            run_id="bench",
+            params=model.parameters(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, RATE, momentum=MOMENTUM),
+            batch_size_per_step=BATCH,
+            target_batch_size=BATCH * HIVEMIND_PERIOD * size,
+            use_local_updates=True,
+            delay_state_averaging=True,
+            matchmaking_time=HIVEMIND_S,
+            averaging_timeout=10 * HIVEMIND_S,
+        )
+
+
+class Horovod(Scheme):
+    """Plain Horovod."""
+
+    library = "horovod.torch"
+
+    def start(self) -> tuple[int, int]:
+        self.hvd = importlib.import_module(self.library)
+        self.hvd.init()
+        return self.hvd.rank(), self.hvd.size()
+
+    def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
+        names = model.named_parameters()
+        return model, self.hvd.DistributedOptimizer(optimizer, named_parameters=names)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.hvd.allreduce(torch.tensor([float(flag)]), op=self.hvd.Sum))
+
+    def average(self, model: torch.nn.Module) -> None:
+        for p in model.parameters():
+            p.data.copy_(self.hvd.allreduce(p.data))
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self.hvd.allgather_object(value))
+
+    def close(self) -> None:
+        self.hvd.shutdown()
+
+
+class Adpsgd(Horovod):
+    """hvd_adpsgd with its default strategy, a super learner per learner."""
+
+    library = "hvd_adpsgd.torch"
+    together = False
+
+    def average(self, model: torch.nn.Module) -> None:
+        self.hvd.average_model(model)
+
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "random_pairs": Adpsgd,
+    "horovod": Horovod,
+    "ddp": DataParallel,
+    "post_local_sgd": PostLocalSGD,
+    "torchft": TorchFT,
+    "hivemind": Hivemind,
+}
+
+
+def network(sizes: tuple[int, ...], seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[torch.nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+class Data:
+    """Random inputs, and the labels that a fixed classifier gives them."""
+
+    def __init__(self, seed: int):
+        self.teacher = network((SIZES[0], SIZES[-1]), 2**20)
+        self.held_out = self.batch(torch.Generator().manual_seed(2**21), HELD_OUT)
+        self.own = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def batch(self, chance: torch.Generator, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(n, SIZES[0], generator=chance)
+        return x, self.teacher(x).argmax(dim=1)
+
+    @torch.no_grad()
+    def loss(self, model: torch.nn.Module) -> float:
+        x, y = self.held_out
+        return float(torch.nn.functional.cross_entropy(model(x), y))
+
+
+def main() -> None:
+    args = settings()
+    torch.set_num_threads(1)
+    scheme = SCHEMES[args.scheme]()
+    rank, size = scheme.start()
+    data = Data(1000 * args.seed + rank)
+    model = network(SIZES, args.seed)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
+    called, stepped = scheme.wrap(model, optimizer)
+    slow_s = args.slow_s if rank == size - 1 else 0.0
+
+    def step() -> None:
+        x, y = data.batch(data.own, BATCH)
+        stepped.zero_grad()
+        torch.nn.functional.cross_entropy(called(x), y).backward()
+        stepped.step()
+        time.sleep(slow_s)  # the work of a slow learner
+
+    with scheme.training():
+        for _ in range(args.warm_up):
+            step()
+        scheme.any(False)  # from here on together
+        began, cpu, steps = time.monotonic(), time.process_time(), 0
+        ends = began + args.seconds if args.seconds else math.inf
+        while steps < (args.steps or math.inf):
+            late = time.monotonic() > ends
+            if late if not scheme.together else steps % LOOK == 0 and scheme.any(late):
+                break
+            step()
+            steps += 1
+        seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+    scheme.any(False)
+    scheme.average(model)
+    told = scheme.gather({"steps": steps, "seconds": seconds, "cpu_ms": 1e3 * cpu / steps})
+    if rank == 0:
+        found = {"loss": data.loss(model), "learners": told}
+        os.write(1, (MARK + json.dumps(found) + "\n").encode())
+    scheme.close()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
