@@ -247,7 +247,7 @@ static void stream_fence(void) {
     return bad != 0;                                                                          \
   }
 
-/* A difference whose square is not a finite float32, as square_ does it. */
+/* As MERGE, of half the difference. A block whose square is not a finite float32 is summed in float64. */
 #define MERGE_HALF(A, W)                                                                      \
   VECTOR static double merge_half_##A##_##W(A *restrict correction, const W *restrict half,   \
                                             double weight, int64_t n, int fresh,              \

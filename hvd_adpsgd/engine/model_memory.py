@@ -101,7 +101,7 @@ class ModelMemory:
         return ShownModel(file, mailbox.memory.size, area, fingerprint)
 
     def hide(self) -> None:
-        """Peers that have not mapped the model by now cannot any more."""
+        """Close the file of the shown model. A peer that has not mapped it by now cannot map it any more."""
         if self._shown is not None:
             self._shown[0].close()
 

@@ -98,7 +98,7 @@ class Mailbox:
         return front
 
     def close(self) -> None:
-        """Whoever has not mapped the file by now cannot any more."""
+        """Close the file. A peer that has not mapped it by now cannot map it any more."""
         if self.file is not None:
             os.close(self.file.handle)
             self.file = None

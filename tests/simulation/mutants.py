@@ -131,7 +131,7 @@ MUTANTS = (
         "lane.step = NO_STEP",
     ),
     Mutant(
-        "who serves begins at another chunk than who asks",
+        "the passive side begins at another chunk than the active side",
         "exchange.pyx",
         "    x.first = m.first\n",
         "",

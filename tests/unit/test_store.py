@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import platform
 import threading
 from itertools import accumulate
 
@@ -366,4 +368,19 @@ def test_a_model_that_is_not_finite_is_reported():
 def test_private_memory_is_zero(n):
     memory = private_memory(n)
     assert memory.size == n
+    assert not memory.any()
+
+
+def test_private_memory_is_there_before_it_is_touched():
+    """Else the first steps would wait for it; Linux 5.14 and newer."""
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+
+    if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
+        pytest.skip("the kernel cannot populate memory")
+    before = resident()
+    memory = private_memory(64 * 2**20)
+    assert resident() - before > 60 * 2**20
     assert not memory.any()

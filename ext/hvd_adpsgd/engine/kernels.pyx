@@ -52,6 +52,16 @@ def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned cha
                         weight, n, fresh, stream)
 
 
+cdef adpsgd_model model_of(int dtype, int64_t n, const unsigned char[::1] base, const unsigned char[::1] first,
+                           const unsigned char[::1] second) except *:
+    """base + first + second, of n elements; first and second may be None."""
+    cdef adpsgd_model model = [dtype, pointer(base), pointer(first), pointer(second)]
+    if (elements(base, dtype) != n or first is not None and slot_elements(first, dtype) != n
+            or second is not None and slot_elements(second, dtype) != n):
+        raise ValueError("half and the models differ in length")
+    return model
+
+
 def half_difference(int dtype, int wire, unsigned char[::1] half, mine, theirs, unsigned char[::1] keep=None,
                     bint stream=False):
     """half = wire((theirs - mine) / 2). Returns True if half holds an Inf or a NaN.
@@ -60,25 +70,9 @@ def half_difference(int dtype, int wire, unsigned char[::1] half, mine, theirs, 
         mine, theirs: each (base, first, second), whose sum is a model; base of `dtype`, first and second None or in
             the type of corrections.
     """
-    cdef adpsgd_model a, b
-    cdef const unsigned char[::1] part
     cdef int64_t n = elements(half, wire)
-    for base, first, second in (mine, theirs):
-        if elements(base, dtype) != n or any(p is not None and slot_elements(p, dtype) != n for p in (first, second)):
-            raise ValueError("half and the models differ in length")
-    a.dtype = b.dtype = dtype
-    part = mine[0]
-    a.base = pointer(part)
-    part = mine[1]
-    a.first = pointer(part)
-    part = mine[2]
-    a.second = pointer(part)
-    part = theirs[0]
-    b.base = pointer(part)
-    part = theirs[1]
-    b.first = pointer(part)
-    part = theirs[2]
-    b.second = pointer(part)
+    cdef adpsgd_model a = model_of(dtype, n, mine[0], mine[1], mine[2])
+    cdef adpsgd_model b = model_of(dtype, n, theirs[0], theirs[1], theirs[2])
     return bool(adpsgd_half_difference(adpsgd_slot_dtype(dtype), wire, <void*>pointer(half), &a, &b,
                                        <void*>pointer(keep), n, stream))
 

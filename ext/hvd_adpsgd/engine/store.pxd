@@ -51,7 +51,6 @@ cdef struct Memory:
     int open                # of all chunks, for the trainer
     int shown               # the first chunks, which peers on the host may read
     char* area              # ... from here on
-    int64_t slot_stride     # bytes from a slot to the next one
 
 cdef extern from *:
     int leading_zeros "__builtin_clz"(unsigned int) nogil
@@ -80,7 +79,6 @@ cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const vo
 cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
                              void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil
 cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil
-cdef int64_t memory_step(Memory* m, int chunk) noexcept nogil
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil

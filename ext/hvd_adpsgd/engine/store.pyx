@@ -26,8 +26,8 @@ open slot as a correction, to be applied with the next publication. The leader a
 super learner read the same corrections, and so take the same bits.
 
 Peers on the host may read a chunk where it lies, without its lease, which belongs to this process: a stopped one would
-keep it. Whoever changes the chunk makes its version odd, and even again when the chunk is whole; a reader that finds
-another version behind it than before it throws away what it has read.
+keep it. A thread that changes the chunk makes its version odd before the first store and even after the last one. A
+reader whose version has changed between its first and its last load discards what it has read, and tries again.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
@@ -111,49 +111,53 @@ cdef void begin_change(Chunk* c) noexcept nogil:
 
 cdef void show(Memory* m, Chunk* c) noexcept nogil:
     """Peers may read the chunk again."""
-    cdef int before = published_slot(m, c.open)
-    c.live.base, c.live.first, c.live.second = MIRROR, NO_SLOT, NO_SLOT
-    if c.full[before][0] == REPLACES and not c.absorbed:
-        c.live.base = before
-    elif c.full[before][0] and not c.absorbed:
-        c.live.first = before
-    if c.full[c.open][0] == REPLACES:
-        c.live.base, c.live.first = c.open, NO_SLOT
-    elif c.full[c.open][0]:
-        c.live.second = c.open
-    c.live.step = c.step
+    cdef Live found = contents(m, c)
+    c.live.step, c.live.base, c.live.first, c.live.second = found.step, found.base, found.first, found.second
     set_version(&c.live.version, c.live.version + 1)
+
+
+cdef Live contents(Memory* m, Chunk* c) noexcept nogil:
+    """The mirror, and the corrections that it lacks."""
+    cdef int before = published_slot(m, c.open)
+    cdef Live found = [0, c.step, MIRROR, NO_SLOT, NO_SLOT]
+    if c.full[before][0] == REPLACES and not c.absorbed:
+        found.base = before
+    elif c.full[before][0] and not c.absorbed:
+        found.first = before
+    if c.full[c.open][0] == REPLACES:
+        found.base, found.first = c.open, NO_SLOT
+    elif c.full[c.open][0]:
+        found.second = c.open
+    return found
+
+
+cdef adpsgd_model sum_of(Chunk* c, Live* found, const char* mirror, char** slots) noexcept nogil:
+    """The same as addresses."""
+    cdef adpsgd_model model = [c.dtype, mirror, NULL, NULL]
+    if 0 <= found.base < SLOTS:
+        model.dtype, model.base = adpsgd_slot_dtype(c.dtype), slots[found.base]
+    if 0 <= found.first < SLOTS:
+        model.first = slots[found.first]
+    if 0 <= found.second < SLOTS:
+        model.second = slots[found.second]
+    return model
 
 
 # ---- the engine's side ---------------------------------------------------------------------
 
-cdef adpsgd_model operands(Memory* m, Chunk* c, bint offered_only) noexcept nogil:
-    """The mirror, and the corrections that it lacks."""
-    cdef int before = published_slot(m, c.open)
-    cdef adpsgd_model model = [c.dtype, c.mirror, NULL, NULL]
+cdef adpsgd_model own_model(Memory* m, Chunk* c, bint offered_only) noexcept nogil:
+    """With corrections, or as it was offered."""
+    cdef Live found = contents(m, c)
     if offered_only:
-        return model
-    if c.full[before][0] and not c.absorbed:
-        add_slot(&model, c, c.slot[before], c.full[before][0])
-    if c.full[c.open][0]:
-        add_slot(&model, c, c.slot[c.open], c.full[c.open][0])
-    return model
-
-
-cdef void add_slot(adpsgd_model* model, Chunk* c, const void* slot, int kind) noexcept nogil:
-    if kind == REPLACES:
-        model.dtype, model.base, model.first = adpsgd_slot_dtype(c.dtype), slot, NULL
-    elif model.first == NULL:
-        model.first = slot
-    else:
-        model.second = slot
+        found.base, found.first, found.second = MIRROR, NO_SLOT, NO_SLOT
+    return sum_of(c, &found, c.mirror, c.slot)
 
 
 cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
                             int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks, as `dtype`. Returns 1 if out is not finite."""
     cdef Chunk* c = lease(m, chunk)
-    cdef adpsgd_model model = operands(m, c, offered_only)
+    cdef adpsgd_model model = own_model(m, c, offered_only)
     cdef int bad = adpsgd_snapshot(model.dtype, dtype, out, model.base, model.first, model.second, keep, c.count, stream)
     step[0] = c.step
     end_lease(c)
@@ -183,21 +187,16 @@ cdef void note_merged(Chunk* c) noexcept nogil:
     c.left_out = 0
 
 
-cdef char* shown_slot(Memory* m, Neighbour* peer, Chunk* c, int slot) noexcept nogil:
-    """A peer's slot of the chunk; NULL for NO_SLOT."""
-    return NULL if slot == NO_SLOT else peer.area + (c.slot[0] - m.area) + slot * m.slot_stride
-
-
-cdef adpsgd_model shown_operands(Memory* m, Neighbour* peer, Chunk* c, Live* live, bint offered_only) noexcept nogil:
-    """Of the peer's chunk. What `live` says may change meanwhile: it is no more than a choice of places."""
-    cdef adpsgd_model model = [c.dtype, peer.area + (c.mirror - m.area), NULL, NULL]
-    cdef Live now = live[0]
-    if offered_only or not (-1 <= now.base < SLOTS and -2 <= now.first < SLOTS and -2 <= now.second < SLOTS):
-        return model
-    if now.base != MIRROR:
-        model.dtype, model.base = adpsgd_slot_dtype(c.dtype), shown_slot(m, peer, c, now.base)
-    model.first, model.second = shown_slot(m, peer, c, now.first), shown_slot(m, peer, c, now.second)
-    return model
+cdef adpsgd_model peer_model(Memory* m, Neighbour* peer, Chunk* c, Live* live, bint offered_only) noexcept nogil:
+    """As `own_model`, of the peer's chunk. `live` may change meanwhile: it only chooses among places of the peer."""
+    cdef Live found = live[0]
+    cdef char* slots[SLOTS]
+    cdef int i
+    for i in range(SLOTS):              # the peer may have another number of slots
+        slots[i] = peer.area + (c.slot[0] - m.area) + i * (c.slot[1] - c.slot[0])
+    if offered_only:
+        found.base, found.first, found.second = MIRROR, NO_SLOT, NO_SLOT
+    return sum_of(c, &found, peer.area + (c.mirror - m.area), slots)
 
 
 cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
@@ -214,10 +213,10 @@ cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bi
     cdef bint bad
     if version % 2:
         return CHANGING
-    theirs = shown_operands(m, peer, c, live, offered_only)
+    theirs = peer_model(m, peer, c, live, offered_only)
     peer_step[0] = live.step
     pthread_mutex_lock(&c.lease)
-    mine = operands(m, c, offered_only)
+    mine = own_model(m, c, offered_only)
     step[0] = c.step
     bad = adpsgd_half_difference(adpsgd_slot_dtype(c.dtype), dtype, half, &mine, &theirs, keep, c.count, True)
     fence()
@@ -242,14 +241,6 @@ cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, con
     note_merged(c)
     end_change(m, c)
     return square
-
-
-cdef int64_t memory_step(Memory* m, int chunk) noexcept nogil:
-    """The trainer's step of the chunk."""
-    cdef Chunk* c = lease(m, chunk)
-    cdef int64_t step = c.step
-    end_lease(c)
-    return step
 
 
 cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil:
@@ -419,7 +410,6 @@ cdef class Store:
         m.area = <char*>area
         for i in range(m.nchunks):
             c = lease(m, i)
-            m.slot_stride = c.slot[1] - c.slot[0]
             c.live = <Live*>lives + i
             set_version(&c.live.version, 1)
             end_change(m, c)

@@ -20,7 +20,17 @@ from typing import Any
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.trace import merge
 
-__all__ = ["MARK", "add_arguments", "machine", "report", "run", "settings", "spread_of", "timed"]
+__all__ = [
+    "MARK",
+    "add_arguments",
+    "machine",
+    "programs_path",
+    "report",
+    "run",
+    "settings",
+    "spread_of",
+    "timed",
+]
 
 MARK = "HVD_ADPSGD_BENCH "
 
@@ -217,8 +227,7 @@ def _measure_here(args: argparse.Namespace) -> dict[str, Any] | None:
 def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     """What the learners of a kind report; None if they failed, with what they wrote on stderr."""
     kind = asked["kind"]
-    beside = os.path.dirname(sys.executable)  # mpirun's folder, whether or not it is activated
-    path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    path = programs_path()
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
@@ -261,6 +270,11 @@ def _draw_overlap(asked: dict[str, Any]) -> int:
             compute_ms = compute_ms or 1.5 * result["mean_ms"]
         picture.draw(traces, asked["picture"])
     return 0
+
+
+def programs_path() -> str:
+    """PATH, with the folder of this Python's programs first, whether or not its environment is activated."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def machine() -> str:

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import MARK, machine
+from hvd_adpsgd.tools.bench import MARK, machine, programs_path
 
 __all__ = ["measure"]
 
@@ -100,9 +100,8 @@ def _rate(learners: list[dict[str, float]]) -> float:
 
 def _run(name: str, learners: int, seed: int, **asked: float) -> dict[str, Any]:
     settings = {"scheme": name, "seed": seed, "warm_up": WARM_UP, "steps": 0, "seconds": 0.0}
-    settings |= {"slow_s": 0.0, **asked}
-    beside = os.path.dirname(sys.executable)
-    path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    settings |= {"batch": BATCH, "slow_s": 0.0, **asked}
+    path = programs_path()
     launcher = LAUNCHED_BY[name]
     found = shutil.which(launcher, path=path)
     if found is None:

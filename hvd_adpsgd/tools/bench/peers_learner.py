@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from hvd_adpsgd.tools.bench import MARK, settings
 
-__all__ = ["BATCH", "PERIOD", "SCHEMES"]
+__all__ = ["PERIOD", "SCHEMES"]
 
 SIZES = (512, 2048, 2048, 2048, 10)
-BATCH, HELD_OUT = 32, 2048
+HELD_OUT = 2048
 RATE, MOMENTUM = 0.05, 0.9
 PERIOD = 4  # steps between means, where a library averages models
 LOOK = 5  # steps between looks at the clock, where all must stop together
@@ -37,11 +37,17 @@ HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50  # of gathering partners, which a short pe
 class Scheme:
     """What `bench peers` asks of a library; here torch.distributed over Gloo, without any averaging.
 
+    Args:
+        batch: samples per step of a learner.
+
     Attributes:
         together: learners wait for each other, and must make as many steps.
     """
 
     together = True
+
+    def __init__(self, batch: int):
+        self.batch = batch
 
     def start(self) -> tuple[int, int]:
         """Rank and size."""
@@ -57,7 +63,7 @@ class Scheme:
         yield
 
     def any(self, flag: bool) -> bool:
-        """Whether a learner says so; all ask."""
+        """Whether the flag is set on any learner. All learners call it together."""
         found = torch.tensor([float(flag)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
@@ -157,8 +163,8 @@ class Hivemind(Scheme):
             run_id="bench",
             params=model.parameters(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, RATE, momentum=MOMENTUM),
-            batch_size_per_step=BATCH,
-            target_batch_size=BATCH * HIVEMIND_PERIOD * size,
+            batch_size_per_step=self.batch,
+            target_batch_size=self.batch * HIVEMIND_PERIOD * size,
             use_local_updates=True,
             delay_state_averaging=True,
             matchmaking_time=HIVEMIND_S,
@@ -244,7 +250,7 @@ class Data:
 def main() -> None:
     args = settings()
     torch.set_num_threads(1)
-    scheme = SCHEMES[args.scheme]()
+    scheme = SCHEMES[args.scheme](args.batch)
     rank, size = scheme.start()
     data = Data(1000 * args.seed + rank)
     model = network(SIZES, args.seed)
@@ -253,7 +259,7 @@ def main() -> None:
     slow_s = args.slow_s if rank == size - 1 else 0.0
 
     def step() -> None:
-        x, y = data.batch(data.own, BATCH)
+        x, y = data.batch(data.own, args.batch)
         stepped.zero_grad()
         torch.nn.functional.cross_entropy(called(x), y).backward()
         stepped.step()
