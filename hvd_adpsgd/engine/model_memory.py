@@ -105,6 +105,16 @@ class ModelMemory:
         if self._shown is not None:
             self._shown[0].close()
 
+    def add_pending(self, copies: NDArray[np.uintp]) -> None:
+        """Add to copies of the tensors the corrections that these lack, which stay pending (leader only).
+
+        Args:
+            copies: address of a contiguous copy of each tensor, in the order of `extend`, float64 for float64
+                tensors, float32 for all others; 0: no copy.
+        """
+        chosen = copies[self._spans[:, 0]] != 0
+        self.store.add_pending(np.ascontiguousarray(self._spans[chosen]), copies)
+
     def forget(self, tensors: Sequence[int]) -> None:
         """Drop what rounding to 16 bits holds back of these tensors (by their order in `extend`).
 

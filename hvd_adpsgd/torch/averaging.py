@@ -6,9 +6,10 @@ import atexit
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_adpsgd.config import Config
@@ -357,6 +358,17 @@ class Averaging:
         if corrected:
             self.parameters.write_back()
         return finite
+
+    def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Add to copies of tensors the corrections that these lack, which stay pending. Leaders only.
+
+        Args:
+            copies: by id of the tensor; contiguous, on the host, float64 for float64 tensors, else float32.
+        """
+        places = [
+            copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
+        ]
+        self.engine.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These were replaced while averaging is paused: drop what rounding to 16 bits holds back of them."""

@@ -21,7 +21,7 @@ from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
 from hvd_adpsgd.torch.parameters import shares_elements
-from hvd_adpsgd.torch.pausing import paused
+from hvd_adpsgd.torch.pausing import at_rest, paused
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
@@ -139,11 +139,14 @@ def averaged(
     """Inside, the modules hold the exact mean over super learners; afterwards their own values again.
 
     For evaluation and for checkpoints of the mean. All learners enter together and wait for the slowest
-    super learner; each leaves on its own, also by an exception. Engines keep running, and corrections are
-    added after the block. Inside, backward(), step(), average_model and averaging_paused are not allowed.
-    Blocks may be nested.
+    super learner; each leaves on its own, also by an exception. The mean is that of parameters and pending
+    corrections: what an exchange has changed at one super learner, and not yet at its peer, counts on
+    both. So exchanges rest while it is taken. They continue inside the block, and corrections are applied
+    after it. Inside, backward(), step(), average_model and averaging_paused are not allowed. Blocks may
+    be nested.
 
-    Memory: a copy of the parameters and buffers on their device; on the way in, the mean in host memory.
+    Memory: a copy of the parameters and buffers on their device; on the way in, the mean in host memory,
+    and on leaders a copy of the averaged tensors.
 
     Args:
         model: the same module on every learner.
@@ -158,7 +161,7 @@ def averaged(
     with contextlib.ExitStack() as left:
         with counted("averaged"), torch.no_grad():
             named = _floating(world, "averaged", modules, buffers) if world.super_size > 1 else []
-            means = _finite_means(world, "averaged", named) if named else []
+            means = _means_of_the_run(world, named) if named else []
             tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
             for module in modules:
                 left.callback(
@@ -179,6 +182,15 @@ def averaged(
         yield
 
 
+def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
+    """With what is pending, and nothing under way. In a nested block the tensors hold that mean already."""
+    pending = [a for a in live() if not a.lent and any(t in a.parameters for t in named)]
+    if world.collectives.joining:  # alone until it has joined
+        pending = []
+    with at_rest("averaged", pending):
+        return _finite_means(world, "averaged", named, pending=pending)
+
+
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
     """The modules hold these tensors again: half() and cpu() replace buffers, and maybe parameters."""
     for module, parameters, buffers in held:
@@ -197,10 +209,14 @@ def _give_back(averaging: Averaging) -> None:
 
 
 def _finite_means(
-    world: World, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
+    world: World,
+    doing: str,
+    tensors: list[torch.Tensor],
+    weight: float = 1.0,
+    pending: Sequence[Averaging] = (),
 ) -> list[torch.Tensor]:
     """The means; raises or warns about models that are not finite, as configured."""
-    means, unfit = _means(world, doing, tensors, weight)
+    means, unfit = _means(world, doing, tensors, weight, pending)
     if unfit:
         _without(world, doing, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
     return means
@@ -239,9 +255,20 @@ def _floating(
 
 
 def _means(
-    world: World, doing: str, tensors: list[torch.Tensor], weight: float = 1.0
+    world: World,
+    doing: str,
+    tensors: list[torch.Tensor],
+    weight: float = 1.0,
+    pending: Sequence[Averaging] = (),
 ) -> tuple[list[torch.Tensor], list[int]]:
     """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
+
+    Args:
+        world: the worlds of this learner.
+        doing: what is done, for messages.
+        tensors: the same on every learner.
+        weight: of this super learner.
+        pending: corrections of these, which are at rest, count as applied.
 
     Returns:
         The means of the finite models, or of all models if none with a weight is finite; and the
@@ -251,6 +278,8 @@ def _means(
         t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
         for t in tensors
     ]
+    if world.is_leader:
+        hosts = _with_pending(pending, tensors, hosts)
     fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
     def operation(attempt: Attempt) -> tuple[list[NDArray[Any]], list[int]]:
@@ -272,6 +301,20 @@ def _means(
     call = Call(doing, private=(world.is_leader, fit, weight))
     means, unfit = world.collectives.run(call, operation)
     return [torch.from_numpy(mean) for mean in means], unfit
+
+
+def _with_pending(
+    pending: Sequence[Averaging], tensors: list[torch.Tensor], hosts: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors on the host, with the corrections that they lack; copies of those that are averaged."""
+    copies = {id(t): h for t, h in zip(tensors, hosts, strict=True)}
+    for averaging in pending:
+        for t in averaging.parameters.tensors:
+            if (h := copies.get(id(t))) is not None:
+                copies[id(t)] = h.clone() if h.data_ptr() == t.data_ptr() else h
+                copies[id(t)] = copies[id(t)].contiguous()
+        averaging.add_pending(copies)
+    return list(copies.values())
 
 
 def _within_range(weights: dict[int, float]) -> dict[int, float]:

@@ -40,6 +40,17 @@ def paused(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def at_rest(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
+    """Inside, no exchange of these runs, and what is pending stays pending. All learners enter together."""
+    with contextlib.ExitStack() as stack:
+        for averaging in list(averagings):
+            _come_to_rest(doing, averaging)
+            averaging.pauses += 1
+            stack.callback(_resume_engine, averaging)
+        yield
+
+
 @torch.no_grad()
 def _pause(doing: str, averaging: Averaging) -> None:
     """Pause the engine and apply every correction.
@@ -47,7 +58,19 @@ def _pause(doing: str, averaging: Averaging) -> None:
     Allowed at any point of a step, also between publishing corrections and applying them. A round in
     progress is finished first; its result is applied here, not in the next step.
     """
-    engine, rule = averaging.engine, averaging.rule
+    _come_to_rest(doing, averaging)
+    rule = averaging.rule
+    rule.before_corrections()
+    averaging.take_in()  # corrections published for the current step
+    averaging.take_in()  # and those merged since
+    rule.after_corrections()
+    rule.settle()
+    averaging.pauses += 1
+
+
+def _come_to_rest(doing: str, averaging: Averaging) -> None:
+    """Finish the round in progress, pause the engine, and wait until no engine has an exchange."""
+    engine = averaging.engine
     patience_s = 2 * averaging.spec.config.deadline_s
     averaging.require_running()
     averaging.parameters.check()
@@ -66,20 +89,16 @@ def _pause(doing: str, averaging: Averaging) -> None:
             doing,
             patience_s,
         )
-    rule.before_corrections()
-    averaging.take_in()  # corrections published for the current step
-    averaging.take_in()  # and those merged since
-    rule.after_corrections()
-    rule.settle()
-    averaging.pauses += 1
 
 
 def resume(averaging: Averaging) -> None:
-    """Copy the changed parameters to the mirror, then resume the engine.
-
-    In nested pauses only the outermost one resumes it. A joining learner's engine is new and was not paused.
-    """
-    averaging.pauses = max(0, averaging.pauses - 1)
+    """Copy the changed parameters to the mirror, then resume the engine."""
     averaging.absorb()  # before resume: else peers average with the parameters from before the pause
+    _resume_engine(averaging)
+
+
+def _resume_engine(averaging: Averaging) -> None:
+    """In nested pauses only the outermost one resumes it. A joining learner's new engine was not paused."""
+    averaging.pauses = max(0, averaging.pauses - 1)
     if not averaging.pauses:
         averaging.engine.resume()

@@ -47,6 +47,12 @@ def test_averaged_shows_the_mean_and_gives_back_the_own_model(
         assert place == "4x1" or facts["backward"]["error"] == "WorldError", facts
 
 
+@pytest.mark.parametrize("place", ["2x2", "4x1"])
+def test_what_is_pending_counts_in_the_mean(said: Said, place: str) -> None:
+    for facts in said[f"{place}/of the run"]:
+        assert facts["error"] < 1e-6 and facts["same"] and facts["back"], facts
+
+
 def test_looking_at_the_mean_does_not_disturb_training(said: Said) -> None:
     assert [facts["alike"] for facts in said["undisturbed"]] == [True] * 4
 

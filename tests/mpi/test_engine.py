@@ -114,7 +114,7 @@ def oldest(staleness: list[int]) -> int:
 
 
 def test_max_staleness_bounds_the_age_of_corrections() -> None:
-    free = learners(3, "quiet.py", "--stale", 1000)
+    free = learners(3, "quiet.py", "--stale", 1000, "--until", 2)
     bounded = learners(3, "quiet.py", "--stale", 2)
     assert max(oldest(facts["staleness"]) for facts in free) > 2, "nothing to bound"
     assert sum(facts["exchanges"] for facts in bounded) > 0, bounded

@@ -32,7 +32,7 @@ reader whose version has changed between its first and its last load discards wh
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_any_large, adpsgd_apply,
                                         adpsgd_half_difference, adpsgd_itemsize, adpsgd_merge, adpsgd_merge_half,
@@ -343,6 +343,20 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
     return found
 
 
+cdef void add_pending_span(Memory* m, Chunk* c, const Span* span, char* copy) noexcept nogil:
+    """One span of Store.add_pending."""
+    cdef int wide = adpsgd_slot_dtype(c.dtype)
+    cdef int64_t size = adpsgd_slot_itemsize(c.dtype), at = span.offset * size
+    cdef Live found = contents(m, c)
+    copy += span.start * size
+    if found.base != MIRROR:
+        memcpy(copy, c.slot[found.base] + at, span.count * size)
+    if found.first != NO_SLOT:
+        adpsgd_apply(wide, copy, c.slot[found.first] + at, NULL, NULL, span.count, False, False, False)
+    if found.second != NO_SLOT:
+        adpsgd_apply(wide, copy, c.slot[found.second] + at, NULL, NULL, span.count, False, False, False)
+
+
 cdef class Store:
     """Chunks of one layout. Memory belongs to the caller, who keeps it alive.
 
@@ -457,6 +471,26 @@ cdef class Store:
         with nogil:
             found = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, &tensors[0], published, step, &corrected)
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
+
+    def add_pending(self, const int64_t[:, ::1] spans, const uintptr_t[::1] copies):
+        """copy += corrections that the parameters lack, published or not; a mean that replaces them takes their place.
+
+        Leader only. Nothing is applied: the corrections stay pending.
+
+        Args:
+            spans: as of `absorb`.
+            copies: address of a contiguous copy of each tensor, in the type of corrections.
+        """
+        cdef Memory* m = &self.memory
+        cdef const Span* span
+        cdef Chunk* c
+        cdef int64_t i
+        for i in range(spans.shape[0]):
+            span = <const Span*>&spans[i, 0]
+            with nogil:
+                c = lease(m, <int>span.chunk)
+                add_pending_span(m, c, span, <char*>copies[span.tensor])
+                end_lease(c)
 
     def forget(self, const int64_t[:, ::1] spans):
         """Drop what the open slot holds for these spans of 16-bit chunks: their parameters have been replaced.

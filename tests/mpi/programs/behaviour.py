@@ -38,8 +38,8 @@ def network() -> torch.nn.Module:
 
 
 @contextmanager
-def training(model: torch.nn.Module, averaging: str) -> Iterator[Any]:
-    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def training(model: torch.nn.Module, averaging: str, lr: float = 0.05) -> Iterator[Any]:
+    plain = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     named = model.named_parameters()
     with retired(
         hvd.DistributedOptimizer(plain, named_parameters=named, averaging=averaging)
@@ -79,10 +79,10 @@ def averaged(where: str, averaging: str) -> None:
     with training(model, averaging) as optimizer:
         for step in range(4):
             advance(model, optimizer, step)
-        hvd.barrier()
-        own = [digest(every(model)), digest(every(copy))]
         parameters = [*model.parameters(), *copy.parameters()]
-        means, all_means = mean_of(parameters), mean_of([*parameters, model[1].running_var])
+        with hvd.averaging_paused():  # nothing is pending
+            means, all_means = mean_of(parameters), mean_of([*parameters, model[1].running_var])
+        own = [digest(every(model)), digest(every(copy))]
         facts: dict[str, Any] = {}
         try:
             with hvd.averaged(model, copy):
@@ -108,6 +108,25 @@ def averaged(where: str, averaging: str) -> None:
         facts["back"] = [digest(every(model)), digest(every(copy))] == own
         advance(model, optimizer, 4)
     say(case=f"{where}/averaged/{averaging}", **facts)
+
+
+def of_the_run(where: str) -> None:
+    """Super learner 0 waits at the block while the others exchange with it: the mean is as it was."""
+    model = network()
+    means = mean_of(list(model.parameters()))
+    with training(model, "random_pairs", lr=0.0) as optimizer:  # exchanges alone change the models
+        engine = optimizer._averaging.engine
+        for step in range(3 if hvd.super_rank() == 0 else 20):
+            advance(model, optimizer, step)
+            if engine.loop is not None and hvd.super_rank():
+                engine.loop.wait_finished(step, 5.0)
+        own = digest(model.parameters())
+        with hvd.averaged(model):
+            found = error(list(model.parameters()), means)
+            same = same_everywhere(model.parameters())
+        back = digest(model.parameters()) == own
+        advance(model, optimizer, 20)  # exchanges go on
+    say(case=f"{where}/of the run", error=found, same=same, back=back)
 
 
 def undisturbed() -> None:
@@ -196,6 +215,7 @@ def main() -> None:
         hvd.init(config=Config(super_learner_size=k, nonfinite=policy))
         for averaging in ("random_pairs", "delay_by_one"):
             averaged(f"{hvd.super_size()}x{k}", averaging)
+        of_the_run(f"{hvd.super_size()}x{k}")
         not_finite(policy)
         if k == 2:
             undisturbed()

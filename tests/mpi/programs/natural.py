@@ -49,7 +49,7 @@ def heldout(model: nn.Module) -> float:
         return sum(loss_of(model, 10**6 + k).item() for k in range(20)) / 20
 
 
-def natural(model: nn.Module, lr: float = 0.05) -> Any:
+def natural(model: nn.Module, lr: float = 0.03) -> Any:
     return hvd.NaturalGradientSGD(model, lr, update_period=2)
 
 

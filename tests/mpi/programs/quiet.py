@@ -1,7 +1,8 @@
 """An engine by hand, for tests of one property each: --idle, --stale S, --grow, --elsewhere.
 
 idle: CPU seconds of the thread over 3 s in which nobody offers, up to --tries times.
-stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness.
+stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness. With --until U
+    it trains until a correction was staler than U steps.
 grow: tensors are added while exchanges run; gives the error of the mean.
 elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives what is raised.
 """
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--idle", action="store_true")
     parser.add_argument("--stale", type=int)
+    parser.add_argument("--until", type=int, default=-1, help="step on until one is staler")
     parser.add_argument("--grow", action="store_true")
     parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
@@ -99,11 +101,15 @@ class Run:
         return {"share": used / 3.0, "exchanges": self.engine.metrics()["exchanges"]}
 
     def stale(self) -> dict:
-        for _ in range(self.args.steps):
-            self.turn()
-            time.sleep(1e-3)  # a gradient, much shorter than an exchange
-        metrics = self.engine.metrics()
-        return {"staleness": metrics["staleness"], "exchanges": metrics["exchanges"]}
+        ends = time.monotonic() + DEADLINE_S
+        while True:
+            for _ in range(self.args.steps):
+                self.turn()
+                time.sleep(1e-3)  # a gradient, much shorter than an exchange
+            metrics = self.engine.metrics()
+            old = any(metrics["staleness"][self.args.until + 1 :])
+            if self.comm.allreduce(old or time.monotonic() > ends, op=MPI.LOR):
+                return {"staleness": metrics["staleness"], "exchanges": metrics["exchanges"]}
 
     def grow(self) -> dict:
         added = 0
