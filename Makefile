@@ -43,7 +43,7 @@ test: venv $(STAMPS)/examples  ## the tests (8 minutes on two cores)
 	@$(PYTEST) $(or $(ARGS),tests)
 
 test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind (35 minutes)
-	@$(PYTEST) -m "extended or not extended" $(or $(ARGS),tests)
+	@$(PYTEST) -m "extended or not extended" --hypothesis-profile=thorough $(or $(ARGS),tests)
 
 lint: venv  ## ruff, format, types, who may import whom
 	@echo "== lint: ruff check, ruff format, mypy, lint-imports"

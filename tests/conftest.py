@@ -14,7 +14,9 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A failing example prints the line that reproduces it; no deadline, for the machine may be busy.
-settings.register_profile("hvd_adpsgd", print_blob=True, deadline=None)
+# `make test` tries fewer examples of each property than `make test-all` does.
+settings.register_profile("hvd_adpsgd", print_blob=True, deadline=None, max_examples=25)
+settings.register_profile("thorough", print_blob=True, deadline=None, max_examples=100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -118,6 +118,7 @@ print((used() - before) / n)
 """
 
 
+@pytest.mark.extended
 def test_an_engine_takes_at_most_twice_the_memory_among_4096() -> None:
     few, many = (
         float(

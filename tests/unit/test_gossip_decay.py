@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
@@ -86,7 +86,6 @@ def test_acceleration_table_of_the_ring(n, eta, alpha_tilde, chi1, gain):
     assert gossip.drift_gain(constants) == pytest.approx(gain, rel=0.03)
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 9), st.sampled_from(sorted(GRAPHS)), st.floats(0.1, 10))
 def test_acceleration_by_the_pseudoinverse(n, name, rate):
     edges = GRAPHS[name](n)

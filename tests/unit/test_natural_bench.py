@@ -38,13 +38,20 @@ def test_inputs_are_ill_conditioned_and_classes_apart():
     assert float(covariance.trace()) / natural.DIM == pytest.approx(2, rel=0.3)
 
 
-@pytest.mark.parametrize("method", natural.METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(m, marks=pytest.mark.extended) if m.startswith("sgd") else m
+        for m in natural.METHODS
+    ],
+)
 def test_a_run_repeats_itself_and_learns(method):
     losses = [natural.train(1, 8 * 128 * 2, "8, every 40", method, 1.6) for _ in range(2)]
     assert losses[0] == losses[1] < math.log(natural.CLASSES)
     assert natural.train(1, 8 * 128 * 2, "1 learner", "sgd", 1e6) == math.inf
 
 
+@pytest.mark.extended
 def test_the_table_holds_the_best_rate_of_the_grid(tmp_path, capsys):
     base = ["toy", "--samples", "2048", "--seeds", "1", "2", "--settings", "1 learner"]
     arguments = [*base, "--rates", "1e-6", "0.4", "--out", str(tmp_path)]

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -53,7 +53,6 @@ def outcome(module, x, hx):
     batch=st.integers(0, 4),
     given_state=st.booleans(),
 )
-@settings(max_examples=60)
 def test_it_is_torchs_lstm(layers, bidirectional, batch_first, bias, times, batch, given_state):
     """batch = 0 stands for a sequence without a batch."""
     fused, ours = pair(3, 4, layers, bias, batch_first, 0.0, bidirectional)
@@ -68,7 +67,6 @@ def test_it_is_torchs_lstm(layers, bidirectional, batch_first, bias, times, batc
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.booleans(), st.booleans())
-@settings(max_examples=30)
 def test_packed_sequences(lengths, bidirectional, given_state):
     fused, ours = pair(3, 4, 2, bidirectional=bidirectional)
     packed = pack_sequence([normal(k, n, 3) for k, n in enumerate(lengths)], enforce_sorted=False)

@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +111,6 @@ def test_gradient_of_a_linear_map_is_the_product_of_preconditioned_rows(one, sha
     st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2),
     st.booleans(),
 )  # fmt: skip
-@settings(max_examples=40)
 def test_a_convolution_is_a_linear_map_of_its_unfolded_input(
     two_dims, kernel, stride, padding, dilation, one
 ):
@@ -188,7 +187,6 @@ def test_derivatives_by_inputs_are_plain():
 
 
 @given(st.integers(-40, 40))
-@settings(max_examples=15)
 def test_directions_do_not_depend_on_the_scale_of_the_loss(power):
     models = [net(6, 8, 5), net(6, 8, 5)]
     optimizers = [unlimited(model, lr=0.0) for model in models]
@@ -437,7 +435,6 @@ def test_a_grad_scaler(told):
 
 
 @given(st.floats(0, 1e4), st.floats(0.01, 3), st.floats(0.01, 3), st.sampled_from([0.0, 0.9]))
-@settings(max_examples=30)
 def test_no_step_is_longer_than_max_change(lr, overall, each, momentum):
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)).to(F64)
     optimizer = NaturalGradientSGD(

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
@@ -221,7 +221,6 @@ def test_a_store_has_two_or_three_slots(slots):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_the_mean_moves_only_by_local_updates(dtype, data):
     """Any order of updates, publications, absorptions and chunk exchanges; two of them may overlap.

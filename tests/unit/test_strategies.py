@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
@@ -53,7 +53,6 @@ IN_PAIRS = (SynchronousGossip, NoLoCo)
 TOO_FEW = {A2CiD2: (2, 3)}  # super learners
 
 
-@settings(max_examples=30)
 @given(ALL, st.integers(1, 17), st.data())
 def test_plans_ask_others_in_range(strategy, n, data):
     rank = data.draw(st.integers(0, n - 1))
@@ -146,7 +145,6 @@ SCHEDULED = {
 }
 
 
-@settings(max_examples=150)
 @given(ALL, st.integers(1, 17), st.integers(0, 5000))
 def test_lock_step_matrices_are_symmetric_and_doubly_stochastic(strategy, n, round_):
     matrix = strategy.mixing_matrix(n, round_)

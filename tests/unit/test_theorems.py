@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import theorems
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.theory import mixing, topology
@@ -112,7 +112,6 @@ def brute_event_contraction(n, edges, weight):
     return np.linalg.eigvalsh(basis.T @ square @ basis / len(edges)).max()
 
 
-@settings(max_examples=60)
 @given(st.integers(2, 12), WEIGHTS)
 def test_event_contraction_on_ring_and_complete_graph(n, weight):
     for edges in (topology.ring_edges(n), theorems.complete_edges(n)):

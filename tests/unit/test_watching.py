@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.errors import ConfigError
@@ -51,7 +51,6 @@ REPORTS = st.builds(
 )
 
 
-@settings(max_examples=40)
 @given(REPORTS)
 def test_any_report_fits_and_comes_back(report: Report) -> None:
     data = encode(report)
