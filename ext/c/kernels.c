@@ -6,70 +6,27 @@
 #include <emmintrin.h>
 #endif
 
-/* One clone per vector width, chosen at load time; plain code elsewhere. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#define VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define VECTOR
-#endif
+#include "narrow.h"
+
+/* Every loop computes in the type of sums (float64 for float64, float32 for all others), block by block. A block of
+ * 16-bit numbers is widened before and narrowed after, in the first-level cache. */
+#define BLOCK 1024
 
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float f32;
 typedef double f64;
-typedef struct { uint16_t bits; } bf16;
-typedef struct { uint16_t bits; } f16;
 
-/* ---- element types ------------------------------------------------------------------ */
+typedef union { /* a block of numbers in the type of sums */
+  f32 f32[BLOCK];
+  f64 f64[BLOCK];
+} Block;
 
-INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
-INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
-
-INLINE float load_f32(f32 x) { return x; }
-INLINE double load_f64(f64 x) { return x; }
-INLINE float load_bf16(bf16 x) { return float_of((uint32_t)x.bits << 16); }
-
-/* Normal numbers are rebased by a multiplication, subnormal ones by a subtraction. */
-INLINE float load_f16(f16 x) {
-  const uint32_t word = (uint32_t)x.bits << 16;
-  const uint32_t twice = word + word;
-  const float normal = float_of((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
-  const float subnormal = float_of((twice >> 17) | (126u << 23)) - 0.5f;
-  const uint32_t magnitude = twice < (1u << 27) ? bits_of(subnormal) : bits_of(normal);
-  return float_of((word & 0x80000000u) | magnitude);
+INLINE uint32_t infinite_f32(f32 x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return (u & 0x7F800000u) == 0x7F800000u;
 }
-
-INLINE f32 store_f32(float x) { return x; }
-INLINE f64 store_f64(double x) { return x; }
-
-/* Round to nearest, ties to even; NaN stays NaN. */
-INLINE bf16 store_bf16(float x) {
-  const uint32_t u = bits_of(x);
-  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-  const uint32_t nan = (u >> 16) | 0x40u;
-  bf16 out = {(uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded)};
-  return out;
-}
-
-/* The additions of 2^k constants let the FPU do the rounding to 11 bits. */
-INLINE f16 store_f16(float x) {
-  const uint32_t word = bits_of(x);
-  const float magnitude = float_of(word & 0x7FFFFFFFu);
-  float base = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;
-  const uint32_t twice = word + word;
-  uint32_t bias = twice & 0xFF000000u;
-  bias = bias < 0x71000000u ? 0x71000000u : bias;
-  base = float_of((bias >> 1) + 0x07800000u) + base;
-  const uint32_t bits = bits_of(base);
-  const uint32_t number = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
-  const uint32_t finite = twice > 0xFF000000u ? 0x7E00u : number;
-  f16 out = {(uint16_t)((word >> 16 & 0x8000u) | finite)};
-  return out;
-}
-
-INLINE uint32_t infinite_f32(f32 x) { return (bits_of(x) & 0x7F800000u) == 0x7F800000u; }
-INLINE uint32_t infinite_bf16(bf16 x) { return (x.bits & 0x7F80u) == 0x7F80u; }
-INLINE uint32_t infinite_f16(f16 x) { return (x.bits & 0x7C00u) == 0x7C00u; }
 INLINE uint64_t infinite_f64(f64 x) {
   uint64_t u;
   memcpy(&u, &x, sizeof u);
@@ -77,17 +34,25 @@ INLINE uint64_t infinite_f64(f64 x) {
 }
 
 #define FLAG_f32 uint32_t
-#define FLAG_bf16 uint32_t
-#define FLAG_f16 uint32_t
 #define FLAG_f64 uint64_t
-#define ACC_f32 float
-#define ACC_bf16 float
-#define ACC_f16 float
-#define ACC_f64 double
+
+int adpsgd_itemsize(int dtype) {
+  switch (dtype) {
+    case ADPSGD_FLOAT32: return 4;
+    case ADPSGD_FLOAT64: return 8;
+    case ADPSGD_BFLOAT16:
+    case ADPSGD_FLOAT16: return 2;
+  }
+  return 0;
+}
+
+int adpsgd_slot_dtype(int dtype) {
+  return dtype == ADPSGD_FLOAT64 ? ADPSGD_FLOAT64 : ADPSGD_FLOAT32;
+}
+
+int adpsgd_slot_itemsize(int dtype) { return adpsgd_itemsize(adpsgd_slot_dtype(dtype)); }
 
 /* ---- past the caches ------------------------------------------------------------------- */
-
-#define BLOCK 1024
 
 /* Copy a block that is in the first-level cache to memory that nobody reads soon. Writing past the
  * caches saves reading the destination first: one pass in three. */
@@ -115,267 +80,326 @@ static void stream_copy(void *to, const void *from, size_t nbytes) {
 #endif
 }
 
+static void copy_block(void *to, const void *from, int64_t nbytes, int stream) {
+  if (stream) stream_copy(to, from, (size_t)nbytes);
+  else memcpy(to, from, (size_t)nbytes);
+}
+
 /* Streamed stores become visible before whatever is stored after this. */
-static void stream_fence(void) {
+static void fence(int stream) {
 #if defined(__SSE2__)
-  _mm_sfence();
+  if (stream) _mm_sfence();
+#else
+  (void)stream;
 #endif
 }
 
-/* ---- the loops ------------------------------------------------------------------------ */
+/* ---- blocks in the type of sums ----------------------------------------------------------- */
 
-/* One block of a snapshot; `first` and `second` may be NULL. */
-#define SNAPSHOT(T, W)                                                                        \
-  VECTOR static uint32_t add_##T##_##W(W *restrict out, const T *restrict mirror,             \
-                                       const ACC_##T *restrict first,                         \
-                                       const ACC_##T *restrict second, int64_t n) {           \
-    FLAG_##W bad = 0;                                                                         \
-    if (!first && !second && AS_IT_IS_##T##_##W) {                                            \
-      memcpy(out, mirror, (size_t)n * sizeof(W));                                             \
-      for (int64_t i = 0; i < n; i++) bad |= infinite_##W(out[i]);                            \
-    } else if (!first && !second) {                                                           \
+#define BLOCKS(A)                                                                             \
+  /* Whether any number is infinite or not a number. */                                       \
+  ADPSGD_VECTOR static int inspect_##A(const A *restrict x, int64_t n) {                      \
+    FLAG_##A bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) bad |= infinite_##A(x[i]);                                \
+    return bad != 0;                                                                          \
+  }                                                                                           \
+  /* out = base + first + second, left to right; `second` may be NULL. As inspect. */         \
+  ADPSGD_VECTOR static int add_##A(A *restrict out, const A *restrict base,                   \
+                                   const A *restrict first, const A *restrict second,         \
+                                   int64_t n) {                                               \
+    FLAG_##A bad = 0;                                                                         \
+    if (!second) {                                                                            \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i])));                            \
-        bad |= infinite_##W(out[i]);                                                          \
-      }                                                                                       \
-    } else if (!second) {                                                                     \
-      for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + first[i]));                 \
-        bad |= infinite_##W(out[i]);                                                          \
+        out[i] = base[i] + first[i];                                                          \
+        bad |= infinite_##A(out[i]);                                                          \
       }                                                                                       \
     } else {                                                                                  \
       for (int64_t i = 0; i < n; i++) {                                                       \
-        out[i] = store_##W(NARROW_##T##_##W(load_##T(mirror[i]) + first[i] + second[i]));     \
-        bad |= infinite_##W(out[i]);                                                          \
+        out[i] = base[i] + first[i] + second[i];                                              \
+        bad |= infinite_##A(out[i]);                                                          \
       }                                                                                       \
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
-  static int snapshot_##T##_##W(W *out, const T *mirror, const ACC_##T *first,                \
-                                const ACC_##T *second, W *keep, int64_t n, int stream) {      \
-    uint32_t bad = 0;                                                                         \
-    W block[BLOCK];                                                                           \
-    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
-      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      W *near = keep ? keep + start : stream ? block : out + start;                           \
-      bad |= add_##T##_##W(near, mirror + start, first ? first + start : NULL,                \
-                           second ? second + start : NULL, count);                            \
-      if (stream) stream_copy(out + start, near, (size_t)count * sizeof(W));                  \
-      if (keep && !stream) memcpy(out + start, near, (size_t)count * sizeof(W));              \
+  /* x += y. As inspect. */                                                                   \
+  ADPSGD_VECTOR static int increase_##A(A *restrict x, const A *restrict y, int64_t n) {      \
+    FLAG_##A bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      x[i] += y[i];                                                                           \
+      bad |= infinite_##A(x[i]);                                                              \
     }                                                                                         \
     return bad != 0;                                                                          \
-  }
-
-/* Whether a model without corrections goes out as it is stored. */
-#define AS_IT_IS_f32_f32 1
-#define AS_IT_IS_f32_bf16 0
-#define AS_IT_IS_f32_f16 0
-#define AS_IT_IS_f64_f64 1
-#define AS_IT_IS_f64_bf16 0
-#define AS_IT_IS_f64_f16 0
-#define AS_IT_IS_bf16_bf16 1
-#define AS_IT_IS_bf16_f32 0
-#define AS_IT_IS_f16_f16 1
-#define AS_IT_IS_f16_f32 0
-
-/* A float64 sum goes to a 16-bit wire through float32. */
-#define NARROW_f64_bf16 (float)
-#define NARROW_f64_f16 (float)
-#define NARROW_f32_f32
-#define NARROW_f32_bf16
-#define NARROW_f32_f16
-#define NARROW_f64_f64
-#define NARROW_bf16_bf16
-#define NARROW_bf16_f32
-#define NARROW_f16_f16
-#define NARROW_f16_f32
-
-/* The squared distance of a block whose square is not a finite float32. */
-#define SQUARE(W)                                                                             \
-  static double square_##W(const W *received, const W *sent, int64_t n) {                     \
+  }                                                                                           \
+  /* out = (x - y) / 2, which is finite if both are. As inspect. */                           \
+  ADPSGD_VECTOR static int half_##A(A *restrict out, const A *restrict x,                     \
+                                    const A *restrict y, int64_t n) {                         \
+    const A half = (A)0.5;                                                                    \
+    FLAG_##A bad = 0;                                                                         \
+    for (int64_t i = 0; i < n; i++) {                                                         \
+      out[i] = half * x[i] - half * y[i];                                                     \
+      bad |= infinite_##A(out[i]);                                                            \
+    }                                                                                         \
+    return bad != 0;                                                                          \
+  }                                                                                           \
+  /* c (+)= w (x - y) / 2. Returns the sum of the squares of (x - y) / 2, which may overflow. */ \
+  ADPSGD_VECTOR static double differ_##A(A *restrict c, const A *restrict x,                  \
+                                         const A *restrict y, A w, int64_t n, int fresh) {    \
+    const A half = (A)0.5;                                                                    \
+    A square = 0;                                                                             \
+    if (fresh) {                                                                              \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        const A d = half * x[i] - half * y[i];                                                \
+        square += d * d;                                                                      \
+        c[i] = w * d;                                                                         \
+      }                                                                                       \
+    } else {                                                                                  \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        const A d = half * x[i] - half * y[i];                                                \
+        square += d * d;                                                                      \
+        c[i] = c[i] + w * d;                                                                  \
+      }                                                                                       \
+    }                                                                                         \
+    return (double)square;                                                                    \
+  }                                                                                           \
+  /* c (+)= w h. Returns the sum of the squares of h, which may overflow. */                  \
+  ADPSGD_VECTOR static double weigh_##A(A *restrict c, const A *restrict h, A w, int64_t n,   \
+                                        int fresh) {                                          \
+    A square = 0;                                                                             \
+    if (fresh) {                                                                              \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        square += h[i] * h[i];                                                                \
+        c[i] = w * h[i];                                                                      \
+      }                                                                                       \
+    } else {                                                                                  \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        square += h[i] * h[i];                                                                \
+        c[i] = c[i] + w * h[i];                                                               \
+      }                                                                                       \
+    }                                                                                         \
+    return (double)square;                                                                    \
+  }                                                                                           \
+  /* The sum of the squares of x - y; `y` may be NULL. */                                     \
+  static double square_##A(const A *x, const A *y, int64_t n) {                               \
     double square = 0;                                                                        \
     for (int64_t i = 0; i < n; i++) {                                                         \
-      const double d = (double)load_##W(received[i]) - (double)load_##W(sent[i]);             \
+      const double d = (double)x[i] - (y ? (double)y[i] : 0);                                 \
       square += d * d;                                                                        \
     }                                                                                         \
     return square;                                                                            \
   }
 
+BLOCKS(f32)
+BLOCKS(f64)
+
+/* By the type of sums. */
+#define SUMS(type, f, ...) ((type) == ADPSGD_FLOAT64 ? f##_f64(__VA_ARGS__) : f##_f32(__VA_ARGS__))
+
+/* A block stored as `dtype`, in the type of sums: where it lies, if it is stored so, else widened into `copy`. */
+static const void *widened(int sums, int dtype, void *copy, const void *x, int64_t n) {
+  float narrow[BLOCK];
+  if (dtype == sums) return x;
+  if (sums == ADPSGD_FLOAT32) {
+    adpsgd_widen(dtype, copy, x, n);
+  } else {
+    adpsgd_widen(dtype, narrow, x, n);
+    for (int64_t i = 0; i < n; i++) ((f64 *)copy)[i] = narrow[i];
+  }
+  return copy;
+}
+
+/* Store a block of the type of sums as 16-bit `wire`; float64 goes through float32. As inspect. */
+static int narrowed(int sums, int wire, void *out, const void *x, int64_t n) {
+  float single[BLOCK];
+  if (sums == ADPSGD_FLOAT64) {
+    for (int64_t i = 0; i < n; i++) single[i] = (float)((const f64 *)x)[i];
+    x = single;
+  }
+  return adpsgd_narrow(wire, out, x, n);
+}
+
+static int inspect(int dtype, const void *x, int64_t n) {
+  return adpsgd_itemsize(dtype) == 2 ? adpsgd_infinite_16(dtype, x, n) : SUMS(dtype, inspect, x, n);
+}
+
+static const void *after(const void *x, int64_t start, int itemsize) {
+  return x ? (const char *)x + start * itemsize : NULL;
+}
+
+/* ---- the loops ------------------------------------------------------------------------------ */
+
+/* One block of a snapshot. As inspect. */
+static int snapshot_block(int dtype, int wire, void *out, const void *base, const void *first,
+                          const void *second, int64_t n) {
+  const int sums = adpsgd_slot_dtype(dtype);
+  Block wide, sum;
+  const void *x;
+  if (dtype == wire && !first) {
+    memcpy(out, base, (size_t)(n * adpsgd_itemsize(wire)));
+    return inspect(wire, out, n);
+  }
+  if (wire == sums && !first) return inspect(wire, widened(sums, dtype, out, base, n), n);
+  x = widened(sums, dtype, &wide, base, n);
+  if (wire == sums) return SUMS(sums, add, out, x, first, second, n);
+  if (first) {
+    (void)SUMS(sums, add, (void *)&sum, x, first, second, n);
+    x = &sum;
+  }
+  return narrowed(sums, wire, out, x, n);
+}
+
+int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
+                    const void *second, void *keep, int64_t n, int stream) {
+  const int from = adpsgd_itemsize(dtype), to = adpsgd_itemsize(wire), wide = adpsgd_slot_itemsize(dtype);
+  Block block;
+  int bad = 0;
+  if (!first) {
+    first = second;
+    second = NULL;
+  }
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    char *place = (char *)out + start * to;
+    void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
+    bad |= snapshot_block(dtype, wire, near, after(mirror, start, from), after(first, start, wide),
+                          after(second, start, wide), count);
+    if (near != (void *)place) copy_block(place, near, count * to, stream);
+  }
+  fence(stream);
+  return bad;
+}
+
 /* Half of the difference, for the difference of two finite numbers may be infinite: doubling the weight
  * rounds nothing. Partial sums in blocks keep float32 accumulation accurate and vectorised. */
-#define MERGE(A, W)                                                                           \
-  VECTOR static double merge_##A##_##W(A *restrict correction, const W *restrict received,    \
-                                       const W *restrict sent, double weight, int64_t n,      \
-                                       int fresh, int stream) {                               \
-    const A w = 2 * (A)weight, half = (A)0.5;                                                 \
-    double total = 0;                                                                         \
-    A block[BLOCK];                                                                           \
-    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
-      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      const W *restrict r = received + start;                                                 \
-      const W *restrict s = sent + start;                                                     \
-      A *restrict c = fresh && stream ? block : correction + start;                           \
-      A square = 0;                                                                           \
-      if (fresh) {                                                                            \
-        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const A d = half * (A)load_##W(r[i]) - half * (A)load_##W(s[i]);                    \
-          square += d * d;                                                                    \
-          c[i] = w * d;                                                                       \
-        }                                                                                     \
-        if (stream) stream_copy(correction + start, block, (size_t)count * sizeof(A));        \
-      } else {                                                                                \
-        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const A d = half * (A)load_##W(r[i]) - half * (A)load_##W(s[i]);                    \
-          square += d * d;                                                                    \
-          c[i] = c[i] + w * d;                                                                \
-        }                                                                                     \
-      }                                                                                       \
-      total += square <= (A)1e38 ? 4 * (double)square : square_##W(r, s, count);              \
-    }                                                                                         \
-    return total;                                                                             \
+double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
+                    double weight, int64_t n, int fresh, int stream) {
+  const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
+  Block block, first, second;
+  double total = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    const void *r = widened(sums, wire, &first, after(received, start, from), count);
+    const void *s = widened(sums, wire, &second, after(sent, start, from), count);
+    char *place = (char *)correction + start * to;
+    void *near = fresh && stream ? (void *)&block : place;
+    const double square = SUMS(sums, differ, near, r, s, 2 * weight, count, fresh);
+    if (near != (void *)place) stream_copy(place, near, (size_t)(count * to));
+    total += square <= 1e38 ? 4 * square : SUMS(sums, square, r, s, count);
   }
+  fence(stream);
+  return total;
+}
 
-/* One block of half the difference, in the type of sums and as on the wire. */
-#define HALF(A, W)                                                                            \
-  VECTOR static uint32_t half_##A##_##W(W *restrict half, const A *restrict theirs,           \
-                                        const A *restrict mine, int64_t n) {                  \
-    FLAG_##W bad = 0;                                                                         \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      half[i] = store_##W(NARROW_##A##_##W((A)0.5 * theirs[i] - (A)0.5 * mine[i]));           \
-      bad |= infinite_##W(half[i]);                                                           \
-    }                                                                                         \
-    return bad != 0;                                                                          \
-  }
+/* One block of a model in the type of sums: where it lies, or a copy. */
+static const void *model_block(const adpsgd_model *model, int sums, Block *copy, int64_t start, int64_t n) {
+  const int wide = adpsgd_itemsize(sums), size = adpsgd_itemsize(model->dtype);
+  const void *base = after(model->base, start, size);
+  const void *first = after(model->first ? model->first : model->second, start, wide);
+  if (!first) return widened(sums, model->dtype, copy, base, n);
+  snapshot_block(model->dtype, sums, copy, base, first,
+                 model->first ? after(model->second, start, wide) : NULL, n);
+  return copy;
+}
 
-/* As MERGE, of half the difference. A block whose square is not a finite float32 is summed in float64. */
-#define MERGE_HALF(A, W)                                                                      \
-  VECTOR static double merge_half_##A##_##W(A *restrict correction, const W *restrict half,   \
-                                            double weight, int64_t n, int fresh,              \
-                                            int stream) {                                     \
-    const A w = 2 * (A)weight;                                                                \
-    double total = 0;                                                                         \
-    A block[BLOCK];                                                                           \
-    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
-      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      const W *restrict h = half + start;                                                     \
-      A *restrict c = fresh && stream ? block : correction + start;                           \
-      A square = 0;                                                                           \
-      if (fresh) {                                                                            \
-        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const A d = (A)load_##W(h[i]);                                                      \
-          square += d * d;                                                                    \
-          c[i] = w * d;                                                                       \
-        }                                                                                     \
-        if (stream) stream_copy(correction + start, block, (size_t)count * sizeof(A));        \
-      } else {                                                                                \
-        _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < count; i++) {       \
-          const A d = (A)load_##W(h[i]);                                                      \
-          square += d * d;                                                                    \
-          c[i] = c[i] + w * d;                                                                \
-        }                                                                                     \
-      }                                                                                       \
-      if (square <= (A)1e38) {                                                                \
-        total += 4 * (double)square;                                                          \
-      } else {                                                                                \
-        for (int64_t i = 0; i < count; i++)                                                   \
-          total += 4 * (double)load_##W(h[i]) * (double)load_##W(h[i]);                       \
-      }                                                                                       \
-    }                                                                                         \
-    return total;                                                                             \
+int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
+                           const adpsgd_model *theirs, void *keep, int64_t n, int stream) {
+  const int to = adpsgd_itemsize(wire);
+  Block ours, others, difference, block;
+  int bad = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    const void *a = model_block(mine, sums, &ours, start, count);
+    const void *b = model_block(theirs, sums, &others, start, count);
+    char *place = (char *)half + start * to;
+    void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
+    if (wire == sums) {
+      bad |= SUMS(sums, half, near, b, a, count);
+    } else {
+      (void)SUMS(sums, half, (void *)&difference, b, a, count);
+      bad |= narrowed(sums, wire, near, &difference, count);
+    }
+    if (near != (void *)place) copy_block(place, near, count * to, stream);
   }
+  fence(stream);
+  return bad;
+}
 
-#define CORRECT(T)                                                                            \
-  VECTOR static FLAG_##T correct_##T(T *restrict parameter, const T *restrict correction,     \
-                                     int64_t n) {                                             \
-    FLAG_##T bad = 0;                                                                         \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      const T x = store_##T(load_##T(parameter[i]) + load_##T(correction[i]));                \
-      parameter[i] = x;                                                                       \
-      bad |= infinite_##T(x);                                                                 \
-    }                                                                                         \
-    return bad;                                                                               \
-  }                                                                                           \
-  VECTOR static FLAG_##T inspect_##T(const T *restrict parameter, int64_t n) {                \
-    FLAG_##T bad = 0;                                                                         \
-    for (int64_t i = 0; i < n; i++) bad |= infinite_##T(parameter[i]);                        \
-    return bad;                                                                               \
+/* As adpsgd_merge, of half the difference. */
+double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
+                         int64_t n, int fresh, int stream) {
+  const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
+  Block block, wide;
+  double total = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    const void *h = widened(sums, wire, &wide, after(half, start, from), count);
+    char *place = (char *)correction + start * to;
+    void *near = fresh && stream ? (void *)&block : place;
+    const double square = SUMS(sums, weigh, near, h, 2 * weight, count, fresh);
+    if (near != (void *)place) stream_copy(place, near, (size_t)(count * to));
+    total += 4 * (square <= 1e38 ? square : SUMS(sums, square, h, (const void *)NULL, count));
   }
+  fence(stream);
+  return total;
+}
 
-/* Block by block, so that the mirror is copied from the first-level cache. */
-#define APPLY(T)                                                                              \
-  CORRECT(T)                                                                                  \
-  static int apply_##T(T *parameter, const T *correction, T *mirror, T *back, int64_t n,      \
-                       int replace, int fresh, int stream) {                                  \
-    FLAG_##T bad = 0;                                                                         \
-    (void)back, (void)fresh;                                                                  \
-    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
-      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      T *p = parameter + start;                                                               \
-      if (correction && replace) memcpy(p, correction + start, (size_t)count * sizeof(T));    \
-      bad |= correction && !replace ? correct_##T(p, correction + start, count)               \
-                                    : inspect_##T(p, count);                                  \
-      if (mirror && stream) stream_copy(mirror + start, p, (size_t)count * sizeof(T));        \
-      if (mirror && !stream) memcpy(mirror + start, p, (size_t)count * sizeof(T));            \
-    }                                                                                         \
-    return bad ? ADPSGD_NOT_FINITE : 0;                                                       \
+/* rest = x - q where the rounded q is finite, else 0. Returns whether any of it is not 0. */
+ADPSGD_VECTOR static int rest_of(float *restrict rest, const float *restrict x, const float *restrict q, int64_t n) {
+  uint32_t held = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t finite = infinite_f32(q[i]) - 1; /* as a mask: a branch is not vectorised */
+    const float d = x[i] - q[i];
+    uint32_t u;
+    memcpy(&u, &d, sizeof u);
+    u &= finite;
+    memcpy(&rest[i], &u, sizeof u);
+    held |= u << 1;
   }
-
-/* back = x, or back += x unless `fresh`. */
-static void put_back(float *back, const float *x, int64_t n, int fresh, int stream) {
-  if (!fresh) {
-    for (int64_t i = 0; i < n; i++) back[i] += x[i];
-  } else if (stream) {
-    stream_copy(back, x, (size_t)n * sizeof(float));
-  } else {
-    memcpy(back, x, (size_t)n * sizeof(float));
-  }
+  return held != 0;
 }
 
 /* A 16-bit parameter takes the sum rounded, and what rounding holds back goes into `back` (NULL: nowhere),
  * the slot that is applied next: nothing is lost that is smaller than half a unit in the last place. */
-#define APPLY_16(T)                                                                           \
-  VECTOR static void sum_##T(float *restrict x, const T *restrict parameter,                  \
-                             const float *restrict correction, int64_t n) {                   \
-    for (int64_t i = 0; i < n; i++) x[i] = load_##T(parameter[i]) + correction[i];            \
-  }                                                                                           \
-  VECTOR static int round_##T(T *restrict parameter, float *restrict x, int64_t n) {          \
-    uint32_t bad = 0, held = 0;                                                               \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      const T q = store_##T(x[i]);                                                            \
-      const uint32_t finite = infinite_##T(q) - 1; /* as a mask: a branch is not vectorised */ \
-      const uint32_t rest = bits_of(x[i] - load_##T(q)) & finite;                             \
-      parameter[i] = q;                                                                       \
-      x[i] = float_of(rest);                                                                  \
-      bad |= ~finite;                                                                         \
-      held |= rest << 1;                                                                      \
-    }                                                                                         \
-    return (bad ? ADPSGD_NOT_FINITE : 0) | (held ? ADPSGD_HELD_BACK : 0);                     \
-  }                                                                                           \
-  VECTOR static int inspect_##T(const T *restrict parameter, int64_t n) {                     \
-    uint32_t bad = 0;                                                                         \
-    for (int64_t i = 0; i < n; i++) bad |= infinite_##T(parameter[i]);                        \
-    return bad ? ADPSGD_NOT_FINITE : 0;                                                       \
-  }                                                                                           \
-  static int apply_##T(T *parameter, const float *correction, T *mirror, float *back,         \
-                       int64_t n, int replace, int fresh, int stream) {                       \
-    int found = 0;                                                                            \
-    float x[BLOCK];                                                                           \
-    for (int64_t start = 0; start < n; start += BLOCK) {                                      \
-      const int64_t count = n - start < BLOCK ? n - start : BLOCK;                            \
-      T *p = parameter + start;                                                               \
-      if (!correction) {                                                                      \
-        found |= inspect_##T(p, count);                                                       \
-      } else {                                                                                \
-        if (replace) memcpy(x, correction + start, (size_t)count * sizeof(float));            \
-        else sum_##T(x, p, correction + start, count);                                        \
-        found |= round_##T(p, x, count);                                                      \
-        if (back) put_back(back + start, x, count, fresh, stream);                            \
-      }                                                                                       \
-      if (mirror && stream) stream_copy(mirror + start, p, (size_t)count * sizeof(T));        \
-      if (mirror && !stream) memcpy(mirror + start, p, (size_t)count * sizeof(T));            \
-    }                                                                                         \
-    return found;                                                                             \
+static int apply_block_16(int dtype, void *parameter, const float *correction, float *back, int64_t n,
+                          int replace, int fresh, int stream) {
+  float x[BLOCK], q[BLOCK], rest[BLOCK];
+  int found;
+  if (replace) {
+    memcpy(x, correction, (size_t)n * sizeof(float));
+  } else {
+    adpsgd_widen(dtype, x, parameter, n);
+    (void)increase_f32(x, correction, n);
   }
+  found = adpsgd_narrow(dtype, parameter, x, n) ? ADPSGD_NOT_FINITE : 0;
+  if (!back) return found;
+  adpsgd_widen(dtype, q, parameter, n);
+  if (rest_of(rest, x, q, n)) found |= ADPSGD_HELD_BACK;
+  if (fresh) copy_block(back, rest, n * (int64_t)sizeof(float), stream);
+  else (void)increase_f32(back, rest, n);
+  return found;
+}
+
+/* Block by block, so that the mirror is copied from the first-level cache. */
+int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
+                 int64_t n, int replace, int fresh, int stream) {
+  const int size = adpsgd_itemsize(dtype), wide = adpsgd_slot_itemsize(dtype);
+  int found = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    char *p = (char *)parameter + start * size;
+    const void *c = after(correction, start, wide);
+    if (c && size == 2) {
+      found |= apply_block_16(dtype, p, c, back ? (float *)back + start : NULL, count, replace, fresh, stream);
+    } else if (c && !replace) {
+      found |= SUMS(dtype, increase, (void *)p, c, count) ? ADPSGD_NOT_FINITE : 0;
+    } else {
+      if (c) memcpy(p, c, (size_t)(count * size));
+      found |= inspect(dtype, p, count) ? ADPSGD_NOT_FINITE : 0;
+    }
+    if (mirror) copy_block((char *)mirror + start * size, p, count * size, stream);
+  }
+  fence(stream);
+  return found;
+}
 
 /* Two passes over a chunk that is in the caches: a sum that is not finite must change nothing. Numbers whose
  * squares or multiples are too large for the type of sums take double precision. */
@@ -392,7 +416,7 @@ static void put_back(float *back, const float *x, int64_t n, int fresh, int stre
     }                                                                                         \
     return total;                                                                             \
   }                                                                                           \
-  VECTOR static double merge_mean_##A(A *restrict slot, const A *restrict sum,                \
+  ADPSGD_VECTOR static double merge_mean_##A(A *restrict slot, const A *restrict sum,                \
                                       const A *restrict own, double learners, int64_t n,      \
                                       int fresh, int replace) {                               \
     const A k = (A)learners;                                                                  \
@@ -418,164 +442,8 @@ static void put_back(float *back, const float *x, int64_t n, int fresh, int stre
     return total;                                                                             \
   }
 
-SNAPSHOT(f32, f32) SNAPSHOT(f32, bf16) SNAPSHOT(f32, f16)
-SNAPSHOT(f64, f64) SNAPSHOT(f64, bf16) SNAPSHOT(f64, f16)
-SNAPSHOT(bf16, bf16) SNAPSHOT(bf16, f32)
-SNAPSHOT(f16, f16) SNAPSHOT(f16, f32)
-SQUARE(f32) SQUARE(f64) SQUARE(bf16) SQUARE(f16)
-MERGE(f32, f32) MERGE(f32, bf16) MERGE(f32, f16)
-MERGE(f64, f64) MERGE(f64, bf16) MERGE(f64, f16)
-HALF(f32, f32) HALF(f32, bf16) HALF(f32, f16)
-HALF(f64, f64) HALF(f64, bf16) HALF(f64, f16)
-MERGE_HALF(f32, f32) MERGE_HALF(f32, bf16) MERGE_HALF(f32, f16)
-MERGE_HALF(f64, f64) MERGE_HALF(f64, bf16) MERGE_HALF(f64, f16)
-APPLY(f32) APPLY(f64)
-APPLY_16(bf16) APPLY_16(f16)
-MEAN(f32) MEAN(f64)
-
-/* ---- dispatch ------------------------------------------------------------------------- */
-
-#define PAIR(dtype, wire) ((dtype) * ADPSGD_DTYPES + (wire))
-
-int adpsgd_itemsize(int dtype) {
-  switch (dtype) {
-    case ADPSGD_FLOAT32: return 4;
-    case ADPSGD_FLOAT64: return 8;
-    case ADPSGD_BFLOAT16:
-    case ADPSGD_FLOAT16: return 2;
-  }
-  return 0;
-}
-
-int adpsgd_slot_dtype(int dtype) {
-  return dtype == ADPSGD_FLOAT64 ? ADPSGD_FLOAT64 : ADPSGD_FLOAT32;
-}
-
-int adpsgd_slot_itemsize(int dtype) { return adpsgd_itemsize(adpsgd_slot_dtype(dtype)); }
-
-#define EACH_SLOT_PAIR(CASE)                                                                  \
-  CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT32, f32, f32)                                              \
-  CASE(ADPSGD_FLOAT32, ADPSGD_BFLOAT16, f32, bf16)                                            \
-  CASE(ADPSGD_FLOAT32, ADPSGD_FLOAT16, f32, f16)                                              \
-  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT64, f64, f64)                                              \
-  CASE(ADPSGD_FLOAT64, ADPSGD_BFLOAT16, f64, bf16)                                            \
-  CASE(ADPSGD_FLOAT64, ADPSGD_FLOAT16, f64, f16)
-
-#define EACH_PAIR(CASE)                                                                       \
-  EACH_SLOT_PAIR(CASE)                                                                        \
-  CASE(ADPSGD_BFLOAT16, ADPSGD_BFLOAT16, bf16, bf16)                                          \
-  CASE(ADPSGD_BFLOAT16, ADPSGD_FLOAT32, bf16, f32)                                            \
-  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT16, f16, f16)                                              \
-  CASE(ADPSGD_FLOAT16, ADPSGD_FLOAT32, f16, f32)
-
-int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, void *keep, int64_t n, int stream) {
-  int bad = 1;
-  if (!first) {
-    first = second;
-    second = NULL;
-  }
-  switch (PAIR(dtype, wire)) {
-#define CASE(D, V, T, W)                                                                      \
-  case PAIR(D, V):                                                                            \
-    bad = snapshot_##T##_##W((W *)out, (const T *)mirror, (const ACC_##T *)first,             \
-                             (const ACC_##T *)second, (W *)keep, n, stream);                  \
-    break;
-    EACH_PAIR(CASE)
-#undef CASE
-  }
-  if (stream) stream_fence();
-  return bad;
-}
-
-double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
-                    double weight, int64_t n, int fresh, int stream) {
-  double square = -1.0;
-  switch (PAIR(adpsgd_slot_dtype(dtype), wire)) {
-#define CASE(D, V, A, W)                                                                      \
-  case PAIR(D, V):                                                                            \
-    square = merge_##A##_##W((A *)correction, (const W *)received, (const W *)sent, weight,   \
-                             n, fresh, stream);                                               \
-    break;
-    EACH_SLOT_PAIR(CASE)
-#undef CASE
-  }
-  if (stream) stream_fence();
-  return square;
-}
-
-/* One block of a model in the type of sums: a copy of it, unless it is stored so. */
-static const void *block_of(const adpsgd_model *model, int sums, void *copy, int64_t start, int64_t n) {
-  const int64_t size = adpsgd_itemsize(sums);
-  const char *base = (const char *)model->base + start * adpsgd_itemsize(model->dtype);
-  const char *first = model->first, *second = model->second;
-  if (model->dtype == sums && !first && !second) return base;
-  adpsgd_snapshot(model->dtype, sums, copy, base, first ? first + start * size : NULL,
-                  second ? second + start * size : NULL, NULL, n, 0);
-  return copy;
-}
-
-int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
-                           const adpsgd_model *theirs, void *keep, int64_t n, int stream) {
-  const int64_t size = adpsgd_itemsize(wire);
-  double ours[BLOCK], others[BLOCK], block[BLOCK];
-  uint32_t bad = 0;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
-    const void *a = block_of(mine, sums, ours, start, count);
-    const void *b = block_of(theirs, sums, others, start, count);
-    char *out = (char *)half + start * size;
-    void *near = keep ? (char *)keep + start * size : stream ? (void *)block : out;
-    switch (PAIR(sums, wire)) {
-#define CASE(D, V, A, W)                                                                      \
-  case PAIR(D, V):                                                                            \
-    bad |= half_##A##_##W((W *)near, (const A *)b, (const A *)a, count);                      \
-    break;
-      EACH_SLOT_PAIR(CASE)
-#undef CASE
-    }
-    if (stream) stream_copy(out, near, (size_t)(count * size));
-    if (keep && !stream) memcpy(out, near, (size_t)(count * size));
-  }
-  if (stream) stream_fence();
-  return bad != 0;
-}
-
-double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
-                         int64_t n, int fresh, int stream) {
-  double square = -1.0;
-  switch (PAIR(adpsgd_slot_dtype(dtype), wire)) {
-#define CASE(D, V, A, W)                                                                      \
-  case PAIR(D, V):                                                                            \
-    square = merge_half_##A##_##W((A *)correction, (const W *)half, weight, n, fresh, stream); \
-    break;
-    EACH_SLOT_PAIR(CASE)
-#undef CASE
-  }
-  if (stream) stream_fence();
-  return square;
-}
-
-#define EACH_TYPE(CASE)                                                                       \
-  CASE(ADPSGD_FLOAT32, f32)                                                                   \
-  CASE(ADPSGD_FLOAT64, f64)                                                                   \
-  CASE(ADPSGD_BFLOAT16, bf16)                                                                 \
-  CASE(ADPSGD_FLOAT16, f16)
-
-int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
-                 int64_t n, int replace, int fresh, int stream) {
-  int found = ADPSGD_NOT_FINITE;
-  switch (dtype) {
-#define CASE(D, T)                                                                            \
-  case D:                                                                                     \
-    found = apply_##T(parameter, correction, mirror, back, n, replace, fresh, stream);        \
-    break;
-    EACH_TYPE(CASE)
-#undef CASE
-  }
-  if (stream) stream_fence();
-  return found;
-}
+MEAN(f32)
+MEAN(f64)
 
 double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own, double learners,
                          int64_t n, int fresh, int replace) {
@@ -584,13 +452,16 @@ double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own
 }
 
 /* Such a number has one of the two largest exponents; infinity and NaN have the largest. */
-VECTOR static int any_large_f32(const f32 *restrict x, int64_t n) {
-  uint32_t found = 0;
-  for (int64_t i = 0; i < n; i++) found |= (bits_of(x[i]) & 0x7F000000u) == 0x7F000000u;
+ADPSGD_VECTOR static int any_large_f32(const f32 *restrict x, int64_t n) {
+  uint32_t found = 0, u;
+  for (int64_t i = 0; i < n; i++) {
+    memcpy(&u, &x[i], sizeof u);
+    found |= (u & 0x7F000000u) == 0x7F000000u;
+  }
   return found != 0;
 }
 
-VECTOR static int any_large_f64(const f64 *restrict x, int64_t n) {
+ADPSGD_VECTOR static int any_large_f64(const f64 *restrict x, int64_t n) {
   uint64_t found = 0, u;
   for (int64_t i = 0; i < n; i++) {
     memcpy(&u, &x[i], sizeof u);

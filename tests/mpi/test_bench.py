@@ -145,3 +145,12 @@ def test_what_a_trace_shows() -> None:
     assert total["computation"] / total["waiting"] == pytest.approx(3)
     assert total["update"] == pytest.approx(total["waiting"])
     assert {name for *_, name, _, _ in bars} == set(picture.COLOURS)
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_scaling() -> None:
+    options = ["--learners=4", "--mib=0.5", "--rounds=2", "--steps=5", "--pause-ms=2"]
+    result = json.loads(bench("scaling", "--json", *options))
+    assert result["2"]["cpu_to_two"] == 1
+    assert result["4"]["cpu_ms_per_exchange"] > 0 and result["4"]["exchanges_per_step"] > 0

@@ -54,6 +54,8 @@ _MEANINGS = {
     "*.slow_samples_per_s": "of all learners, one of which sleeps",
     "*.slow_others_kept": "steps/s of the others while one sleeps / while none sleeps",
     "*.slow_loss_after_time": "after --seconds seconds, while one sleeps",
+    "*.cpu_ms_per_exchange": "of one side's averaging thread (median of blocks)",
+    "*.cpu_to_two": "the same, to that of two super learners in the same round",
     "idle": "share of a core that an idle engine uses",
     "decay.from_law": "largest difference to the law, models of size 1",
     "*.theory": "rate of the expectation, or a ratio of two",
@@ -108,6 +110,16 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "steps": (20, "steps per block"),
             "straggler": (0.0, "one learner sleeps S seconds per step"),
             "averaging": ("random_pairs", "a strategy"),
+        },
+    ),
+    "scaling": (
+        "CPU of an exchange, as super learners become more",
+        {
+            "learners": (16, "2, 4, ... up to this"),
+            "mib": (16.0, "size of the model"),
+            "rounds": (5, ""),
+            "steps": (30, "steps per block"),
+            "pause-ms": (5.0, "of a step, times the number of super learners"),
         },
     ),
     "peers": (

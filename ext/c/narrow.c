@@ -1,0 +1,133 @@
+#include "narrow.h"
+
+#include <string.h>
+
+#include "kernels.h"
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_F16C 1
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
+INLINE float float_of(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
+
+/* ---- bfloat16: the upper half of a float32 ------------------------------------------------ */
+
+ADPSGD_VECTOR static void widen_bf16(float *restrict out, const uint16_t *restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)in[i] << 16);
+}
+
+ADPSGD_VECTOR static void narrow_bf16(uint16_t *restrict out, const float *restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t u = bits_of(in[i]);
+    const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    const uint32_t nan = (u >> 16) | 0x40u;
+    out[i] = (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
+  }
+}
+
+/* ---- float16, by integer operations -------------------------------------------------------- */
+
+/* Normal numbers are rebased by a multiplication, subnormal ones by a subtraction. */
+ADPSGD_VECTOR static void widen_f16_plain(float *restrict out, const uint16_t *restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t word = (uint32_t)in[i] << 16;
+    const uint32_t twice = word + word;
+    const float normal = float_of((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+    const float subnormal = float_of((twice >> 17) | (126u << 23)) - 0.5f;
+    const uint32_t magnitude = twice < (1u << 27) ? bits_of(subnormal) : bits_of(normal);
+    out[i] = float_of((word & 0x80000000u) | magnitude);
+  }
+}
+
+/* The additions of 2^k constants let the FPU do the rounding to 11 bits. */
+ADPSGD_VECTOR static void narrow_f16_plain(uint16_t *restrict out, const float *restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t word = bits_of(in[i]);
+    const float magnitude = float_of(word & 0x7FFFFFFFu);
+    float base = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;
+    const uint32_t twice = word + word;
+    uint32_t bias = twice & 0xFF000000u;
+    bias = bias < 0x71000000u ? 0x71000000u : bias;
+    base = float_of((bias >> 1) + 0x07800000u) + base;
+    const uint32_t bits = bits_of(base);
+    const uint32_t number = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
+    const uint32_t finite = twice > 0xFF000000u ? 0x7E00u : number;
+    out[i] = (uint16_t)((word >> 16 & 0x8000u) | finite);
+  }
+}
+
+/* ---- float16, by the processor's own conversions (F16C): compilers do not find them in a loop ---- */
+
+#ifdef HAS_F16C
+__attribute__((target("avx512f"))) static int64_t widen_f16_wide(float *out, const uint16_t *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + i))));
+  return i;
+}
+
+__attribute__((target("avx512f"))) static int64_t narrow_f16_wide(uint16_t *out, const float *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t widen_f16_half(float *out, const uint16_t *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t narrow_f16_half(uint16_t *out, const float *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  return i;
+}
+#endif
+
+static void widen_f16(float *out, const uint16_t *in, int64_t n) {
+  int64_t done = 0;
+#ifdef HAS_F16C
+  if (__builtin_cpu_supports("avx512f")) done = widen_f16_wide(out, in, n);
+  else if (__builtin_cpu_supports("f16c")) done = widen_f16_half(out, in, n);
+#endif
+  widen_f16_plain(out + done, in + done, n - done);
+}
+
+static void narrow_f16(uint16_t *out, const float *in, int64_t n) {
+  int64_t done = 0;
+#ifdef HAS_F16C
+  if (__builtin_cpu_supports("avx512f")) done = narrow_f16_wide(out, in, n);
+  else if (__builtin_cpu_supports("f16c")) done = narrow_f16_half(out, in, n);
+#endif
+  narrow_f16_plain(out + done, in + done, n - done);
+}
+
+/* ---- either ------------------------------------------------------------------------------- */
+
+ADPSGD_VECTOR static int any_with(uint16_t exponent, const uint16_t *restrict in, int64_t n) {
+  uint16_t found = 0;
+  for (int64_t i = 0; i < n; i++) found |= (in[i] & exponent) == exponent;
+  return found != 0;
+}
+
+int adpsgd_infinite_16(int dtype, const void *in, int64_t n) {
+  return any_with(dtype == ADPSGD_BFLOAT16 ? 0x7F80u : 0x7C00u, in, n);
+}
+
+void adpsgd_widen(int dtype, float *out, const void *in, int64_t n) {
+  if (dtype == ADPSGD_BFLOAT16) widen_bf16(out, in, n);
+  else widen_f16(out, in, n);
+}
+
+int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n) {
+  if (dtype == ADPSGD_BFLOAT16) narrow_bf16(out, in, n);
+  else narrow_f16(out, in, n);
+  return adpsgd_infinite_16(dtype, out, n);
+}

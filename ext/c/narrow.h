@@ -1,0 +1,24 @@
+/* 16-bit numbers (bfloat16, float16) to float32 and back, many at a time. */
+#ifndef HVD_ADPSGD_NARROW_H
+#define HVD_ADPSGD_NARROW_H
+
+#include <stdint.h>
+
+/* One clone per vector width, chosen at load time; plain code elsewhere. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
+#define ADPSGD_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define ADPSGD_VECTOR
+#endif
+
+/* out = in, exactly. `dtype`: ADPSGD_BFLOAT16 or ADPSGD_FLOAT16. */
+void adpsgd_widen(int dtype, float *out, const void *in, int64_t n);
+
+/* out = in, rounded to nearest, ties to even; NaN stays NaN. Returns 1 if any element of out is infinite or not
+ * a number, else 0. */
+int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n);
+
+/* The second half of adpsgd_narrow: 1 if any of n stored numbers is infinite or not a number, else 0. */
+int adpsgd_infinite_16(int dtype, const void *in, int64_t n);
+
+#endif
