@@ -397,7 +397,6 @@ int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirro
     }
     if (mirror) copy_block((char *)mirror + start * size, p, count * size, stream);
   }
-  fence(stream);
   return found;
 }
 

@@ -33,7 +33,8 @@ int adpsgd_slot_itemsize(int dtype);
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
                     const void *second, void *keep, int64_t n, int stream);
 
-/* `stream` writes past the caches: right for models larger than they are. */
+/* `stream` writes past the caches: right for models larger than they are. Stores after the call are visible after
+ * those past the caches; not so after adpsgd_apply, which is called for each of many small tensors: its caller fences. */
 
 /* correction (+)= weight * (received - sent); `fresh` overwrites instead of adding.
  * Returns sum((received - sent)^2). Both peers compute exactly opposite terms. */

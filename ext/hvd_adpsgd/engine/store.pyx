@@ -338,6 +338,7 @@ cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintpt
         if leads:
             c.absorbed = True
             c.step = step
+            fence()                 # of what adpsgd_apply has written past the caches
             end_change(m, c)
         i = last
     return found
