@@ -26,6 +26,7 @@ ORDER = (
     "goodbye",
     "exchange",
     "mean",
+    "look",
     "loop",
 )
 CIMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+cimport|cimport\s+([\w.]+))", re.MULTILINE)
