@@ -20,15 +20,10 @@ from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import Collectives
 from hvd_adpsgd.runtime.global_operations import Caller, counted, on_behalf, waited
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
-from hvd_adpsgd.torch.collectives import (
-    Reduction,
-    broadcast_all,
-    gather,
-    reduce,
-    reduce_,
-    reduction,
-    require_tensors,
-)
+from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
+from hvd_adpsgd.torch.collectives.calls import require_tensors
+from hvd_adpsgd.torch.collectives.gathers import gather
+from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
 
 __all__ = [
     "allgather_async",

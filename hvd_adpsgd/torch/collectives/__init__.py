@@ -1,0 +1,43 @@
+"""Operations over all learners, with Horovod's signatures and conventions.
+
+With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super
+learners they go through plain messages: all learners first exchange what they call, so that a
+mismatch is an error on all of them instead of a hang, and learners that failed are left out.
+"""
+
+from __future__ import annotations
+
+from hvd_adpsgd.torch.basics import global_process_set
+from hvd_adpsgd.torch.collectives.barriers import barrier, join
+from hvd_adpsgd.torch.collectives.broadcasts import (
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvd_adpsgd.torch.collectives.gathers import allgather, allgather_object, grouped_allgather
+from hvd_adpsgd.torch.collectives.reductions import (
+    allreduce,
+    allreduce_,
+    grouped_allreduce,
+    grouped_allreduce_,
+)
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "join",
+]

@@ -1,0 +1,42 @@
+"""barrier and join, over all learners."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import horovod.torch as horovod
+
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
+from hvd_adpsgd.torch.collectives.calls import run_call
+
+__all__ = ["barrier", "join"]
+
+
+def barrier(process_set: Any = global_process_set) -> None:
+    """Wait until all learners are here."""
+    inner = inner_process_set(process_set, "barrier")
+    if inner is not None:
+        horovod.barrier(inner)
+        return
+    run_call(worlds.current(), Call("barrier"), lambda attempt: None)
+
+
+def join(device: int = -1) -> int:
+    """Wait until all learners have no more data; in the node, supply zero gradients meanwhile.
+
+    Args:
+        device: id of the GPU for these zeros; -1 is the CPU.
+
+    Returns:
+        Rank of the learner that joined last, by the clocks of the hosts.
+    """
+    if inner_process_set(None, "join") is not None:
+        return int(horovod.join(device))
+    world = worlds.current()
+    call = Call("join", private=(time.time(), world.rank))
+    horovod.join(device)
+    calls = run_call(world, call, lambda attempt: attempt.calls)
+    return int(max(other.private for other in calls)[1])

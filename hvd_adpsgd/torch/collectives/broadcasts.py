@@ -1,0 +1,260 @@
+"""broadcast and what is built on it, over all learners."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import horovod.torch as horovod
+import numpy as np
+import torch
+from horovod.torch import Average
+
+from hvd_adpsgd.errors import ConfigError, PeerFailedError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.runtime.messages import Attempt
+from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
+from hvd_adpsgd.torch.collectives.calls import (
+    bytes_of,
+    described,
+    require_tensor,
+    run_call,
+)
+from hvd_adpsgd.torch.collectives.reductions import allreduce
+
+__all__ = [
+    "broadcast",
+    "broadcast_",
+    "broadcast_all",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+Parameters = dict[str, torch.Tensor] | list[torch.Tensor] | list[tuple[str, torch.Tensor]]
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int | None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> torch.Tensor:
+    """The tensor of learner `root_rank`, on all learners; differentiable.
+
+    Args:
+        tensor: the same dtype and shape on all learners.
+        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
+            the first surviving learner.
+        name: if given, the same on all learners.
+        process_set: all learners, or hvd.super_learner.
+
+    Raises:
+        CollectiveMismatchError: on all learners, if they do not call the same.
+        ConfigError: for a root_rank out of range.
+        PeerFailedError: if the root failed.
+    """
+    inner = inner_process_set(process_set, "broadcast")
+    require_tensor("broadcast", tensor)
+    if inner is not None:
+        return horovod.broadcast(tensor, root_rank or 0, name, inner)
+    return _Broadcast.apply(tensor, root_rank, name)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int | None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> torch.Tensor:
+    """Overwrite `tensor` with that of learner `root_rank`; see broadcast. Returns `tensor`."""
+    inner = inner_process_set(process_set, "broadcast_")
+    require_tensor("broadcast_", tensor)
+    if inner is not None:
+        return horovod.broadcast_(tensor, root_rank or 0, name, inner)
+    broadcast_all("broadcast", name, [(None, tensor)], root_rank)
+    return tensor
+
+
+class _Broadcast(torch.autograd.Function):
+    """Its gradient is the mean gradient at the root and zero elsewhere, as in Horovod."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int | None, name: str | None
+    ) -> torch.Tensor:
+        output = tensor.detach().clone()
+        broadcast_all("broadcast", name, [(None, output)], root_rank)
+        ctx.root_rank = worlds.current().collectives.ranks[0] if root_rank is None else root_rank
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        mean = allreduce(grads[0], op=Average)
+        if worlds.current().rank != ctx.root_rank:
+            mean = torch.zeros_like(mean)
+        return mean, None, None
+
+
+def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
+    """Overwrite parameters with those of learner `root_rank`.
+
+    Args:
+        params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
+        root_rank: whose, among all learners; None: the first surviving learner.
+
+    Raises:
+        ConfigError: for params of another type or a root_rank out of range.
+        CollectiveMismatchError: on all learners, if their parameters differ in name, dtype, shape.
+        PeerFailedError: if the root failed.
+    """
+    if inner_process_set(None, "broadcast_parameters") is not None:
+        horovod.broadcast_parameters(params, root_rank or 0)
+        return
+    broadcast_all("broadcast_parameters", None, _named(params), root_rank)
+
+
+def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
+    if isinstance(params, dict):
+        return sorted(params.items())
+    if isinstance(params, list):
+        return [p if isinstance(p, tuple) else (None, p) for p in params]
+    raise ConfigError(
+        f"broadcast_parameters() got a {type(params).__name__}, allowed are a dict and a list of "
+        "tensors or of (name, tensor). Pass model.state_dict()."
+    )
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int | None, model: torch.nn.Module | None = None
+) -> None:
+    """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
+
+    Over several super learners the state is the root's exactly: where the root's optimizer has not
+    stepped yet, no learner's has afterwards. (Horovod makes an empty state by a step with zero
+    gradients, which counts as a step and applies weight decay.)
+
+    Args:
+        optimizer: wrapped or not; with the same parameter groups on all learners.
+        root_rank: whose, among all learners; None: the first surviving learner.
+        model: as in Horovod, which needs it to find sparse parameters.
+
+    Raises:
+        ConfigError: for LBFGS, or a root_rank out of range.
+        CollectiveMismatchError: on all learners, if their parameter groups differ in size.
+        PeerFailedError: if the root failed.
+    """
+    if inner_process_set(None, "broadcast_optimizer_state") is not None:
+        horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "broadcast_optimizer_state: cannot broadcast torch.optim.LBFGS state, which is nested. "
+            "Use another optimizer, or load the same checkpoint on every learner."
+        )
+    groups = tuple((None, "group", (len(g["params"]),)) for g in optimizer.param_groups)
+    call = Call("broadcast_optimizer_state", tensors=groups, root=root_rank)
+    data = _broadcast_data(call, lambda: _saved(optimizer.state_dict()))
+    if data is not None:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        optimizer.load_state_dict(state)
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    """A state with tensors of any device, so that it can be loaded into CPU memory."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int | None = 0,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """The object of learner `root_rank`, on all learners, through cloudpickle.
+
+    Args:
+        obj: the root's counts; it is returned there itself.
+        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
+            the first surviving learner.
+        name: if given, the same on all learners.
+        process_set: all learners, or hvd.super_learner.
+
+    Raises:
+        CollectiveMismatchError: on all learners, if they do not call the same.
+        ConfigError: for a root_rank out of range.
+        PeerFailedError: if the root failed.
+    """
+    inner = inner_process_set(process_set, "broadcast_object")
+    if inner is not None:
+        return horovod.broadcast_object(obj, root_rank or 0, name, inner)
+    call = Call("broadcast_object", name, root=root_rank)
+    data = _broadcast_data(call, lambda: cloudpickle.dumps(obj))
+    return obj if data is None else cloudpickle.loads(data)
+
+
+def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
+    """What the root makes; None on the root itself."""
+    world = worlds.current()
+    may_be_root = (
+        call.root in (None, world.rank) or world.collectives.joining
+    )  # made here: it may raise
+    mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
+    told = call._replace(private=mine.size)
+
+    def operation(attempt: Attempt) -> bytes | None:
+        root = _root_in(world, call)
+        is_root = attempt.rank == root
+        data = mine if is_root else np.empty(attempt.calls[root].private, np.uint8)
+        attempt.broadcast(data, root)
+        return None if is_root else data.tobytes()
+
+    return run_call(world, told, operation)
+
+
+def broadcast_all(
+    kind: str,
+    name: str | None,
+    named: Sequence[tuple[str | None, torch.Tensor]],
+    root_rank: int | None,
+) -> None:
+    """Overwrite tensors with the root's. One that MPI cannot write to is copied there and back."""
+    world = worlds.current()
+    call = Call(kind, name, described(named), root_rank)
+
+    def operation(attempt: Attempt) -> None:
+        root = _root_in(world, call)
+        for _, tensor in named:
+            staged = tensor.detach().cpu().contiguous()
+            attempt.broadcast(bytes_of(staged).numpy(), root)
+            if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
+                tensor.detach().copy_(staged)
+
+    run_call(world, call, operation)
+
+
+def _root_in(world: World, call: Call) -> int:
+    """The root's rank among the surviving learners; None is the first surviving learner.
+
+    To a joining learner that has not joined yet its own first learner stands for the root.
+    """
+    if call.root is None or world.collectives.joining:
+        return 0
+    if not 0 <= call.root < world.size:
+        raise ConfigError(
+            f"{call.kind}(root_rank={call.root}): allowed are ranks >= 0 and < {world.size}. Pass "
+            "the rank of a learner."
+        )
+    ranks = world.collectives.ranks
+    if call.root not in ranks:
+        raise PeerFailedError(
+            f"{call.kind}(root_rank={call.root}): learner {call.root} failed. Choose another "
+            f"root, or None for the first survivor ({ranks[0]} of the {len(ranks)} left)."
+        )
+    return ranks.index(call.root)

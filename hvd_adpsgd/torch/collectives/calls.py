@@ -1,0 +1,55 @@
+"""What the operations over all learners share: how a call is described, compared and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.runtime.messages import Attempt
+from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.torch.node import horovods
+
+__all__ = ["bytes_of", "described", "require_tensor", "require_tensors", "run_call"]
+
+T = TypeVar("T")
+
+
+def require_tensor(doing: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"{doing} got a {type(tensor).__name__}, allowed is a tensor. Pass `torch.as_tensor(...)`, one "
+            "tensor a call, or use allgather_object or broadcast_object for other values."
+        )
+
+
+def require_tensors(doing: str, tensors: Any) -> None:
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        raise ConfigError(
+            f"{doing} got {tensors!r:.40}, allowed is a list of at least one tensor. Pass [tensor, ...]."
+        )
+    for tensor in tensors:
+        require_tensor(doing, tensor)
+
+
+def described(
+    named: Sequence[tuple[str | None, torch.Tensor]],
+) -> tuple[tuple[str | None, str, tuple[int, ...]], ...]:
+    return tuple((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named)
+
+
+def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
+    """Run it over all learners; a mismatch is Horovod's error, too."""
+    try:
+        return world.collectives.run(call, operation)
+    except CollectiveMismatchError as error:
+        raise horovods(CollectiveMismatchError)(*error.args) from None
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as bytes."""
+    # as_strided: with at most one element the stride may be anything, which view() refuses
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

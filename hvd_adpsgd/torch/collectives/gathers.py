@@ -1,0 +1,126 @@
+"""allgather and its grouped and object forms, over all learners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle  # type: ignore[import-untyped]
+import horovod.torch as horovod
+import torch
+from horovod.torch import Average
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.runtime.messages import Attempt
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
+from hvd_adpsgd.torch.collectives.calls import (
+    bytes_of,
+    require_tensor,
+    require_tensors,
+    run_call,
+)
+from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce
+
+__all__ = ["Gathered", "allgather", "allgather_object", "gather", "grouped_allgather"]
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
+) -> torch.Tensor:
+    """Concatenate the learners' tensors along the first dimension, by rank; differentiable.
+
+    Args:
+        tensor: at least one dimension; the same dtype and further dimensions on all learners.
+        name: if given, the same on all learners.
+        process_set: all learners, or hvd.super_learner.
+
+    Raises:
+        CollectiveMismatchError: on all learners, if they do not call the same.
+        ConfigError: for a tensor without dimensions.
+    """
+    inner = inner_process_set(process_set, "allgather")
+    require_tensor("allgather", tensor)
+    if inner is not None:
+        return horovod.allgather(tensor, name, inner)
+    return _Allgather.apply("allgather", name, tensor)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
+) -> list[torch.Tensor]:
+    """Concatenate several tensors in one operation; differentiable. See allgather."""
+    inner = inner_process_set(process_set, "grouped_allgather")
+    require_tensors("grouped_allgather", tensors)
+    if inner is not None:
+        return list(horovod.grouped_allgather(tensors, name, inner))
+    return list(_Allgather.apply("grouped_allgather", name, *tensors))
+
+
+class _Allgather(torch.autograd.Function):
+    """Its gradient is this learner's part of the mean gradient, as in Horovod."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        gathered = gather(kind, name, tensors)
+        ctx.parts = [(one.start, one.rows) for one in gathered]
+        return tuple(one.tensor for one in gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        means = reduce(grads, Reduction("allreduce", Average, 1.0, 1.0, None))
+        parts = zip(means, ctx.parts, strict=True)
+        return None, None, *(mean.narrow(0, start, rows) for mean, (start, rows) in parts)
+
+
+class Gathered(NamedTuple):
+    """All rows, the first that is this learner's, and how many are."""
+
+    tensor: torch.Tensor
+    start: int
+    rows: int
+
+
+def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[Gathered]:
+    """The learners' tensors one below the other, in one operation."""
+    world = worlds.current()
+    rows = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+    described = tuple((None, str(t.dtype), tuple(t.shape[1:])) for t in tensors)
+    call = Call(kind, name, described, private=rows)
+
+    def operation(attempt: Attempt) -> list[Gathered]:
+        told = [other.private for other in attempt.calls]
+        for rank, theirs in zip(attempt.ranks, told, strict=True):
+            if None in theirs:
+                raise ConfigError(
+                    f"{kind} of a tensor without dimensions on learner {rank}: at least one is needed. Pass "
+                    "`tensor.unsqueeze(0)`."
+                )
+        return [
+            _gathered(attempt, t, rows)
+            for t, rows in zip(tensors, zip(*told, strict=True), strict=True)
+        ]
+
+    return run_call(world, call, operation)
+
+
+def _gathered(attempt: Attempt, tensor: torch.Tensor, rows: Sequence[int]) -> Gathered:
+    gathered = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+    everything = bytes_of(gathered).numpy()
+    row = everything.size // max(sum(rows), 1)
+    attempt.allgatherv(bytes_of(tensor.detach().cpu()).numpy(), everything, [row * n for n in rows])
+    mine = attempt.rank
+    return Gathered(gathered.to(tensor.device), sum(rows[:mine]), rows[mine])
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The learners' objects by rank, through cloudpickle."""
+    if inner_process_set(None, "allgather_object") is not None:
+        return horovod.allgather_object(obj, name)
+    world = worlds.current()
+    call = Call("allgather_object", name, private=cloudpickle.dumps(obj))
+    calls = run_call(world, call, lambda attempt: attempt.calls)
+    return [cloudpickle.loads(other.private) for other in calls]

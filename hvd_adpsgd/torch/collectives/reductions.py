@@ -1,0 +1,303 @@
+"""allreduce and its grouped and in-place forms, over all learners."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
+from horovod.torch.mpi_ops import handle_average_backwards_compatibility
+from numpy.typing import NDArray
+
+from hvd_adpsgd.errors import AdpsgdError, ConfigError, InnerOnlyError
+from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.runtime.messages import Attempt
+from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
+from hvd_adpsgd.torch.collectives.calls import (
+    described,
+    require_tensor,
+    require_tensors,
+    run_call,
+)
+
+__all__ = [
+    "Reduction",
+    "allreduce",
+    "allreduce_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "reduce",
+    "reduce_",
+    "reduction",
+]
+
+_REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_TOLD = 1024  # bytes up to which a tensor travels with its call
+_COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # the others by np.add
+_OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> torch.Tensor:
+    """Combine a tensor over all learners; differentiable.
+
+    Args:
+        tensor: any real tensor; the same dtype and shape on all learners. float16 and bfloat16 are
+            summed in float32.
+        average: deprecated by Horovod in favour of op.
+        name: if given, the same on all learners.
+        compression: hvd.Compression.none or .fp16.
+        op: hvd.Average (default), Sum, Min, Max or Product.
+        prescale_factor: the tensor is multiplied by it before,
+        postscale_factor: and by it after.
+        process_set: all learners, or hvd.super_learner.
+
+    Returns:
+        A tensor like `tensor`.
+
+    Raises:
+        CollectiveMismatchError: on all learners, if they do not call the same.
+        InnerOnlyError: for hvd.Adasum over several super learners.
+        ConfigError: for another dtype or op.
+    """
+    inner = inner_process_set(process_set, "allreduce")
+    require_tensor("allreduce", tensor)
+    if inner is not None:
+        return horovod.allreduce(
+            tensor, average, name, compression, op, prescale_factor, postscale_factor, inner
+        )
+    how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
+    compressed, context = compression.compress(tensor)
+    return compression.decompress(_Allreduce.apply(how, compressed)[0], context)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> torch.Tensor:
+    """Combine a tensor over all learners in place; see allreduce. Returns `tensor`."""
+    inner = inner_process_set(process_set, "allreduce_")
+    require_tensor("allreduce_", tensor)
+    if inner is not None:
+        return horovod.allreduce_(
+            tensor, average, name, op, prescale_factor, postscale_factor, inner
+        )
+    how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
+    return reduce_([tensor], how)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[torch.Tensor]:
+    """Combine several tensors over all learners in one operation; differentiable. See allreduce.
+
+    Returns:
+        Tensors like `tensors`.
+    """
+    inner = inner_process_set(process_set, "grouped_allreduce")
+    require_tensors("grouped_allreduce", tensors)
+    if inner is not None:
+        return list(
+            horovod.grouped_allreduce(
+                tensors, average, name, compression, op, prescale_factor, postscale_factor, inner
+            )
+        )
+    how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
+    compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
+    reduced = _Allreduce.apply(how, *compressed)
+    return [compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Sequence[torch.Tensor]:
+    """Combine several tensors over all learners in place; see grouped_allreduce. Returns `tensors`."""
+    inner = inner_process_set(process_set, "grouped_allreduce_")
+    require_tensors("grouped_allreduce_", tensors)
+    if inner is not None:
+        horovod.grouped_allreduce_(
+            tensors, average, name, op, prescale_factor, postscale_factor, inner
+        )
+        return tensors
+    how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
+    return reduce_(tensors, how)
+
+
+class Reduction(NamedTuple):
+    """How tensors are combined; `kind` is the operation that the user calls."""
+
+    kind: str
+    op: Any
+    prescale: float
+    postscale: float
+    name: str | None
+
+
+def reduction(
+    kind: str, average: bool | None, name: str | None, op: Any, prescale: float, postscale: float
+) -> Reduction:
+    """What Horovod's arguments mean.
+
+    Raises:
+        InnerOnlyError: for hvd.Adasum.
+        ConfigError: for another op.
+    """
+    return Reduction(kind, _checked_op(kind, op, average), prescale, postscale, name)
+
+
+class _Allreduce(torch.autograd.Function):
+    """Its gradient is the same reduction of the gradients, as in Horovod."""
+
+    @staticmethod
+    def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        return tuple(reduce(tensors, how))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, *_Allreduce.apply(ctx.how._replace(name=None), *grads)
+
+
+def _checked_op(kind: str, op: Any, average: bool | None) -> Any:
+    op = handle_average_backwards_compatibility(op, average)
+    if op == Adasum:
+        world = worlds.current()
+        raise InnerOnlyError(
+            f"{kind}(op=hvd.Adasum) on learner {world.rank}: Adasum works in one super learner, "
+            f"this job has {world.super_size}. Use hvd.Average or hvd.Sum, or start the job as one "
+            f"super learner: {one_super_learner(world)}"
+        )
+    if op not in _OP_NAMES:
+        raise ConfigError(
+            f"{kind}(op={op!r}): allowed are hvd.{', hvd.'.join(_OP_NAMES.values())}. Pass one "
+            "of these."
+        )
+    return op
+
+
+def reduce_(tensors: Sequence[torch.Tensor], how: Reduction) -> Sequence[torch.Tensor]:
+    """Combine them over all learners in place. Returns `tensors`."""
+    for tensor, reduced in zip(tensors, reduce(tensors, how), strict=True):
+        tensor.detach().copy_(reduced)
+    return tensors
+
+
+def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor]:
+    """The tensors combined over all learners, in one operation: one array of each dtype."""
+    world, combine = worlds.current(), _COMBINED_BY.get(how.op, np.add)
+    unfit = next((t for t in tensors if not _is_reducible(t)), None)
+    mine = {} if unfit is not None else _packed([_scaled(_flat(t), how.prescale) for t in tensors])
+    is_told = unfit is None and sum(array.nbytes for array in mine.values()) <= _TOLD
+    call = Call(
+        how.kind,
+        how.name,
+        described([(None, t) for t in tensors]),
+        None,
+        _OP_NAMES[how.op],
+        (how.prescale, how.postscale),
+        mine if is_told else None,
+    )
+
+    def combined(attempt: Attempt, dtype: torch.dtype) -> torch.Tensor:
+        if is_told:
+            arrays = [call.private[dtype] for call in attempt.calls]
+            return torch.from_numpy(functools.reduce(combine, arrays))
+        return torch.from_numpy(attempt.allreduce(mine[dtype], combine))
+
+    def operation(attempt: Attempt) -> dict[torch.dtype, torch.Tensor]:
+        if unfit is not None:
+            raise _irreducible(unfit)
+        share = how.postscale / (attempt.size if how.op == Average else 1)
+        return {dtype: _scaled(combined(attempt, dtype), share) for dtype in mine}
+
+    return _unpacked(run_call(world, call, operation), tensors)
+
+
+def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
+    """The vectors of each dtype one after the other; a single one is not copied."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        by_dtype.setdefault(part.dtype, []).append(part)
+    return {
+        dtype: (same[0] if len(same) == 1 else torch.cat(same)).numpy()
+        for dtype, same in by_dtype.items()
+    }
+
+
+def _unpacked(
+    totals: dict[torch.dtype, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The parts of `totals` that belong to each tensor, like it."""
+    taken = dict.fromkeys(totals, 0)
+    parts = []
+    for tensor in tensors:
+        dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
+        start = taken[dtype]
+        taken[dtype] += tensor.numel()
+        part = totals[dtype][start : taken[dtype]]
+        parts.append(part.to(dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device))
+    return parts
+
+
+def _is_reducible(tensor: torch.Tensor) -> bool:
+    has_elements = tensor.layout == torch.strided and tensor.device.type != "meta"
+    is_number = not (tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized)
+    return has_elements and is_number
+
+
+def _irreducible(tensor: torch.Tensor) -> AdpsgdError:
+    if tensor.layout != torch.strided:
+        return InnerOnlyError(
+            f"allreduce of a {tensor.layout} tensor works in one super learner only. Reduce `.to_dense()`, "
+            "or pass process_set=hvd.super_learner."
+        )
+    return ConfigError(
+        f"allreduce of a tensor of {tensor.dtype}: allowed are integers and floating-point "
+        "numbers. Convert it (`.to(torch.int32)`)."
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in CPU memory, in the dtype in which they are reduced; maybe `tensor`'s own."""
+    dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Integers are scaled in double precision and cut off, as in Horovod."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
