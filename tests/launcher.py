@@ -28,6 +28,7 @@ from hvd_adpsgd.tools.build_horovod import KEEPER
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
+ON_DEVICES = ROOT / "tests" / "on_devices.py"
 QUICK = ROOT / "tests" / "quick"  # what makes a start cheaper: sitecustomize.py, and server.py
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
 
@@ -113,6 +114,8 @@ def run_learners(
         kept: run each learner below the shell that our Horovod build puts there.
         fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
+
+    With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py).
     """
     env = env or {}
     if launcher == "mpirun":
@@ -128,7 +131,8 @@ def run_learners(
             python = ["sh", "-c", KEEPER, "learner", *python]
         elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
-        command = [*launch(np, launcher), *python, str(file), *args]
+        files = [ON_DEVICES, file] if "TEST_DEVICES" in {**os.environ, **env} else [file]
+        command = [*launch(np, launcher), *python, *map(str, files), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
         return _run(command, environment(env, first), timeout)
 

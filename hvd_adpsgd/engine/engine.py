@@ -109,6 +109,7 @@ class Engine:
         self._metrics = ExchangeMetrics(len(self._names))
         self._final: dict[str, Any] = {}
         self._stopping = threading.Lock()
+        self._announcing = threading.Lock()  # models on devices are offered from another thread
 
     # ---- set-up and tear-down ------------------------------------------------------------
 
@@ -199,9 +200,10 @@ class Engine:
         """Add new parts of the layout to the thread, once their mirror is filled or nothing was offered."""
         if self.loop is None:
             return
-        for part in self.memory.layout.parts[self._announced :]:
-            self.loop.extend(part.last_chunk, part.fingerprint)
-        self._announced = len(self.memory.layout.parts)
+        with self._announcing:
+            for part in self.memory.layout.parts[self._announced :]:
+                self.loop.extend(part.last_chunk, part.fingerprint)
+            self._announced = len(self.memory.layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
         """Finish running exchanges, tell the peers, end the thread. Bounded; idempotent; from any thread.
@@ -257,11 +259,25 @@ class Engine:
         """
         if self.loop is None:
             return
-        self._announce()
+        if self.memory.landing is None:
+            self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)
         if self.loop.void_chunks() != self._seen_void:
             self._seen_void = self.loop.void_chunks()
             self._warn_left_out()
+
+    def wants_copy(self, step: int) -> bool:
+        """Whether the parameters of this step are worth a copy from their device to the mirror.
+
+        They are if the next offer makes the engine ask a peer, and as often as exchanges begin, for a peer
+        may ask. They are not if corrections had to wait for a copy: another one would put them off again.
+        """
+        memory = self.memory
+        if self.loop is None or memory.filled < len(memory.layout.parts):
+            return True
+        if memory.put_off:
+            return False
+        return self.loop.due() or (step - memory.step) * self.config.exchanges_per_step >= 1
 
     def _warn_left_out(self) -> None:
         """Name the tensors that averaging leaves out again and again; each once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,37 @@ from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
 
-__all__ = ["ModelMemory"]
+__all__ = ["NO_SLOT", "Area", "Landing", "ModelMemory"]
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
-_NO_SLOT = -1
+_ROWS = 4  # notes of that many publications: no learner is more than one all-reduce behind
+NO_SLOT = -1
+
+
+class Area(NamedTuple):
+    """Where one part of the layout lies.
+
+    Attributes:
+        mailbox: with the slots.
+        mirror: on the leader, else None.
+        places: first byte of each chunk in a slot.
+    """
+
+    mailbox: Mailbox
+    mirror: NDArray[np.uint8] | None
+    places: list[int]
+
+
+class Landing(NamedTuple):
+    """A copy of parameters on its way to the mirror.
+
+    Attributes:
+        slot: the correction that those parameters lack and that the devices add meanwhile, or NO_SLOT.
+        step: of the parameters.
+    """
+
+    slot: int
+    step: int
 
 
 class ModelMemory:
@@ -29,6 +56,17 @@ class ModelMemory:
         all_met    after an operation of the whole node: all may read it
         absorb     parameter += correction; on the leader also mirror = parameter
 
+    Parameters on devices are copied beside the training (torch/staging.py), so their absorb is split:
+
+        take       the slot that the devices add now
+        depart     on the leader: a copy of the parameters, without that slot, is on its way to the mirror
+        land       it has come: mirror += correction
+
+    Between depart and land nothing is published: `publish` puts it off, on all learners alike. So the mirror
+    lacks the published correction, if there is one, and no other, at every moment, also while only a part of
+    the copy is there: what was there before and what comes have the same corrections in them, and differ by
+    local updates.
+
     Args:
         chunk_nbytes: largest chunk.
         inner: communicator of the super learner (mpi4py), None for a learner alone.
@@ -39,7 +77,12 @@ class ModelMemory:
     Attributes:
         layout: where each element lies.
         store: the chunks, for the engine.
-        published: `publish` was called, and not yet `absorb`.
+        published: `publish` was called, and not yet `absorb`; maybe it was put off.
+        areas: the memory of each part of the layout.
+        landing: a copy of the parameters that is on its way to the mirror (leader only).
+        put_off: a publication was put off with corrections in it, and none came since.
+        step: the trainer's step of the mirror, -1 before the first one.
+        filled: parts of the layout whose mirror has been filled.
     """
 
     def __init__(self, chunk_nbytes: int, inner: Any, leads: bool, shows: bool = False):
@@ -52,22 +95,36 @@ class ModelMemory:
         self._leads = leads
         self._shows = shows
         self._shown: tuple[Mailbox, int, int] | None = None
-        self._areas: list[Any] = []  # keeps alive what the store points to
+        self.areas: list[Area] = []  # keeps alive what the store points to
+        self.landing: Landing | None = None
+        self.put_off = False
+        self.step = -1
+        self.filled = 0
         self._spans = self.layout.spans
-        self._slot = _NO_SLOT  # readable by all and not applied
-        self._publications = 0
+        self._slot = NO_SLOT  # readable by all and not applied
+        self._met = False
+        self._calls = 0  # of publish, alike on all learners
+        self._publications = 0  # those of them that were not put off
+        self._notes = np.zeros(
+            _ROWS, np.uint8
+        )  # were they not? Shared in the node once there is memory
+
+    @property
+    def leads(self) -> bool:
+        """Whether this learner has the mirror."""
+        return self._leads
 
     @property
     def readable(self) -> bool:
         """Whether a published slot may be read by all learners of the node, and is not applied."""
-        return self._slot != _NO_SLOT
+        return self._met
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average these tensors too, from the next offer on. All learners of the node call it."""
         part = self.layout.extend(tensors)
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
-        shows = self._shows and not self._areas
+        shows = self._shows and not self.areas
         mailbox = Mailbox(places[-1], len(part.chunks), self._inner, shows * (lives + part.nbytes))
         mirror = None
         if self._leads:
@@ -76,7 +133,9 @@ class ModelMemory:
                 if mailbox.front is None
                 else mailbox.front[lives:][: part.nbytes]
             )
-        self._areas.append((mailbox, mirror))
+        if not self.areas:
+            self._notes = mailbox.notes
+        self.areas.append(Area(mailbox, mirror, places))
         for i, chunk in enumerate(part.chunks):
             self.store.add_chunk(
                 mirror.ctypes.data + chunk.offset if mirror is not None else 0,
@@ -124,21 +183,40 @@ class ModelMemory:
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish the open slot. A learner alone may read it at once."""
+        """Publish the open slot, unless a copy is on its way. A learner alone may read it at once."""
         if self._leads:
-            self.store.publish()
+            goes = self.landing is None
+            if goes:
+                self.store.publish()
+            self.put_off = not goes and self._gathered()
+            self._notes[self._calls % _ROWS] = goes
         self.published = True
         if self._alone:
             self.all_met()
+
+    def _gathered(self) -> bool:
+        """Whether the open slot holds anything."""
+        opened = (self.store.published + 1) % self._nslots
+        return any(area.mailbox.flags[opened].any() for area in self.areas)
 
     def all_met(self) -> None:
         """Call after a gradient all-reduce or a barrier of the node.
 
         Earlier, the leader may not have published, and the slot would still be filled.
         """
-        if self.published and not self.readable:
-            self._slot = self._publications % self._nslots
-            self._publications += 1
+        if self.published and not self._met:
+            self._met = True
+            if self._notes[self._calls % _ROWS]:
+                self._slot = self._publications % self._nslots
+                self._publications += 1
+            self._calls += 1
+
+    def take(self) -> int:
+        """The readable slot, which is applied now, or NO_SLOT."""
+        slot, self._slot = self._slot, NO_SLOT
+        if self._met:
+            self._met = self.published = False
+        return slot
 
     def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
         """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
@@ -150,7 +228,21 @@ class ModelMemory:
         Returns:
             Whether every parameter is finite, and whether a correction was applied.
         """
-        slot, self._slot = self._slot, _NO_SLOT
-        if slot != _NO_SLOT:
-            self.published = False
-        return self.store.absorb(self._spans, addresses, slot, step)
+        found = self.store.absorb(self._spans, addresses, self.take(), step)
+        self._has_landed(step)
+        return found
+
+    def depart(self, slot: int, step: int) -> None:
+        """The parameters, before `slot` is added, go to the mirror; `land` follows (leader only)."""
+        assert self.landing is None
+        self.landing = Landing(slot, step)
+
+    def land(self) -> None:
+        """They are there: add the correction to the mirror too. From any thread."""
+        assert self.landing is not None
+        self.store.absorb(self._spans, None, *self.landing)
+        self._has_landed(self.landing.step)
+        self.landing = None  # last: from now on publications are possible
+
+    def _has_landed(self, step: int) -> None:
+        self.step, self.filled = step, len(self.layout.parts)

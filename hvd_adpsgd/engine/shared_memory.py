@@ -25,6 +25,7 @@ from hvd_adpsgd.errors import WorldError
 __all__ = ["File", "Mailbox", "host_name", "private_memory", "slots_of", "try_file", "try_map"]
 
 SHARED_FOLDER = "/dev/shm"
+NOTES = 64  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 
 
@@ -63,6 +64,7 @@ class Mailbox:
     Attributes:
         slots: the memory of each slot.
         flags: its flags.
+        notes: NOTES bytes, for what the leader says of its publications.
         front: the memory before them, None without it.
         file: that of all this memory, on the leader, if there is a front; until `close`.
 
@@ -74,7 +76,7 @@ class Mailbox:
         row = -(-nflags // 64) * 64
         slot = _pages(nbytes)
         n = slots_of(inner)
-        total = max(n * (slot + row), 1)  # a model may have nothing to average
+        total = n * (slot + row) + NOTES
         self.file: File | None = None
         if inner is None or inner.Get_size() == 1:
             front = self._map_alone(_pages(front), total)
@@ -85,6 +87,7 @@ class Mailbox:
         self.slots = [self.memory[front + i * slot :][:nbytes] for i in range(n)]
         flags = self.memory[front + n * slot :]
         self.flags = [flags[i * row : i * row + nflags] for i in range(n)]
+        self.notes = flags[n * row :][:NOTES]
 
     def _map_alone(self, front: int, total: int) -> int:
         """Memory of this process, or that peers may map. Returns the bytes before the slots."""

@@ -34,6 +34,7 @@ from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, un
 from hvd_adpsgd.torch.node import in_node, node_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
+from hvd_adpsgd.torch.staging import Staging
 from hvd_adpsgd.torch.timeline import StepRecord
 from hvd_adpsgd.torch.update_rules import make_rule
 
@@ -75,6 +76,7 @@ class Averaging:
         self.parameters = Parameters()
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
+        self.nonfinite_step = -1  # the last of them
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
         rate = spec.config.exchanges_per_step * spec.config.exchange_share  # of each chunk
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
@@ -86,12 +88,14 @@ class Averaging:
         self.pauses = self.lent = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
+        self._staging: Staging | None = None  # of parameters on devices
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.engine = self.make_engine(
             world.outer, world.members, functools.partial(_gather_from_leaders, world)
         )
+        self._stage()
         world.teardown.at_shutdown(self.stop)
         world.departure.at_leave(self._say_goodbye)
         world.membership.sources.append(self._peer_news)
@@ -155,8 +159,33 @@ class Averaging:
         """Go on with another engine, between steps, paused. Exchange counters restart at 0."""
         self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
         self.record.events(self.engine)
+        if self._staging is not None:
+            self._staging.release()
         self.engine.release()
         self.engine = engine
+        self._stage()
+
+    def _stage(self) -> None:
+        """Copy parameters on devices from and to the memory of the engine, from now on."""
+        if self.parameters.staged:
+            self._staging = self._staging or Staging()
+            self._staging.bind(self.engine.memory, self.parameters.tensors)
+
+    @property
+    def _lands_later(self) -> bool:
+        """Whether a step waits neither for its copy of the model nor for what devices say of it."""
+        waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
+        return self._staging is not None and not waits
+
+    def before_update(self) -> None:
+        """Parameters change next: their devices wait for copies of them, the host does not."""
+        if self._staging is not None:
+            self._staging.before_update()
+
+    def settle(self) -> None:
+        """Wait until devices have applied the last corrections, and the mirror holds its copy."""
+        if self._staging is not None:
+            self._staging.settle()
 
     def move_to(self, world: World) -> None:
         """The world has changed: the engine is of the new one already."""
@@ -216,6 +245,7 @@ class Averaging:
             with torch.no_grad():
                 self.rule.start()
         self._steps.begin()
+        self.before_update()
         try:
             yield
         finally:
@@ -281,13 +311,14 @@ class Averaging:
         self._publish_in_node()
         self.rule.pass_time()
         self.rule.before_corrections()
-        finite = self.absorb()
+        finite = self.absorb(waits=not self._lands_later)
         self.rule.after_corrections()
         return finite
 
     def _offer(self, finite: bool, in_step: bool = True) -> None:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
-        self.engine.offer(self.step, finite)
+        if not self._lands_later:  # else it is offered when it has come
+            self.engine.offer(self.step, finite)
         self.world.membership.update(self.engine.report(), self.step)
         if in_step:
             self._round()
@@ -332,6 +363,7 @@ class Averaging:
 
     def take_in(self) -> bool:
         """Publish and apply. True if every parameter is finite."""
+        self.settle()  # else the publication is put off
         self._publish_in_node()
         return self.absorb()
 
@@ -344,20 +376,45 @@ class Averaging:
 
     def meet_in_node(self) -> None:
         """Barrier in the node: afterwards the published slot is readable, the other one is not read."""
+        self.settle()  # devices read it too
         with node_failures(self), mpi_failures("in the node"):
             barrier(self.world.inner)
         self.engine.memory.all_met()
 
-    def absorb(self) -> bool:
+    def absorb(self, waits: bool = True) -> bool:
         """Apply the readable slot, if there is one, and copy the tensors to the mirror.
 
+        Args:
+            waits: until devices have done so. Else the model is offered when its copy has come.
+
         Returns:
-            Whether every parameter is finite.
+            Whether every parameter is finite; without `waits` those of the last steps that devices know of.
         """
+        bad = self._absorb_staged(waits) if self._staging is not None else self._absorb_in_place()
+        if bad is not None:
+            self.nonfinite_step = bad
+        return bad is None
+
+    def _absorb_in_place(self) -> int | None:
+        """On the host. The step, if a parameter is not finite."""
         finite, corrected = self.engine.memory.absorb(self.parameters.addresses(), self.step)
         if corrected:
             self.parameters.write_back()
-        return finite
+        return None if finite else self.step
+
+    def _absorb_staged(self, waits: bool) -> int | None:
+        """On devices. The last step whose parameters are not finite, if one is found."""
+        assert self._staging is not None
+        if waits:
+            self._staging.settle()
+            self._staging.absorb(self.step, True)
+            self._staging.settle()
+            found = self._staging.nonfinite()
+        else:
+            wants = self.engine.wants_copy(self.step)
+            self._staging.absorb(self.step, wants, self.engine.offer)
+            found = self._staging.nonfinite(self.step if self.world.inner_size > 1 else None)
+        return max(found, default=None)
 
     def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
         """Add to copies of tensors the corrections that these lack, which stay pending. Leaders only.
@@ -387,8 +444,10 @@ class Averaging:
         named = list(named)
         require_same_in_node(self.world, "add_param_group", named)
         self.trained.update(id(tensor) for _, tensor in named)
+        self.settle()
         self.specs.append(self.parameters.add(named))
         self.engine.memory.extend(self.specs[-1])
+        self._stage()
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
@@ -409,6 +468,8 @@ class Averaging:
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self.record.events(self.engine)
+        if self._staging is not None:
+            self._staging.close()
         self.engine.release()
 
     def _peer_news(self) -> list[tuple[int, PeerState]]:
@@ -421,16 +482,19 @@ class Averaging:
 
 def _report_nonfinite(averaging: Averaging) -> None:
     averaging.nonfinite_steps += 1
-    where = ", ".join(averaging.parameters.nonfinite()[:3])
+    raises = averaging.spec.config.nonfinite == "raise"
+    if not raises and averaging.nonfinite_steps > 1:
+        return
+    names = ", ".join(averaging.parameters.nonfinite()[:3])
+    where = f" ({names})" if names else ""
     message = (
-        f"step {averaging.step - 1}: the model of super learner {averaging.world.super_rank} holds "
-        f"NaN or Inf ({where}); it is not offered to the others. Lower the learning rate or clip "
-        "gradients; HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
+        f"step {averaging.nonfinite_step}: the model of super learner {averaging.world.super_rank} holds "
+        f"NaN or Inf{where}; it is not offered to the others. Lower the learning rate or clip gradients; "
+        "HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
     )
-    if averaging.spec.config.nonfinite == "raise":
+    if raises:
         raise NonFiniteModelError(message)
-    if averaging.nonfinite_steps == 1:
-        log.warning("%s", message)
+    log.warning("%s", message)
 
 
 def _gather_from_leaders(world: World, value: Any) -> list[Any]:

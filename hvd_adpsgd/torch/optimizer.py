@@ -583,6 +583,7 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
+    self._averaging.before_update()
     with in_node(self._averaging):
         return self._horovod._allreduce_grad_async(self, parameter)
 

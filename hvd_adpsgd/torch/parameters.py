@@ -14,6 +14,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.torch.devices import is_staged
 
 __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements"]
 
@@ -48,20 +49,23 @@ def averaged_dtype(tensor: torch.Tensor) -> str:
 class Parameters:
     """The averaged tensors of one optimizer, each once, in a fixed order.
 
-    A contiguous CPU tensor is reached in place. Any other (CUDA, strided) goes through a contiguous
-    host copy, page-locked for CUDA, which is filled before a step's corrections are applied and
-    copied back after.
+    A contiguous CPU tensor is reached in place. A strided one goes through a contiguous copy, which is filled
+    before a step's corrections are applied and copied back after. If any is on a device, all take the way of
+    `staging`, and none that of `addresses`.
+
+    Attributes:
+        staged: whether one is on a device that the engine's loops cannot reach.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self._known: set[int] = set()
+        self.staged = False
         self._devices: list[torch.device] = []
-        self._gpus: set[torch.device] = set()
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []
-        self._staged: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}
         self._addresses = np.zeros(0, dtype=np.uintp)
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
@@ -81,8 +85,7 @@ class Parameters:
             self.names.append(name)
             self.tensors.append(tensor)
             self._devices.append(tensor.device)
-            if tensor.device.type == "cuda":
-                self._gpus.add(tensor.device)
+            self.staged |= is_staged(tensor.device)
             self._shapes.append(tensor.shape)
             self._dtypes.append(tensor.dtype)
         self._addresses = np.zeros(len(self.tensors), dtype=np.uintp)
@@ -92,39 +95,32 @@ class Parameters:
         return id(tensor) in self._known  # self.tensors keeps them alive
 
     def addresses(self) -> NDArray[np.uintp]:
-        """Address of each tensor's memory, host copies filled."""
+        """Address of each tensor's memory, copies of strided ones filled."""
         for i, tensor in enumerate(self.tensors):
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                self._staged.pop(i, None)
+            if tensor.is_contiguous():
+                self._copies.pop(i, None)
                 self._addresses[i] = tensor.data_ptr()
             else:
-                self._addresses[i] = self._stage(i, tensor).data_ptr()
-        for gpu in self._gpus:
-            torch.cuda.current_stream(
-                gpu
-            ).synchronize()  # each copy runs on the stream of its device
+                self._addresses[i] = self._copied(i, tensor).data_ptr()
         return self._addresses
 
     def write_back(self) -> None:
-        """Copy corrected host copies to where they came from."""
+        """Copy corrected copies to where they came from."""
         with torch.no_grad():
-            for i, host in self._staged.items():
-                self.tensors[i].data.copy_(host.view(self._shapes[i]), non_blocking=True)
+            for i, copy in self._copies.items():
+                self.tensors[i].data.copy_(copy.view(self._shapes[i]))
 
     def nonfinite(self) -> list[str]:
         """Names of the tensors that hold NaN or infinity."""
         pairs = zip(self.names, self.tensors, strict=True)
         return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
 
-    def _stage(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        host = self._staged.get(i)
-        if host is None:
-            host = torch.empty(
-                tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
-            )
-            self._staged[i] = host
-        host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-        return host
+    def _copied(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self._copies.get(i)
+        if copy is None:
+            copy = self._copies[i] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        copy.view(tensor.shape).copy_(tensor.detach())
+        return copy
 
     def check(self) -> None:
         """Require the tensors to be where and what they were.

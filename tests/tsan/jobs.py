@@ -119,7 +119,7 @@ class SuperLearner:
         self.sums.append(float(model.sum()))
         self.leader.append(model)
         self.follower.append(model.copy())
-        mailbox, _ = memory._areas[-1]
+        mailbox = memory.areas[-1].mailbox
         for i, chunk in enumerate(memory.layout.parts[-1].chunks):
             slots = [slot.ctypes.data + chunk.offset for slot in mailbox.slots]
             flags = [row.ctypes.data + i for row in mailbox.flags]

@@ -363,6 +363,14 @@ cdef class Loop:
             pthread_cond_signal(&e.port.wake)
             pthread_mutex_unlock(&e.port.gate)
 
+    def due(self):
+        """Whether the engine asks a peer after the next offer."""
+        cdef Port* p = &self.core.port
+        pthread_mutex_lock(&p.gate)
+        cdef double credit = p.given.credit + p.rate
+        pthread_mutex_unlock(&p.gate)
+        return credit >= 1.0 - 1e-9
+
     def ask(self, int peer):
         """Ask `peer` whatever the credit says; NOBODY (-1) withdraws the spec."""
         cdef Core* e = &self.core

@@ -296,20 +296,30 @@ cdef inline char* after(char* start, int64_t nbytes) noexcept nogil:
 
 cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, const uintptr_t* tensors,
                       int published) noexcept nogil:
-    """Apply the published slot of one chunk, and on a leader refresh the mirror. Returns what adpsgd_apply finds."""
+    """Apply the published slot of one chunk, and on a leader refresh the mirror. Returns what adpsgd_apply finds.
+
+    With tensors NULL the mirror has been filled, and takes the correction itself; without one there is nothing to do."""
     cdef int kind = c.full[published][0] if published >= 0 else 0
     cdef int narrow = adpsgd_itemsize(c.dtype), wide = adpsgd_slot_itemsize(c.dtype), found = 0
     cdef bint fresh = False
     cdef char* correction = c.slot[published] if kind else NULL
     cdef char* back = NULL
+    cdef char* parameter
+    cdef char* mirror
     cdef int64_t i
+    if tensors == NULL and not kind:
+        return 0
     # A mean in the open slot was made of models with all their corrections: it has what is held back.
     if kind and c.mirror != NULL and narrow < wide and c.full[c.open][0] != REPLACES:
         back = c.slot[c.open]
         fresh = not c.full[c.open][0]
     for i in range(nspans):
-        found |= adpsgd_apply(c.dtype, <char*>tensors[spans[i].tensor] + spans[i].start * narrow,
-                              after(correction, spans[i].offset * wide), after(c.mirror, spans[i].offset * narrow),
+        mirror = after(c.mirror, spans[i].offset * narrow)
+        if tensors == NULL:
+            parameter, mirror = mirror, NULL
+        else:
+            parameter = <char*>tensors[spans[i].tensor] + spans[i].start * narrow
+        found |= adpsgd_apply(c.dtype, parameter, after(correction, spans[i].offset * wide), mirror,
                               after(back, spans[i].offset * wide), spans[i].count, kind == REPLACES, fresh,
                               c.stream)
     if fresh and found & ADPSGD_HELD_BACK:
@@ -454,23 +464,30 @@ cdef class Store:
                int64_t step):
         """parameter += published correction; mirror = parameter.
 
+        Without `tensors` (leader only): mirror += published correction. The mirror holds parameters as they were
+        before that correction, which are on a device, and to which the device adds it too.
+
         Args:
             spans: shape (n, 5): tensor, first element in it, chunk, first element there, count;
                 sorted by chunk.
-            tensors: address of each tensor's first element.
+            tensors: address of each tensor's first element, or None.
             published: slot to apply, -1 for none.
             step: the trainer's step of the parameters.
 
         Returns:
-            Whether every parameter is finite, and whether the slot held anything.
+            Whether every parameter is finite, and whether the slot held anything; without `tensors` only those
+            numbers are looked at that a correction has changed.
         """
         cdef int found
+        cdef const uintptr_t* addresses = NULL
         cdef bint corrected = False
         cdef int64_t n = spans.shape[0]
         if n == 0:
             return True, False
+        if tensors is not None:
+            addresses = &tensors[0]
         with nogil:
-            found = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, &tensors[0], published, step, &corrected)
+            found = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, addresses, published, step, &corrected)
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
 
     def add_pending(self, const int64_t[:, ::1] spans, const uintptr_t[::1] copies):

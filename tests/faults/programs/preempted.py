@@ -117,7 +117,7 @@ def save(folder: Path, optimizer: Any) -> None:
     """The model of a learner that is alone in its super learner, and its corrections."""
     wait_for_trainer()
     memory = optimizer._averaging.engine.memory
-    [(mailbox, mirror)] = memory._areas
+    [(mailbox, mirror, _)] = memory.areas
     i = memory._publications % memory._nslots  # the open slot
     slot, flags = mailbox.slots[i].view(np.float32), mailbox.flags[i]
     model = mirror.view(np.float32).astype(np.float64)
