@@ -31,7 +31,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import Iterator, NamedTuple, NoReturn, Sequence  # noqa: UP035  (parses on old Pythons)
+from typing import Iterator, Mapping, NamedTuple, NoReturn, Sequence  # noqa: UP035  (parses on old Pythons)
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -220,6 +220,16 @@ CHANGES = (
     ),
 )
 
+# Made in every build, and part of the key where CUDA is compiled. CUDA 13's headers need C++17, and nvcc
+# knows it since CUDA 11.
+CUDA_CHANGES = (
+    Change(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)\n",
+        "set(CMAKE_CUDA_STANDARD 17)\n",
+    ),
+)
+
 CXX17_PROGRAM = """\
 #include <optional>
 #include <string_view>
@@ -243,10 +253,13 @@ class Machine(NamedTuple):
     settings: tuple[tuple[str, str], ...]  # HOROVOD_* names of the build
     mpicc: str
     cxx: str
+    gpu: tuple[str, ...] = ()  # versions of CUDA and NCCL; empty for a build without GPUs
 
     def key(self, changes: Sequence[Change] = CHANGES) -> str:
         """Name of this build in the cache: equal keys, interchangeable wheels."""
-        relevant = (VERSION, SDIST_SHA256, tuple(changes), self[:6])
+        relevant: tuple[object, ...] = (VERSION, SDIST_SHA256, tuple(changes), self[:6])
+        if self.gpu:
+            relevant += (CUDA_CHANGES, self.gpu)
         return hashlib.sha256(repr(relevant).encode()).hexdigest()[:12]
 
 
@@ -321,6 +334,45 @@ def find_cmake() -> str:
     return found
 
 
+def find_gpu(settings: Mapping[str, str]) -> tuple[str, ...]:
+    """CUDA and NCCL of a build for GPUs; () if the settings ask for none.
+
+    Raises:
+        BuildError: if nvcc is missing.
+    """
+    wanted = sorted(n for n in settings if re.fullmatch(r"HOROVOD_GPU_[A-Z]+", n))
+    if not wanted or settings.get("HOROVOD_GPU") == "ROCM":
+        return ()
+    home = settings.get("HOROVOD_CUDA_HOME")
+    folders = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+    if nvcc is None:
+        raise BuildError(
+            f"{wanted[0]}={settings[wanted[0]]} asks for a build for GPUs, but nvcc was not found in "
+            f"{os.pathsep.join(folders)}. Install the CUDA toolkit and set HOROVOD_CUDA_HOME to its folder, "
+            f"or unset {wanted[0]}."
+        )
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"release [\d.]+.*", answer)
+    return (version[0] if version else "nvcc of unknown version", nccl_version(settings, nvcc))
+
+
+def nccl_version(settings: Mapping[str, str], nvcc: str) -> str:
+    """Of the header that the build will find; the wheel may link NCCL statically."""
+    folders = [
+        settings.get("HOROVOD_NCCL_INCLUDE", ""),
+        os.path.join(settings.get("HOROVOD_NCCL_HOME", ""), "include"),
+        str(Path(nvcc).resolve().parent.parent / "include"),
+        "/usr/include",
+    ]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            header = Path(folder, "nccl.h").read_text()
+            parts = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
+            return f"NCCL {'.'.join(parts)}"
+    return "NCCL of unknown version"
+
+
 def describe_platform() -> str:
     features: set[str] = set()
     with contextlib.suppress(OSError):
@@ -333,7 +385,7 @@ def find_machine() -> Machine:
     """Look at this environment.
 
     Raises:
-        BuildError: if torch, MPI or a compiler is missing.
+        BuildError: if torch, MPI or a compiler is missing, or CUDA where the settings ask for it.
     """
     torch, mpicc, cxx = find_torch(), find_mpicc(), find_compiler()
     settings = {name: os.environ[name] for name in os.environ if name.startswith(PASSED_ON)}
@@ -346,6 +398,7 @@ def find_machine() -> Machine:
         settings=tuple(sorted({**settings, **SETTINGS}.items())),
         mpicc=mpicc,
         cxx=cxx,
+        gpu=find_gpu(settings),
     )
 
 
@@ -496,13 +549,14 @@ def changed(text: str, change: Change) -> str:
 
 
 def unpack(sdist: Path, scratch: Path) -> Path:
-    """Horovod's sources with all `CHANGES` made."""
-    say(f"unpacking, {len(CHANGES)} changes")
+    """Horovod's sources with all changes made."""
+    changes = CHANGES + CUDA_CHANGES
+    say(f"unpacking, {len(changes)} changes")
     safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, **safely)  # type: ignore[arg-type]
     source = scratch / f"horovod-{VERSION}"
-    for change in CHANGES:
+    for change in changes:
         file = source / change.path
         file.write_text(changed(file.read_text(), change))
     return source
@@ -650,7 +704,8 @@ def build(jobs: int, rebuild: bool, only_wheel: bool) -> None:
     if installed_version("horovod") == version and not rebuild and not only_wheel:
         say(f"{version} is installed already")
         return
-    say(f"{VERSION} for torch {machine.torch}, {machine.mpi}, {machine.compiler}")
+    described = (f"torch {machine.torch}", machine.mpi, machine.compiler, *machine.gpu)
+    say(f"{VERSION} for {', '.join(described)}")
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f"{machine.key()}.lock"):

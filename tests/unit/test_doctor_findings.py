@@ -228,7 +228,7 @@ def test_the_options_are_those_of_the_documentation():
 
 
 LOADED = {
-    "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False,
+    "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False, "cuda": "12.8",
 }  # fmt: skip
 
 
@@ -243,7 +243,9 @@ LOADED = {
             ["/a/libmpi.so.40, /b/libmpi.so.12"],
         ),
         ({**LOADED, "mpi": False}, FAIL, ["without MPI", "build-horovod"]),
-        ({**LOADED, "gpus": 2}, WARN, ["2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"]),
+        ({**LOADED, "gpus": 2}, FAIL, ["2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"]),
+        ({**LOADED, "gpus": 2, "cuda": None}, WARN, ["2 GPUs", "no CUDA"]),
+        ({**LOADED, "cuda": None}, OK, []),
         ({**LOADED, "gpus": 2, "nccl": True}, OK, []),
         ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
         ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),

@@ -64,10 +64,12 @@ def test_sources_ask_for_cxx17_everywhere(sources):
     for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
         text = (sources / name).read_text()
         assert set(re.findall(r"CMAKE_CXX_STANDARD (\d+)", text)) == {"17"}
+    cuda = (sources / "horovod/common/ops/cuda/CMakeLists.txt").read_text()
+    assert re.findall(r"CMAKE_CUDA_STANDARD (\d+)", cuda) == ["17"]
 
 
 def test_changes_are_refused_a_second_time(sources):
-    for change in hb.CHANGES:
+    for change in hb.CHANGES + hb.CUDA_CHANGES:
         # What only adds lines around a text leaves that text in place, and is told by its result.
         text = (sources / change.path).read_text()
         assert text.count(change.after) == 1
@@ -76,7 +78,9 @@ def test_changes_are_refused_a_second_time(sources):
                 hb.changed(text, change)
 
 
-@pytest.mark.parametrize("change", hb.CHANGES, ids=lambda c: f"{c.path}-{len(c.before)}")
+@pytest.mark.parametrize(
+    "change", hb.CHANGES + hb.CUDA_CHANGES, ids=lambda c: f"{c.path}-{len(c.before)}"
+)
 def test_change_refuses_other_text(change):
     assert hb.changed(f"a\n{change.before}b\n", change) == f"a\n{change.after}b\n"
     for other in ("", "a\nb\n", change.before * 2, change.before.replace(" ", "  ")):
@@ -181,18 +185,57 @@ def test_key_changes_with_settings_and_changes():
     assert len(keys) == 4
 
 
+def test_key_of_a_build_for_gpus_changes_with_cuda_and_nccl(monkeypatch):
+    """Without GPUs a change to the CUDA sources is no reason to build anew."""
+    ours = MACHINE._replace(gpu=("release 12.4", "NCCL 2.21.5"))
+    others = [("release 13.0", "NCCL 2.21.5"), ("release 12.4", "NCCL 2.27.3"), ()]
+    keys = [machine.key() for machine in (ours, *(MACHINE._replace(gpu=gpu) for gpu in others))]
+    assert len(set(keys)) == 4
+    monkeypatch.setattr(hb, "CUDA_CHANGES", ())
+    assert ours.key() != keys[0]
+    assert MACHINE.key() == keys[-1]
+
+
+def test_cuda_and_nccl_are_found(tools, tmp_path):
+    script(
+        tools / "nvcc",
+        "echo 'Cuda compilation tools, release 12.4, V12.4.131'; echo Build cuda_12.4.r12.4",
+    )
+    header = tmp_path / "nccl" / "include" / "nccl.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(
+        "#define NCCL_MAJOR 2\n#define NCCL_MINOR 21\n#define NCCL_PATCH 5\n#define NCCL_SUFFIX\n"
+    )
+    asked = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": str(header.parents[1])}
+    assert hb.find_gpu(asked) == ("release 12.4, V12.4.131", "NCCL 2.21.5")
+    assert hb.find_gpu({"HOROVOD_NCCL_HOME": str(header.parents[1])}) == ()
+    assert hb.find_gpu({"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_GPU": "ROCM"}) == ()
+
+
+def test_says_nvcc_is_missing(tmp_path):
+    asked = {"HOROVOD_GPU_ALLREDUCE": "NCCL", "HOROVOD_CUDA_HOME": str(tmp_path)}
+    with pytest.raises(
+        hb.BuildError, match=f"HOROVOD_GPU_ALLREDUCE=NCCL.*{tmp_path}/bin.*CUDA toolkit"
+    ):
+        hb.find_gpu(asked)
+
+
 def test_key_does_not_change_with_the_place_of_tools():
     moved = MACHINE._replace(mpicc="/opt/bin/mpicc", cxx="/opt/bin/g++")
     assert moved.key() == MACHINE.key()
     assert re.fullmatch(r"[0-9a-f]{12}", moved.key())
 
 
-def test_settings_are_passed_on(monkeypatch):
+def test_settings_are_passed_on(monkeypatch, tmp_path):
     before = hb.find_machine()
+    script(tmp_path / "nvcc", "echo release 12.4")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
     monkeypatch.setenv("HOROVOD_TIMELINE", "/tmp/not-of-the-build")
     after = hb.find_machine()
     assert set(after.settings) - set(before.settings) == {("HOROVOD_GPU_OPERATIONS", "NCCL")}
+    assert before.gpu == ()
+    assert after.gpu[0] == "release 12.4"
 
 
 def test_build_environment_is_not_that_of_an_outer_make(monkeypatch):

@@ -245,7 +245,8 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
 
     Args:
         answer: "torch" (version), "mpi" (built with it), "files" (of the MPI libraries that both
-            have loaded), "gpus" of this host, "nccl" (built with it); or "error".
+            have loaded), "gpus" of this host, "cuda" (torch's, None if it has none), "nccl" (built with it);
+            or "error".
     """
     what = "horovod.torch"
     if "error" in answer:
@@ -255,12 +256,15 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
     if len(answer["files"]) > 1:
         found = f"loads another MPI than mpi4py: {', '.join(answer['files'])}"
         return Finding(FAIL, what, found, f"Build both with one MPI: {_BUILD}.")
+    if answer["gpus"] and not answer["cuda"]:
+        found = f"torch {answer['torch']} has no CUDA: the {answer['gpus']} GPUs here are not used"
+        return Finding(WARN, what, found, f"Install a torch with CUDA, then run {_BUILD}.")
     if answer["gpus"] and not answer["nccl"]:
         found = (
             f"built without NCCL: gradients on the {answer['gpus']} GPUs here pass through the CPU"
         )
         return Finding(
-            WARN, what, found, f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
+            FAIL, what, found, f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
         )
     return Finding(OK, what, f"built with MPI, loads with torch {answer['torch']}")
 

@@ -199,7 +199,7 @@ with contextlib.suppress(ImportError):
     from mpi4py import MPI
 {_FILES}
 say(torch=torch.__version__, mpi=bool(horovod.mpi_built()), files=files,
-    gpus=len(glob.glob("/dev/nvidia[0-9]*")), nccl=bool(horovod.nccl_built()))
+    gpus=len(glob.glob("/dev/nvidia[0-9]*")), cuda=torch.version.cuda, nccl=bool(horovod.nccl_built()))
 """
 
 SPEC = """
