@@ -35,7 +35,7 @@ class Scheduler:
     def __init__(self, seed: int = 0, eager: float = 0.3):
         self.forgets: tuple[str, str] | None = None
         self._random = random.Random(seed)
-        self._eager = eager
+        self.eager = eager
         self._lock = threading.RLock()
         self.streams: list[LaggingStream] = []
         self.done = 0  # operations
@@ -46,7 +46,7 @@ class Scheduler:
         """Append an operation, an event to wait for, or (`marks`) one that is over when it is reached."""
         with self._lock:
             stream.items.append((item, marks))
-            while self._random.random() < self._eager and self.do_any():
+            while self._random.random() < self.eager and self.do_any():
                 pass
 
     def do_any(self) -> bool:

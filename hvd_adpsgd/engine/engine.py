@@ -267,17 +267,9 @@ class Engine:
             self._warn_left_out()
 
     def wants_copy(self, step: int) -> bool:
-        """Whether the parameters of this step are worth a copy from their device to the mirror.
-
-        They are if the next offer makes the engine ask a peer, and as often as exchanges begin, for a peer
-        may ask. They are not if corrections had to wait for a copy: another one would put them off again.
-        """
-        memory = self.memory
-        if self.loop is None or memory.filled < len(memory.layout.parts):
-            return True
-        if memory.put_off:
-            return False
-        return self.loop.due() or (step - memory.step) * self.config.exchanges_per_step >= 1
+        """See ModelMemory.wants."""
+        due = self.loop is not None and self.loop.due()
+        return self.memory.wants(step, due, self.config.exchanges_per_step)
 
     def _warn_left_out(self) -> None:
         """Name the tensors that averaging leaves out again and again; each once."""

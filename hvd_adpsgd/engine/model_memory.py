@@ -232,6 +232,21 @@ class ModelMemory:
         self._has_landed(step)
         return found
 
+    def wants(self, step: int, due: bool, rate: float) -> bool:
+        """Whether the parameters of a step without corrections are worth a copy from their device.
+
+        They are if the next offer makes the engine ask a peer, and as often as exchanges begin, for a peer
+        may ask. They are not if corrections had to wait for a copy: another one would put them off again.
+
+        Args:
+            step: of the parameters.
+            due: the next offer makes the engine ask.
+            rate: exchanges per step.
+        """
+        if self.filled < len(self.layout.parts):
+            return True
+        return not self.put_off and (due or (step - self.step) * rate >= 1)
+
     def depart(self, slot: int, step: int) -> None:
         """The parameters, before `slot` is added, go to the mirror; `land` follows (leader only)."""
         assert self.landing is None

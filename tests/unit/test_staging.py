@@ -278,10 +278,8 @@ class Job:
             learner.update(change, step)
             if len(node) == 1:
                 learner.memory.publish()
-            learner.absorb(step, wants=self.wants(node[0]))
-
-    def wants(self, leader: Learner) -> bool:
-        return leader.memory.step < 0 or (not leader.memory.put_off and self.random.random() < 0.7)
+            due = self.random.random() < 0.5
+            learner.absorb(step, wants=learner.memory.wants(step, due, rate=0.3))
 
     def all_reduce(self, node: list[Learner], waits: bool) -> None:
         """Of gradients: no stream goes on before all have come. Horovod's host waits, or does not."""
@@ -389,3 +387,142 @@ def test_a_missing_wait_is_found(forgets):
         except AssertionError:
             return
     pytest.fail(f"40 seeds are right without {forgets}")
+
+
+# ---- one learner ---------------------------------------------------------------------------------
+
+
+def alone(values=None, dtype="float32", **how) -> Learner:
+    (learner,) = make_node(np.ones(COUNT) if values is None else values, dtype, 1, 5, **how)
+    return learner
+
+
+def add_to_slot(learner: Learner, amount: float) -> None:
+    """The engine merges: every element gets a correction."""
+    for i, chunk in enumerate(learner.memory.layout.parts[0].chunks):
+        ones, zeros = (
+            np.full(chunk.count, x, np.float32).view(np.uint8) for x in (2 * amount, 0.0)
+        )
+        learner.memory.store.merge(i, -1, 0.5, ones, zeros)
+
+
+def test_corrections_come_in_although_a_copy_is_always_on_its_way_when_they_are_published():
+    """The next copy is left out for them."""
+    learner = alone()
+    for step in range(6):
+        learner.memory.publish()  # in the backward pass
+        learner.land()  # while the optimizer runs
+        learner.update(np.zeros(COUNT), step)
+        learner.absorb(step, wants=learner.memory.wants(step, True, 1.0))
+        if step == 2:
+            add_to_slot(learner, 0.25)
+    learner.staging.settle()
+    np.testing.assert_array_equal(learner.values, 1.25)
+
+
+def test_a_copy_is_made_when_the_engine_asks_next_and_as_often_as_exchanges_begin():
+    memory = alone().memory
+    assert memory.wants(0, due=False, rate=0.25), "nothing is there to be averaged"
+    memory.depart(-1, 0)
+    memory.land()
+    assert memory.wants(1, due=True, rate=0.25)
+    asked = [memory.wants(step, due=False, rate=0.25) for step in (1, 3, 4, 9)]
+    assert asked == [False, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_model_that_is_not_finite_is_told_of_late_and_offered_as_such():
+    for bad in (np.nan, np.inf, -np.inf):
+        learner = alone()
+        for step, change in enumerate([0.0, bad, 0.0]):
+            learner.update(np.where(np.arange(COUNT) == COUNT - 1, change, 0.0), step)
+            learner.absorb(step)
+            if step < 2:  # the next copy is not on its way yet when this one lands
+                learner.landing.run()
+            assert learner.staging.nonfinite(before=step) == ([1] if step == 2 else [])
+        learner.staging.settle()
+        assert learner.staging.nonfinite() == [2]
+        assert learner.offered == [(0, True), (1, False), (2, False)]
+
+
+def test_what_is_told_of_a_step_is_the_same_whenever_the_devices_look():
+    """`before` a step: of all those before, however late; of none from there on, although they are done."""
+    learner = alone()
+    learner.update(np.full(COUNT, np.nan), 0)
+    learner.absorb(0)
+    while learner.devices[0].scheduler.do_any():
+        pass
+    assert learner.staging.nonfinite(before=0) == []
+    assert learner.staging.nonfinite(before=1) == [0]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_mean_that_replaces_models_makes_them_equal_to_the_bit(dtype):
+    """Also on a device, and what it holds back."""
+    rng = np.random.default_rng(3)
+    learners = [alone(rng.standard_normal(COUNT), dtype) for _ in range(3)]
+    wide = np.float64 if dtype == "float64" else np.float32
+    for learner in learners:
+        learner.update(rng.standard_normal(COUNT), 0)
+        learner.absorb(0)
+        learner.land()
+    for i, chunk in enumerate(learners[0].memory.layout.parts[0].chunks):
+        shares = np.zeros((3, chunk.count), wide)
+        for learner, share in zip(learners, shares, strict=True):
+            assert learner.memory.store.share(i, share.view(np.uint8))
+        total = shares.sum(axis=0).view(np.uint8)
+        for learner, share in zip(learners, shares, strict=True):
+            assert learner.memory.store.merge_mean(i, True, 3.0, total, share.view(np.uint8)) > 0
+    for learner in learners:
+        learner.memory.publish()
+        learner.absorb(1)
+        learner.staging.settle()
+        np.testing.assert_array_equal(learner.mirror(), learner.values)
+    assert len({learner.values.tobytes() for learner in learners}) == 1
+    assert len({learner.state().tobytes() for learner in learners}) == 1
+
+
+def test_a_copy_lands_while_the_host_does_something_else():
+    learner = alone()
+    offered = threading.Event()
+    staging = Staging(devices=lambda tensor: learner.devices[0])
+    staging.bind(learner.memory, learner.tensors)
+    staging.absorb(7, True, lambda step, finite: offered.set())
+    assert offered.wait(30), "in a thread of its own"
+    assert learner.memory.step == 7
+    np.testing.assert_array_equal(learner.mirror(), learner.values)
+    staging.close()
+
+
+def test_memory_is_locked_once_and_until_it_is_freed():
+    learner = alone(devices=2)
+    area = learner.memory.areas[0]
+    expected = [area.mailbox.memory.ctypes.data, area.mirror.ctypes.data]
+    learner.staging.bind(learner.memory, learner.tensors)  # as after add_param_group
+    assert learner.devices[0].pinned == expected
+    assert learner.devices[1].pinned == []
+    learner.staging.close()
+    assert learner.devices[0].pinned == []
+
+
+def test_a_device_that_fails_is_an_error_of_the_next_step():
+    learner = alone()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    learner.devices[0].scheduler.eager = 0.0
+    learner.update(np.zeros(COUNT), 0)
+    learner.do(fail)
+    learner.staging.absorb(0, True)
+    learner.landing.run()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        learner.staging.absorb(1, True)
+    learner.staging.release()
+
+
+def test_a_device_holds_two_pieces_beside_the_model():
+    learner = alone(np.ones(COUNT), "bfloat16")
+    (lane,) = learner.staging._lanes.values()
+    assert lane._corrections.nbytes <= 4 * CHUNK_NBYTES
+    assert lane._copies.nbytes <= 2 * CHUNK_NBYTES
