@@ -234,7 +234,7 @@ class Config:
         "raise",
         str,
         "",
-        "what to do when the local model holds NaN or infinity",
+        "what to do when the local model holds NaN or infinity; of one on a GPU it is known a step later",
         choices=("raise", "skip"),
     )
     chunk_kib: int = _option(

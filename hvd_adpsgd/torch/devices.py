@@ -141,7 +141,7 @@ class Cuda:
         if int(code):
             log.warning(
                 "%.0f MiB of host memory could not be page-locked (CUDA error %d): copies between %s and "
-                "the host hold up training. Raise the limit of locked memory (ulimit -l unlimited).",
+                "the host hold up training. Free memory of the host, or give its container more.",
                 memory.size / 2**20,
                 int(code),
                 self.device,
