@@ -144,8 +144,9 @@ class Lagging:
     def flag(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bool)
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
         self.pinned.append(memory.ctypes.data)
+        return True
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         self.pinned.remove(memory.ctypes.data)

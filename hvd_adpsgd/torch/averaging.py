@@ -244,8 +244,8 @@ class Averaging:
             self.restart = False
             with torch.no_grad():
                 self.rule.start()
-        self._steps.begin()
         self.before_update()
+        self._steps.begin()
         try:
             yield
         finally:

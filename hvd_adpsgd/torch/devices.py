@@ -60,11 +60,11 @@ class Device(Protocol):
     def flag(self) -> torch.Tensor:
         """One bool of the host, to which a stream may copy."""
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
-        """Lock pages of the host, so that copies from and to them run beside the host. Until `unpin`."""
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
+        """Lock pages of the host, so that copies from and to them run beside the host. False if it cannot."""
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
-        """Before the memory is freed."""
+        """Before locked memory is freed."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Host:
     def flag(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bool)
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
-        pass
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
+        return False
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         pass
@@ -131,14 +131,16 @@ class Cuda:
     def flag(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bool, pin_memory=True)
 
-    def pin(self, memory: NDArray[np.uint8]) -> None:
+    def pin(self, memory: NDArray[np.uint8]) -> bool:
         """Page-lock memory that torch did not allocate; without it copies are right, and slow."""
         if memory.size == 0:
-            return
+            return False
         with torch.cuda.device(self.device):
             start, portable = memory.ctypes.data, 1
             code = torch.cuda.cudart().cudaHostRegister(start, memory.size, portable)
         if int(code):
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch
+                torch.zeros((), device=self.device)
             log.warning(
                 "%.0f MiB of host memory could not be page-locked (CUDA error %d): copies between %s and "
                 "the host hold up training. Free memory of the host, or give its container more.",
@@ -146,11 +148,11 @@ class Cuda:
                 int(code),
                 self.device,
             )
+        return not int(code)
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
-        if memory.size:
-            with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
-                torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 class _CudaStream:

@@ -82,7 +82,7 @@ class Staging:
         self._checks: deque[_Check] = deque()
         self._fit = True  # the model in the mirror
         self._lands_in = 0  # thread
-        self._pinned: list[tuple[Device, np.ndarray]] = []
+        self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
 
     def bind(self, memory: ModelMemory, tensors: Sequence[torch.Tensor]) -> None:
         """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
@@ -98,12 +98,10 @@ class Staging:
     def _pin(self, memory: ModelMemory) -> None:
         """Lock the memory that copies reach, once; it need not be known to each device."""
         away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
-        known = {held.ctypes.data for _, held in self._pinned}
         for area in memory.areas:
             for part in (area.mailbox.memory, area.mirror if area.mailbox.front is None else None):
-                if away and part is not None and part.ctypes.data not in known:
-                    away[0].pin(part)
-                    self._pinned.append((away[0], part))
+                if away and part is not None and part.ctypes.data not in self._pinned:
+                    self._pinned[part.ctypes.data] = away[0].pin(part), away[0], part
 
     def absorb(
         self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
@@ -201,8 +199,9 @@ class Staging:
                 self.settle()
         except RuntimeError as error:  # of a device that failed: training raises it, or has
             log.warning("copies of the model from its device ended: %s", error)
-        for device, memory in self._pinned:
-            device.unpin(memory)
+        for pinned, device, memory in self._pinned.values():
+            if pinned:
+                device.unpin(memory)
         self._pinned.clear()
         self._table = None
 

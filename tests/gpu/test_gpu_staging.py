@@ -1,0 +1,222 @@
+"""Staging on real GPUs. None is needed for the rest of the tests; without one all of this is skipped.
+
+The same jobs as tests/unit/test_staging.py, and what only a GPU can tell: whether the host really waits for
+nothing, how much of a copy hides behind the computation, and how fast copies are beside a plain one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.torch.devices import Cuda, Device, Stream
+from hvd_adpsgd.torch.staging import Staging
+from tests.staged import ROUNDING, Job
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
+    pytest.mark.slow,
+]
+
+MS = 10**6  # cycles of a GPU: about a millisecond
+
+
+class SlowStream:
+    """A stream of a GPU on which something else goes on before each operation, by a seed."""
+
+    def __init__(self, stream: Stream, seed: int):
+        self.stream, self.random = stream, random.Random(seed)
+
+    def do(self, operation: Callable[[], object]) -> None:
+        if self.random.random() < 0.2:
+            self.stream.do(lambda: torch.cuda._sleep(self.random.randrange(MS)))
+        self.stream.do(operation)
+
+    def record(self):
+        return self.stream.record()
+
+    def wait(self, event) -> None:
+        self.stream.wait(event)
+
+
+class SlowGpu(Cuda):
+    """A GPU as one learner sees it: its streams are its own, and late."""
+
+    def use(self, seed: int) -> SlowGpu:
+        self.__dict__["seeds"] = random.Random(seed)
+        self.__dict__["trainer"] = self.stream()
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def current(self) -> Stream:
+        trainer: Stream = self.__dict__["trainer"]
+        return trainer
+
+    def stream(self) -> Stream:
+        return SlowStream(super().stream(), self.__dict__["seeds"].randrange(2**31))
+
+
+class OnGpu:
+    """Devices that are the first GPU, each with streams of its own, by a seed."""
+
+    def __init__(self, seed: int, devices: int = 1):
+        gpu = torch.device("cuda", 0)
+        self.devices: list[Device] = [SlowGpu(gpu).use(seed + i) for i in range(devices)]
+
+    def put(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        device: torch.device = self.devices[number].device  # type: ignore[attr-defined]
+        if tensor.numel() == 0 or not tensor.is_contiguous():
+            return tensor.to(device)  # pinned memory would be contiguous
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def poke(self) -> None:
+        time.sleep(1e-4)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1, 3)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_mean_moves_only_by_local_updates(dtype, sizes, devices):
+    exchanges = 0
+    for seed in range(6):
+        job = Job(seed, dtype, sizes, lambda seed: OnGpu(seed, devices))
+        torch.cuda.synchronize()
+        job.run(150)
+        job.finish()
+        torch.cuda.synchronize()
+        assert job.off() < ROUNDING[dtype], seed
+        for node in job.nodes:
+            np.testing.assert_array_equal(node[0].mirror(), node[0].values)
+            for learner in node[1:]:
+                assert learner.seen == node[0].seen, seed
+        exchanges += job.exchanges
+    assert exchanges > 60
+
+
+# ---- one large model ---------------------------------------------------------------------------
+
+
+class Large:
+    """A learner alone with a float32 model on the first GPU.
+
+    Args:
+        mib: its size.
+    """
+
+    def __init__(self, mib: int = 256):
+        self.tensors = [torch.ones(2**18, device="cuda") for _ in range(mib)]
+        self.memory = ModelMemory(256 * 1024, None, True)
+        specs = [TensorSpec(f"p{i}", (2**18,), "float32") for i in range(mib)]
+        self.memory.extend(specs)
+        self.nbytes = mib * 2**20
+        self.staging = Staging()
+        self.staging.bind(self.memory, self.tensors)
+        self.steps = 0
+
+    def step(self, copies: bool, work: Callable[[], None]) -> None:
+        work()
+        self.staging.before_update()
+        for tensor in self.tensors[:1]:
+            tensor.add_(1.0)
+        self.memory.publish()
+        if copies:
+            self.staging.absorb(self.steps, True)
+        else:
+            self.memory.take()
+        self.steps += 1
+
+
+@pytest.fixture
+def large():
+    model = Large()
+    yield model
+    model.staging.close()
+
+
+def test_the_host_waits_for_nothing(large):
+    """It is back from a step while the GPU still works on what came before it."""
+    large.step(True, lambda: None)
+    large.staging.settle()
+    before = torch.cuda.Event()
+    torch.cuda._sleep(1000 * MS)
+    before.record()
+    large.step(True, lambda: None)
+    assert not before.query(), "the host has waited"
+    large.staging.settle()
+    np.testing.assert_array_equal(large.memory.areas[0].mirror[:4].view(np.float32), [3.0])
+
+
+@pytest.mark.alone
+@pytest.mark.extended
+def test_how_much_of_a_copy_is_hidden(large):
+    """Printed: ms per step with and without a copy of 256 MiB in each, in turns; medians of 5."""
+    a = torch.randn(4096, 4096, device="cuda")
+
+    def work() -> None:
+        for _ in range(20):
+            torch.mm(a, a)
+
+    def ms_per_step(copies: bool) -> float:
+        large.staging.settle()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(20):
+            large.step(copies, work)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / 20 * 1e3
+
+    ms_per_step(True)
+    turns = [(ms_per_step(False), ms_per_step(True)) for _ in range(5)]
+    alone, copied = np.median(turns, axis=0)
+    plain = plain_ms(large.nbytes)
+    hidden = 1 - (copied - alone) / plain
+    print(json.dumps({"alone": alone, "copied": copied, "plain_copy": plain, "hidden": hidden}))
+
+
+@pytest.mark.alone
+@pytest.mark.extended
+def test_rate_of_copies_beside_a_plain_one(large):
+    """Printed: GB/s of the model to the mirror, and of one pinned copy of as many bytes, in turns."""
+    turns = []
+    for _ in range(6):
+        began = time.perf_counter()
+        large.staging.absorb(large.steps, True)
+        large.staging.settle()
+        turns.append(
+            (
+                large.nbytes / (time.perf_counter() - began),
+                large.nbytes / plain_ms(large.nbytes) * 1e3,
+            )
+        )
+    ours, plain = np.median(turns[1:], axis=0) / 1e9
+    print(json.dumps({"staging": ours, "plain": plain, "ratio": ours / plain}))
+
+
+def plain_ms(nbytes: int) -> float:
+    """Of a copy to page-locked memory that torch has allocated."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[1:])) * 1e3
