@@ -9,8 +9,9 @@ One step of a leader, per device; `down` and `up` are streams of our own:
                           piece 2 -> mirror  ---------> parameter += correction (after its copy)
                                                         piece 2 ...
     <-------------------------------------------------  (waits: forward sees corrected parameters)
-    forward, backward     the other pieces -> mirror    finite? -> a flag on the host
-    <-------------------  (waits) ----------------------
+    finite? -> a flag     the other pieces -> mirror
+    forward, backward     ...
+    <-------------------  (waits)
     the next optimizer
 
 The host waits for none of it. A thread waits until the copy has come, adds the same corrections to the
@@ -494,11 +495,15 @@ class _Lane:
         )
 
     def check(self) -> tuple[Event, torch.Tensor]:
-        """Look whether the tensors are finite: an event, and a flag that says so after it."""
-        flag = self.device.flag()
-        tensors = [flat for flat in self._flat.values() if flat.numel()]
-        self._up.do(lambda: flag.copy_(_all_finite(tensors), non_blocking=True))
-        event = self._up.record()
+        """Look whether the tensors are finite: an event, and a flag that says so after it.
+
+        On the trainer's stream, before anything that the script does to them next: the learners of a super
+        learner must not see different numbers.
+        """
+        flag, current = self.device.flag(), self.device.current()
+        tensors = [self._table.tensors[i].data for i in self._tensors]
+        current.do(lambda: flag.copy_(_all_finite(tensors), non_blocking=True))
+        event = current.record()
         self.busy.append(event)
         return event, flag
 
@@ -521,7 +526,8 @@ def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A bool on the device of these tensors, which is true if there are none."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
+        if tensor.numel():
+            by_type.setdefault(tensor.dtype, []).append(tensor)
     finite = [
         torch.stack(torch._foreach_norm(group, math.inf)).isfinite().all()
         for group in by_type.values()

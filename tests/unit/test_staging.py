@@ -37,6 +37,29 @@ def test_the_mean_moves_only_by_local_updates(dtype, sizes, devices):
     assert exchanges > 60 and copies > 60
 
 
+def test_the_host_waits_for_nothing_and_only_the_leader_copies():
+    """Steps are given to the devices of a node, which have done nothing of it yet."""
+    leader, follower = make_node(np.ones(COUNT), "float32", 2, 5, OnLagging, strided=True)
+    for learner in (leader, follower):
+        learner.place.scheduler.eager = 0.0
+    for step in range(4):
+        for learner in (leader, follower):
+            learner.memory.publish()
+        for learner in (leader, follower):
+            learner.memory.all_met()
+            learner.update(np.ones(COUNT), step)
+            learner.absorb(step)
+    assert leader.place.scheduler.done == follower.place.scheduler.done == 0
+    assert (leader.copied, follower.copied) == (1, 0)
+    leader.staging.settle()
+    follower.staging.settle()
+    np.testing.assert_array_equal(follower.values, 5.0)
+    np.testing.assert_array_equal(leader.values, 5.0)
+    np.testing.assert_array_equal(
+        leader.mirror(), 2.0
+    )  # of the first step: the next copy had to wait
+
+
 WAITS = [
     ("up", "absorb"),  # corrections are added after the optimizer
     ("down", "absorb"),  # parameters are copied after the optimizer
