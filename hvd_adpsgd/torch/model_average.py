@@ -168,16 +168,14 @@ def averaged(
                     _put_back,
                     [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()],
                 )
-            concerned = [
-                a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
-            ]
-            for averaging in concerned:
-                averaging.settle()  # a copy from a device would be one of the mean
             for tensor in tensors:
                 left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
             for tensor, mean in zip(named, means, strict=True):
                 tensor.data.copy_(mean)
             del means
+        concerned = [
+            a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
+        ]
         for averaging in concerned:
             averaging.lent += 1
             left.callback(_give_back, averaging)

@@ -69,7 +69,7 @@ def _pause(doing: str, averaging: Averaging) -> None:
 
 
 def _come_to_rest(doing: str, averaging: Averaging) -> None:
-    """Finish the round in progress, pause the engine, and wait until no engine has an exchange."""
+    """Finish the round in progress, pause the engine, and wait for exchanges of all and for devices."""
     engine = averaging.engine
     patience_s = 2 * averaging.spec.config.deadline_s
     averaging.require_running()
@@ -89,6 +89,7 @@ def _come_to_rest(doing: str, averaging: Averaging) -> None:
             doing,
             patience_s,
         )
+    averaging.settle()
 
 
 def resume(averaging: Averaging) -> None:
