@@ -204,6 +204,7 @@ class Staging:
             if pinned:
                 device.unpin(memory)
         self._pinned.clear()
+        self._lanes.clear()  # they hold the memory, too
         self._table = None
 
     def close(self) -> None:

@@ -6,12 +6,15 @@ Where a GPU needs an event they need it too: without it an operation comes too e
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 
+from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.torch.staging import Staging
 from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
 
@@ -201,6 +204,20 @@ def test_memory_is_locked_once_and_until_it_is_freed():
     assert learner.devices[1].pinned == []
     learner.staging.close()
     assert learner.devices[0].pinned == []
+
+
+def test_when_it_is_closed_it_keeps_no_memory():
+    learner = alone()
+    memory = ModelMemory(CHUNK_NBYTES, None, True)
+    memory.extend(learner.memory.layout.tensors)
+    staging = Staging(devices=lambda tensor: learner.devices[0])
+    staging.bind(memory, learner.tensors)
+    staging.absorb(0, True)
+    staging.close()
+    held = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert held() is None
 
 
 def test_a_device_that_fails_is_an_error_of_the_next_step():
