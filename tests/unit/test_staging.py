@@ -13,10 +13,21 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.torch.devices import Host
 from hvd_adpsgd.torch.staging import Staging
 from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
+
+
+def require_exact(job: Job) -> None:
+    """The mean has moved by local updates only; in a node all have seen the same bits; mirrors are models."""
+    assert job.off() < ROUNDING[job.dtype]
+    for node in job.nodes:
+        np.testing.assert_array_equal(node[0].mirror(), node[0].values)
+        for learner in node[1:]:
+            assert learner.seen == node[0].seen
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -25,19 +36,31 @@ from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging,
 def test_the_mean_moves_only_by_local_updates(dtype, sizes, devices):
     exchanges = copies = 0
     for seed in range(6):
-        job = Job(
-            seed, dtype, sizes, partial(OnLagging, devices=devices, trainer_lags=seed % 3 > 0)
-        )
+        places = partial(OnLagging, devices=devices, trainer_lags=seed % 3 > 0)
+        job = Job(seed, dtype, sizes, places)
         job.run(150)
         job.finish()
-        assert job.off() < ROUNDING[dtype], seed
-        for node in job.nodes:
-            np.testing.assert_array_equal(node[0].mirror(), node[0].values)
-            for learner in node[1:]:
-                assert learner.seen == node[0].seen, seed
+        require_exact(job)
         exchanges += job.exchanges
         copies += sum(node[0].copied for node in job.nodes)
     assert exchanges > 60 and copies > 60
+
+
+def beside_the_host(seed: int) -> OnLagging:
+    """Every second tensor is in the host's own memory."""
+    place = OnLagging(seed, trainer_lags=False)
+    place.devices.append(Host(torch.device("cpu")))
+    return place
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_the_host_and_of_a_device_share_chunks(dtype):
+    for seed in range(4):
+        job = Job(seed, dtype, (2, 1), beside_the_host)
+        job.run(100)
+        job.finish()
+        assert job.exchanges > 3
+        require_exact(job)
 
 
 def test_the_host_waits_for_nothing_and_only_the_leader_copies():
@@ -83,8 +106,7 @@ def test_a_missing_wait_is_found(forgets):
         try:
             job.run(100)
             job.finish()
-            assert job.off() < ROUNDING["float32"]
-            assert all(learner.seen == node[0].seen for node in job.nodes for learner in node)
+            require_exact(job)
         except AssertionError:
             return
     pytest.fail(f"40 seeds are right without {forgets}")
