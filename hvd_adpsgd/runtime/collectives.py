@@ -22,6 +22,7 @@ from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, PeerFailedError, TransportError
 from hvd_adpsgd.runtime import preemption
 from hvd_adpsgd.runtime.global_operations import Caller, counted
+from hvd_adpsgd.runtime.host_memory import Sharing, alone
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import (
     COMPLETE,
@@ -137,6 +138,13 @@ class Collectives:
     Threads: operations of several threads run one after the other, as they are asked for. Their order must be
     the same on all learners; where it is not, they raise CollectiveMismatchError on all.
 
+    Args:
+        comm, ranks, on_failure, joining: see the attributes.
+        plain: a duplicate for messages of operations, used for nothing else.
+        rank, size: of this learner, of how many.
+        membership: of the job.
+        shares: large arrays go through memory between learners of one host.
+
     Attributes:
         comm: MPI communicator of all learners, also of those that have failed since. For users and for
             benchmarks: no operation here uses it.
@@ -160,11 +168,13 @@ class Collectives:
         membership: Membership,
         on_failure: str,
         joining: bool,
+        shares: bool = True,
     ):
         self.on_failure = on_failure
         self.before: list[Callable[[], object]] = []
         self._rank, self._size, self._membership = rank, size, membership
         self.turns = Turns()
+        self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread
         self._earlier: list[Messages] = []  # with buffers that MPI may still read
@@ -184,6 +194,7 @@ class Collectives:
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
         self.comm, self.messages = comm, Messages(plain)
+        self._sharing.forget()
         self.ranks, self._ranks, self.joining = ranks, ranks, False
 
     def finish(self, seconds: float) -> bool:
@@ -271,6 +282,8 @@ class Collectives:
             decision = self.messages.decision(number)
             assert decision is not None
             has_fewer = self._continue_without(decision, call.kind)
+            if decision.flag & COMPLETE == 0:
+                self._sharing.forget()
             if decision.flag & NO_ERROR == 0:
                 raise outcome.error or self._foreign(call.kind, number)
             if decision.flag & COMPLETE:
@@ -285,7 +298,7 @@ class Collectives:
     ) -> int:
         """Attempt the operation and vote; returns the number of the decision."""
         places = [self._ranks.index(rank) for rank in self.ranks]
-        attempt = Attempt(self.messages, places, self.ranks)
+        attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
         try:
             self._require_all_learners(call.kind)
             _compare(attempt, call, caller)
@@ -335,6 +348,7 @@ class Collectives:
         if core.voted:
             decision = self.messages.decision(core.number)
             assert decision is not None
+            self._sharing.forget()
             self._continue_without(decision, "an interrupted operation")
 
     def _foreign(self, doing: str, number: int) -> Exception:

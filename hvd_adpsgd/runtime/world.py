@@ -181,6 +181,7 @@ class World:
                 membership,
                 config.on_failure,
                 joining,
+                shares=config.same_host == "memory",
             ),
             teardown=teardown,
             departure=Departure(name, is_leader, departure, teardown.ends_last),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -295,7 +296,7 @@ def _means(
                 f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
             )
         weights = _within_range(weights)
-        means = [_mean(attempt, weights, h.contiguous().numpy()) for h in hosts]
+        means = _means_of(attempt, weights, [h.contiguous().numpy() for h in hosts])
         return means, [attempt.ranks[i] for i in leaders if not told[i][1]]
 
     call = Call(doing, private=(world.is_leader, fit, weight))
@@ -321,6 +322,34 @@ def _within_range(weights: dict[int, float]) -> dict[int, float]:
     """The weights over one power of two: below 1, so that neither they nor their sum overflow float32."""
     _, exponent = math.frexp(max(weights.values()))
     return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
+
+
+def _means_of(
+    attempt: Attempt, weights: dict[int, float], arrays: list[NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """Mean of each array over the ranks with a weight; in one pass where all share a host's memory."""
+    means: dict[int, NDArray[Any]] = {}
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+        same = [arrays[i] for i in places]
+        found = attempt.elementwise(same, functools.partial(_mean_in, weights), sorted(weights))
+        if found is None:
+            found = [_mean(attempt, weights, array) for array in same]
+        means.update(zip(places, found, strict=True))
+    return [means[i] for i in range(len(arrays))]
+
+
+def _mean_in(
+    weights: dict[int, float], parts: Sequence[NDArray[Any]], result: NDArray[Any]
+) -> None:
+    """Write the mean of a part, as `_mean` takes it; `parts` in the order of their ranks."""
+    result[:] = 0.0
+    for rank, part in zip(sorted(weights), parts, strict=True):
+        difference = part - parts[0]
+        difference *= weights[rank]
+        result += difference
+    result /= sum(weights.values())
+    result += parts[0]
 
 
 def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
