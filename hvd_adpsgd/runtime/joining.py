@@ -54,6 +54,7 @@ class JoiningLearner:
     Attributes:
         invitation: what the job has told.
         conversation: with the job; None but on its first learner.
+        secret: of the job; empty but on its first learner.
     """
 
     def __init__(self, store: Callable[[Place], Store] | None):
@@ -66,6 +67,7 @@ class JoiningLearner:
             self.everyone = communicators.over_sockets(place, store)
         self._host = communicators.of_host(self.everyone)
         self.conversation: Conversation | None = None
+        self.secret = b""
         self.invitation: Invitation = self._invited()
 
     def _invited(self) -> Invitation:
@@ -87,7 +89,8 @@ class JoiningLearner:
         return told
 
     def _knock(self, placements: tuple[Placement, ...]) -> Any:
-        self.conversation = knock(os.environ[JOIN], _secret())
+        self.secret = _secret()
+        self.conversation = knock(os.environ[JOIN], self.secret)
         number = os.environ.get(JOIN_AS)
         self.conversation.tell(Knock(placements, None if number is None else int(number)))
         return self.conversation.hear(None)

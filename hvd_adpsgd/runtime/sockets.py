@@ -62,6 +62,11 @@ class Hub:
         self._wire = self._connections.wire
         self._connections.meet(gather)
 
+    @property
+    def address(self) -> str:
+        """On which this learner listens to the others."""
+        return self._connections.address
+
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
         """One of these learners; None on others. All learners call this together."""
         number = self._made

@@ -17,7 +17,14 @@ from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
 from hvd_adpsgd.runtime import joining, meeting
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
-from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
+from hvd_adpsgd.runtime.newcomers import (
+    Invitation,
+    Knock,
+    Newcomer,
+    Reception,
+    open_own_door,
+    reception,
+)
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
@@ -345,4 +352,5 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     for averaging in live():
         resume(averaging)
     joining.watch_job(worlds.current())
+    open_own_door(worlds.current(), merged.hub.address, newcomer.secret)
     return told.state

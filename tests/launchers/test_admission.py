@@ -23,6 +23,7 @@ from tests.launcher import launch
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
 TIMEOUT_S = 120.0
 ENDS_S = 20.0
+WAITS_S = 5.0  # longest call of hvd.admit where a newcomer dies
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
 
 
@@ -52,11 +53,15 @@ class Launches:
     def _file(self, kind: str, number: int | None = None) -> Path:
         return self.folder / f"{kind}{len(self.started) if number is None else number}"
 
-    def await_line(self, pattern: str) -> str:
-        """What the pattern's group finds in the errors of the first launch."""
+    def doors_of(self, number: int) -> str:
+        """What a launch says of its doors."""
+        return self.await_line(r"HVD_ADPSGD_JOIN=(\S+)", number)
+
+    def await_line(self, pattern: str, number: int = 0) -> str:
+        """What the pattern's group finds in the errors of a launch."""
         ends = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < ends and self.started[0].poll() is None:
-            found = re.search(pattern, self.errors(0))
+        while time.monotonic() < ends and self.started[number].poll() is None:
+            found = re.search(pattern, self.errors(number))
             if found:
                 return found.group(1)
             time.sleep(0.02)
@@ -65,7 +70,7 @@ class Launches:
     def start_job(self, size: int, launcher: str, *args: object, of: int = 2) -> dict[str, str]:
         """Start one `of` super learners that ends with `size`; what newcomers must be told."""
         self.start(of, launcher, {}, "--size", size, *args)
-        return {"HVD_ADPSGD_JOIN": self.await_line(r"HVD_ADPSGD_JOIN=(\S+)")}
+        return {"HVD_ADPSGD_JOIN": self.doors_of(0)}
 
     def errors(self, number: int) -> str:
         return self._file("err", number).read_text()
@@ -162,6 +167,36 @@ def test_two_come_one_after_the_other(launches: Launches) -> None:
     for _ in range(2):
         launches.start(1, None, told, "--size", 4)
     require_grown(launches.facts(), [3, 4], 4)
+
+
+@pytest.mark.extended
+def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
+    """Those that were there at the start may be gone: the next one knocks at its door only."""
+    launches.start_job(4, "srun")
+    told = {"HVD_ADPSGD_JOIN": launches.doors_of(0)}
+    launches.start(1, None, told, "--size", 4)
+    told = {"HVD_ADPSGD_JOIN": launches.doors_of(1)}
+    launches.start(1, None, told, "--size", 4)
+    require_grown(launches.facts(), [3, 4], 4)
+
+
+MOMENTS = (
+    *("start", "connected", "knocked", "invited", "wrapped"),
+    *("ready", "meeting", "met", "engines", "agreed"),
+)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -> None:
+    """The job goes on with what it had, and lets the next one in, which gets the number."""
+    told = launches.start_job(3, "srun")
+    launches.start(1, None, told, "--size", 3, "--dies", moment)
+    assert launches.started[1].wait(TIMEOUT_S) == -signal.SIGKILL, launches.report()
+    launches.start(1, None, told, "--size", 3)
+    facts = launches.facts(passed_over=1)
+    require_grown(facts, [3], 3)
+    assert max(f["slowest_s"] for f in facts if not f["new"]) < WAITS_S, facts
 
 
 def test_another_model_is_not_let_in(launches: Launches) -> None:
