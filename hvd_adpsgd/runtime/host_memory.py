@@ -12,7 +12,9 @@ to it.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import mmap
 import os
 import socket
@@ -78,7 +80,7 @@ class HostMemory:
     def combine(
         self,
         arrays: Sequence[_Array],
-        results: Sequence[_Array] | None,
+        results: Sequence[_Array | None],
         combine: Combine,
         givers: Sequence[int],
         waiting: Waiting,
@@ -87,20 +89,20 @@ class HostMemory:
 
         Args:
             arrays: contiguous, of one dtype, as many elements on all.
-            results: overwritten; like `arrays`. None: this learner needs none.
+            results: overwritten; like `arrays`, None for each that this learner does not need.
             combine: writes the result of a part of the `givers`' arrays, in their order.
             givers: places whose arrays count.
             waiting: see there.
         """
-        mine, out = _Joined(arrays), None if results is None else _Joined(results)
-        dtype = arrays[0].dtype
-        steps = _ranges(mine.size, BLOCK // dtype.itemsize)
+        sizes, dtype = [array.size for array in arrays], arrays[0].dtype
+        mine, out = _Joined(arrays, sizes), _Joined(results, sizes)
+        steps = _ranges(sum(sizes), BLOCK // dtype.itemsize)
         for k in range(len(steps) + 2):
             if k < len(steps) and self.place in givers:
                 mine.read(*steps[k], self._given[k % 2, self.place].view(dtype))
             if 0 < k <= len(steps):
                 self._combine_part(steps[k - 1], (k - 1) % 2, dtype, combine, givers)
-            if k > 1 and out is not None:
+            if k > 1:
                 out.write(*steps[k - 2], self._result[k % 2].view(dtype))
             self._meet(waiting)
 
@@ -156,23 +158,27 @@ def _ranges(count: int, step: int) -> list[tuple[int, int]]:
 
 
 class _Joined:
-    """Contiguous arrays of one dtype, read and written as if they lay one behind the other."""
+    """Contiguous arrays of one dtype, read and written as if they lay one behind the other.
 
-    def __init__(self, arrays: Sequence[_Array]):
-        self._flat = [array.reshape(-1) for array in arrays]
-        self._ends = np.cumsum([array.size for array in self._flat])
-        self.size = int(self._ends[-1])
+    Args:
+        arrays: None for a gap.
+        sizes: elements of each.
+    """
+
+    def __init__(self, arrays: Sequence[_Array | None], sizes: Sequence[int]):
+        self._flat = [None if array is None else array.reshape(-1) for array in arrays]
+        self._ends = list(itertools.accumulate(sizes))
 
     def _pieces(self, start: int, end: int) -> list[tuple[slice, _Array]]:
         """Where in [start, end) each array lies, and this part of it."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        found = []
-        for flat, last in zip(self._flat[first:], self._ends[first:], strict=True):
-            begin = int(last) - flat.size
-            if begin >= end:
-                break
-            a, b = max(start, begin), min(end, int(last))
-            found.append((slice(a - start, b - start), flat[a - begin : b - begin]))
+        found, i = [], bisect.bisect_right(self._ends, start)
+        begin = self._ends[i - 1] if i else 0
+        while begin < end:
+            last, flat = self._ends[i], self._flat[i]
+            a, b = max(start, begin), min(end, last)
+            if flat is not None:
+                found.append((slice(a - start, b - start), flat[a - begin : b - begin]))
+            begin, i = last, i + 1
         return found
 
     def read(self, start: int, end: int, space: _Array) -> None:

@@ -108,8 +108,10 @@ class JoiningLearner:
         rank = told.groups[told.super_rank][everyone.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
-    def ready(self, world: World, terms: Any) -> tuple[Invitation, tuple[int, ...], int]:
-        """Wait for the job to meet this newcomer: the job now, ranks of all, and who gives it its state.
+    def ready(
+        self, world: World, terms: Any
+    ) -> tuple[Invitation, tuple[int, ...], tuple[int, ...]]:
+        """Wait for the job to meet this newcomer: the job now, ranks of all, and who give it its state.
 
         Raises:
             PeerFailedError: if the learner that it talks with is lost.
@@ -127,8 +129,8 @@ class JoiningLearner:
             raise told
         if told is None:
             self._is_over()
-        invitation, ranks, giver = told
-        return invitation, ranks, giver
+        invitation, ranks, givers = told
+        return invitation, ranks, givers
 
     def is_in(self, world: World) -> bool:
         """Whether the job has switched to what all have agreed."""

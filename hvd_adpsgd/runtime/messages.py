@@ -58,6 +58,7 @@ _AGREEMENT, _ABANDON, _LAST, _FIRST_PHASE = (
 _FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
 _SMALL = 2**16  # bytes up to which latency counts more than bandwidth
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
+_WINDOW = 16 * SEGMENT  # bytes of a broadcast on their way
 _PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
 
 
@@ -461,6 +462,8 @@ class Attempt:
                 self._messages.recycle(taken)
             for child in children:
                 self._send(child, segment)
+            if children and start % _WINDOW == 0:
+                self.flush()  # what the system has not taken is held in copies
 
     def allreduce(self, mine: NDArray[Any], combine: Any = np.add) -> NDArray[Any]:
         """The arrays of all, combined element by element; the same bits on all.
@@ -487,7 +490,7 @@ class Attempt:
         has_total = len(heads) == 1 or self.rank in heads
         total, everyone = np.empty_like(mine), range(len(hosts.own))
         hosts.memory.combine(
-            [mine], [total] if has_total else None, _in_order(combine), everyone, self
+            [mine], [total if has_total else None], _in_order(combine), everyone, self
         )
         if len(heads) > 1:
             if self.rank in heads:
@@ -501,21 +504,27 @@ class Attempt:
         arrays: Sequence[NDArray[Any]],
         combine: Callable[[Sequence[NDArray[Any]], NDArray[Any]], object],
         givers: Sequence[int],
-    ) -> list[NDArray[Any]] | None:
+        wanted: Sequence[bool],
+    ) -> list[NDArray[Any] | None] | None:
         """Combine the arrays of several ranks element by element in one pass; None where that needs messages.
 
         Args:
             arrays: contiguous, of one dtype; of the same dtype and shapes on all ranks.
             combine: writes what becomes of a part of the givers' arrays, in the order of `givers`.
             givers: ranks whose arrays count.
+            wanted: whether this rank needs the result of each array.
 
         Returns:
-            The results, the same bits on all; None, on all, unless they share one host's memory.
+            The results, the same bits on all, None for those not wanted here; None, on all, unless all share
+            one host's memory.
         """
         hosts = self._hosts(sum(array.nbytes for array in arrays))
         if hosts is None or len(hosts.groups) > 1:
             return None
-        results = [np.empty_like(array) for array in arrays]
+        results = [
+            np.empty_like(array) if is_wanted else None
+            for array, is_wanted in zip(arrays, wanted, strict=True)
+        ]
         hosts.memory.combine(arrays, results, combine, givers, self)
         return results
 

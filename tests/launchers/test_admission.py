@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
 from tests.launcher import launch
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
@@ -86,9 +87,13 @@ class Launches:
             if i == passed_over:
                 continue
             assert process.wait(max(0.0, ends - time.monotonic())) == 0, self.report()
-            said = re.findall(r"@learner (.*)", self._file("out", i).read_text())
-            found += map(json.loads, said)
+            found += self.said(i)
         return sorted(found, key=lambda facts: facts["rank"])
+
+    def said(self, number: int) -> list[dict[str, Any]]:
+        """Of one launch, so far."""
+        text = self._file("out", number).read_text()
+        return [json.loads(line) for line in re.findall(r"@learner (.*)", text)]
 
     def end(self) -> None:
         for process in self.started:
@@ -180,14 +185,11 @@ def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
     require_grown(launches.facts(), [3, 4], 4)
 
 
-MOMENTS = (
-    *("start", "connected", "knocked", "invited", "wrapped"),
-    *("ready", "meeting", "met", "engines", "agreed"),
-)
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    ["start", "connected", "knocked", "invited", "wrapped", "ready", "meeting", "met"],
+)
 def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -> None:
     """The job goes on with what it had, and lets the next one in, which gets the number."""
     told = launches.start_job(3, "srun")
@@ -197,6 +199,22 @@ def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -
     facts = launches.facts(passed_over=1)
     require_grown(facts, [3], 3)
     assert max(f["slowest_s"] for f in facts if not f["new"]) < WAITS_S, facts
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("moment", ["engines", "agreed"])
+def test_a_newcomer_that_dies_when_all_have_agreed_is_a_member_that_fails(
+    launches: Launches, moment: str
+) -> None:
+    """The others train on, start another one in its place, and the job's status tells of it."""
+    told = launches.start_job(3, "srun")
+    launches.start(1, None, told, "--size", 3, "--dies", moment)
+    assert launches.started[0].wait(TIMEOUT_S) == FAILED_STATUS, launches.report()
+    facts = launches.said(0)
+    assert sorted(f["rank"] for f in facts) == [0, 1], launches.report()
+    assert all(f["size"] == 3 and f["averagings"] > 0 for f in facts), facts
+    assert max(f["slowest_s"] for f in facts) < WAITS_S, facts
+    assert "super learner 2 is gone; starting another one in its place" in launches.report()
 
 
 def test_another_model_is_not_let_in(launches: Launches) -> None:

@@ -76,10 +76,10 @@ def test_arrays_are_combined_as_if_they_were_one(n: int, dtype: Any) -> None:
 
 
 def test_some_give_and_some_take() -> None:
-    def act(memory: HostMemory, patient: Patient) -> np.ndarray | None:
-        mine = values(memory.place, 5000)
-        found = np.empty_like(mine) if memory.place < 2 else None
-        memory.combine([mine], found if found is None else [found], sum_of, [1, 3], patient)
+    def act(memory: HostMemory, patient: Patient) -> list[np.ndarray | None]:
+        mine = [values(memory.place, 5000), values(memory.place, 3000), values(memory.place, 1)]
+        found = [np.empty_like(a) if memory.place == k else None for k, a in enumerate(mine)]
+        memory.combine(mine, found, sum_of, [1, 3], patient)
         return found
 
     def sum_of(parts: Sequence[np.ndarray], result: np.ndarray) -> None:
@@ -87,10 +87,12 @@ def test_some_give_and_some_take() -> None:
         np.add(*parts, out=result)
 
     told = together(4, act)
-    wanted = values(1, 5000) + values(3, 5000)
-    assert told[2] is told[3] is None
-    for found in told[:2]:
-        np.testing.assert_array_equal(found, wanted)
+    for place, found in enumerate(told):
+        for k, size in enumerate((5000, 3000, 1)):
+            if place == k:
+                np.testing.assert_array_equal(found[k], values(1, size) + values(3, size))
+            else:
+                assert found[k] is None
 
 
 @pytest.mark.parametrize("n", [2, 3])
