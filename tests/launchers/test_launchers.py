@@ -234,6 +234,26 @@ def test_horovodrun_ends_a_job_that_has_not_begun() -> None:
     assert "Terminating remaining workers" in result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("gloo", marks=pytest.mark.extended)])
+def test_without_mpi_process_sets_are_made_at_run_time(launcher: str) -> None:
+    """In a job of one super learner, which is plain Horovod: it connects the set's learners anew."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        pair = hvd.add_process_set([0, 2])
+        total = None
+        if hvd.rank() != 1:
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="of two", process_set=pair).item()
+        everyone = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="of all").item()
+        say(rank=hvd.rank(), total=total, all=everyone)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "3", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    facts = run_learners(3, program, env=env, launcher=launcher, timeout=60).checked().by_rank()
+    assert [f["total"] for f in facts] == [2.0, None, 2.0]
+    assert [f["all"] for f in facts] == [3.0] * 3
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("victims", [{2}, {0, 1}])
 def test_without_mpi_sigterm_makes_a_super_learner_leave(victims: set[int]) -> None:
