@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -96,6 +97,9 @@ class Hub:
 
     def wait(self, seconds: float) -> None:
         """Sleep until bytes can move, at most so long; another thread may move them first."""
+        if self._wire.fileno() < 0:  # closed
+            time.sleep(seconds)
+            return
         poll = select.poll()  # one of its own: threads may wait at once
         poll.register(self._wire, select.POLLIN)
         poll.poll(1e3 * seconds)

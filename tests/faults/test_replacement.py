@@ -172,13 +172,6 @@ def test_twice_in_a_row(tmp_path):
 
 
 @pytest.mark.extended
-def test_each_of_four_is_lost_and_replaced_once(tmp_path):
-    """The first leader among them, and the one that has started the others' replacements."""
-    result = train(tmp_path, 4, "0,1,2,3", "--after", 10, "--seconds", 200, launcher="srun")
-    require_replaced(result, 4, 1, joined=4, new={0, 1, 2, 3})
-
-
-@pytest.mark.extended
 def test_replaced_where_all_average(tmp_path):
     """The communicator of means, renewed at the loss, is freed by its living handle in the end."""
     args = ("--after", 10, "--averaging", "gossip_pga:period=2")

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from tests.faults.test_replacement import joinings
 from tests.launcher import launch
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 ENDS_S = 20.0
 WAITS_S = 5.0  # longest call of hvd.admit where a newcomer dies
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
@@ -171,7 +172,11 @@ def test_two_come_one_after_the_other(launches: Launches) -> None:
     told = launches.start_job(4, "srun")
     for _ in range(2):
         launches.start(1, None, told, "--size", 4)
-    require_grown(launches.facts(), [3, 4], 4)
+    facts = launches.facts()
+    require_grown(facts, [3, 4], 4)
+    for each in (f for f in facts if not f["new"]):
+        began, ended = each["epolls"]
+        assert ended == began, "connections that admissions have replaced are closed"
 
 
 @pytest.mark.extended
@@ -250,6 +255,28 @@ def learners(folder: Path) -> set[int]:
             ):
                 found.add(int(entry.name))
     return found
+
+
+@pytest.mark.extended
+def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
+    """The first leader among them, and one that has started others; the job outlives its launcher."""
+    args = ("--folder", launches.folder, "--victims", "0,1,2,3", "--after", 10)
+    launches.start(4, "srun", {}, *args, "--seconds", TIMEOUT_S, program=REPLACED)
+    ends = time.monotonic() + TIMEOUT_S
+    try:
+        while len(launches.said(0)) < 4:
+            assert time.monotonic() < ends, launches.report()
+            time.sleep(0.1)
+    finally:
+        for pid in learners(launches.folder):
+            os.kill(pid, signal.SIGKILL)
+    for facts in launches.said(0):
+        told = joinings(facts)
+        assert facts["new"] and len(told) == 4, launches.report()
+        assert facts["told"][-1][2] == [0, 1, 2, 3]
+        assert all(math.isclose(before, after, rel_tol=1e-12) for _, before, after, *_ in told)
+        means = [after for _, _, after, *_ in told]
+        assert any(math.isclose(facts["first"][0], mean, rel_tol=1e-12) for mean in means)
 
 
 @pytest.mark.parametrize(
