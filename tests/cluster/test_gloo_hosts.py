@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import unavailable
-from tests.cluster.training import Run, training
+from tests.cluster.training import PROGRAM, Run, training
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]
 REASON = unavailable()
@@ -24,15 +24,15 @@ RETURN_S = 15.0  # for the command, after the last learner is done
 PATIENCE = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": str(TIMEOUT_S), "HVD_ADPSGD_LEAVE_DEADLINE_S": "3"}
 
 
-def require_others_trained_on(run: Run, since: float) -> None:
-    """node3 is lost; the other two go on to the end, agree, and the command returns in time."""
+def require_others_trained_on(run: Run, since: float, lost: int = 2) -> None:
+    """One host's learner is lost; the other two go on to the end, agree, and the command returns in time."""
     assert run.status == FAILED_STATUS, run.said
-    ends = []
-    for rank, other in ((0, 1), (1, 0)):
+    ends, left = [], [rank for rank in range(3) if rank != lost]
+    for rank, other in zip(left, left[::-1], strict=True):
         end = run.facts(rank)[-1]
         assert end["living"] == 2, (end, run.said)
-        assert end["lost"] == [2]
-        assert end["first"] == (rank == 0)
+        assert end["lost"] == [lost]
+        assert end["first"] == (rank == left[0])
         before = run.at(rank, since + 1.5)
         last = [f for f in run.facts(rank) if "met" in f][-1]
         assert last["met"][other] > before["met"][other] + 30, run.said
@@ -64,6 +64,22 @@ def test_a_host_whose_ssh_ends_is_left_behind(tmp_path: Path) -> None:
         assert last["met"][other] > run.at(rank, killed + 1.5)["met"][other] + 30, run.said
 
 
+def test_a_learner_of_the_launching_host_is_left_behind(tmp_path: Path) -> None:
+    """Where horovodrun and its rendezvous server live, and the first leader."""
+    with training(tmp_path, 20, GLOO, **PATIENCE) as run:
+        killed = time.time()
+        found = [pid for pid in processes(run, "node1") if is_learner(pid)]
+        assert found, run.said
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+    require_others_trained_on(run, killed, lost=0)
+
+
+def is_learner(pid: int) -> bool:
+    words = command_of(pid)
+    return bool(words) and "python" in os.path.basename(words[0]) and str(PROGRAM) in words[1:3]
+
+
 def processes(run: Run, host: str) -> list[int]:
     """Of a host, as seen from outside."""
     wanted = os.readlink(f"/proc/{run.cluster._pid(host)}/ns/net")
@@ -77,11 +93,15 @@ def processes(run: Run, host: str) -> list[int]:
     return found
 
 
-def is_ssh_to(pid: int, host: str) -> bool:
+def command_of(pid: int) -> list[str]:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has just ended
+        return []
+
+
+def is_ssh_to(pid: int, host: str) -> bool:
+    words = command_of(pid) or [""]
     return os.path.basename(words[0]) == "ssh" and host in " ".join(words)
 
 
