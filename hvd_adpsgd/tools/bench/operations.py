@@ -71,7 +71,7 @@ def main() -> None:
         comm = world.Split(0 if world.rank < n else MPI.UNDEFINED, world.rank)
         if world.rank < n:
             result[f"n {n}"] = measure(comm, int(args.mib * 2**18), args.rounds, args.nics or None)
-        world.Barrier()
+        barrier(world)  # asleep: the cores are for those that measure
         n *= 2
     report(world.rank, result)
 
@@ -100,7 +100,7 @@ def measure(comm: Any, count: int, rounds: int, nics: str | None) -> dict[str, A
     acts = {"mpi": functools.partial(comm.Bcast, large, 0)}
     acts |= {way: functools.partial(ours.broadcast, large) for way, ours in ways.items()}
     found["broadcast_large"] = _compared(comm, acts, rounds, 1)
-    comm.Barrier()
+    barrier(comm)
     hub.close()
     return found
 
