@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hvd_adpsgd.engine.interfaces import addresses
 from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
 from tests.faults.test_replacement import joinings
 from tests.launcher import launch
@@ -257,20 +258,37 @@ def learners(folder: Path) -> set[int]:
     return found
 
 
-@pytest.mark.extended
-def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
-    """The first leader among them, and one that has started others; the job outlives its launcher."""
-    args = ("--folder", launches.folder, "--victims", "0,1,2,3", "--after", 10)
-    launches.start(4, "srun", {}, *args, "--seconds", TIMEOUT_S, program=REPLACED)
+def replaced(
+    launches: Launches, np: int, victims: str, told: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """What the learners say when all victims are replaced; waits for those that no launcher waits for."""
+    args = ("--folder", launches.folder, "--victims", victims, "--after", 10)
+    launches.start(np, "srun", told, *args, "--seconds", TIMEOUT_S, program=REPLACED)
     ends = time.monotonic() + TIMEOUT_S
     try:
-        while len(launches.said(0)) < 4:
+        while len(launches.said(0)) < np:
             assert time.monotonic() < ends, launches.report()
             time.sleep(0.1)
     finally:
         for pid in learners(launches.folder):
             os.kill(pid, signal.SIGKILL)
-    for facts in launches.said(0):
+    return launches.said(0)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not addresses(), reason="no network interface but loopback is up")
+def test_a_replacement_comes_by_a_door_on_a_network(launches: Launches) -> None:
+    """Not by the loopback interface, on which nobody listens then."""
+    told = {"HVD_ADPSGD_NICS": addresses()[0][0]}
+    facts = replaced(launches, 3, "2", told)
+    assert sorted(f["rank"] for f in facts if f["new"]) == [2], launches.report()
+    assert "JOIN=127.0.0.1" not in launches.errors(0)
+
+
+@pytest.mark.extended
+def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
+    """The first leader among them, and one that has started others; the job outlives its launcher."""
+    for facts in replaced(launches, 4, "0,1,2,3", {}):
         told = joinings(facts)
         assert facts["new"] and len(told) == 4, launches.report()
         assert facts["told"][-1][2] == [0, 1, 2, 3]
