@@ -227,7 +227,8 @@ class Config:
         "memory",
         str,
         "",
-        "how models travel between super learners of one host: in shared memory, or as messages",
+        "how models, and large tensors in operations over all learners, travel on one host: "
+        "in shared memory, or as messages",
         choices=("memory", "mpi"),
     )
     nonfinite: str = _option(

@@ -175,7 +175,8 @@ class QuorumLostError(PeerFailedError):
     """Half or more of the super learners have failed, and `quorum` is "majority".
 
     After a cut network only the larger side trains on. Raised on all learners of a super learner after the
-    same step, by every later step too. The model is whole: save a checkpoint, and end.
+    same step, by every later step too, and by operations over all learners. The model is whole: save a
+    checkpoint, and end.
     """
 
 

@@ -145,6 +145,13 @@ class Connections:
                 "files (ulimit -n)."
             )
 
+    @property
+    def address(self) -> str:
+        """On which this one listens, after `meet`."""
+        own = self._addresses[self._rank]
+        assert own is not None
+        return own.host
+
     def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
         try:
             address = choose_address(self._config.nics, network_name(), known)

@@ -71,6 +71,7 @@ class Engine:
             other super learners count as failed.
         has_neighbours: whether there may be other super learners on this host, which read the model where
             it lies.
+        memory: of an earlier engine, paused, with the same tensors; None: new memory, see `memory.extend`.
 
     Attributes:
         memory: the tensors.
@@ -88,11 +89,14 @@ class Engine:
         names: Sequence[str] = (),
         members: Sequence[int] = (),
         has_neighbours: bool = True,
+        memory: ModelMemory | None = None,
     ):
         self.config = config
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
-        self.memory = ModelMemory(config.chunk_kib * 1024, inner, outer is not None, shows)
+        self.memory = memory or ModelMemory(
+            config.chunk_kib * 1024, inner, outer is not None, shows
+        )
         self._outer = outer
         self._plan = plan
         self._connections: Connections | None = None  # of the wire, unless it is MPI's
@@ -194,7 +198,6 @@ class Engine:
             loop.share(near.own, near.outboxes)
             loop.show(near.models, near.areas)
             self._neighbours = near
-        self.memory.hide()
 
     def _announce(self) -> None:
         """Add new parts of the layout to the thread, once their mirror is filled or nothing was offered."""
@@ -220,13 +223,18 @@ class Engine:
                 self._connections.close()
                 self._connections = None
 
-    def release(self) -> None:
-        """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept."""
+    def release(self, keeps_memory: bool = False) -> None:
+        """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept.
+
+        Args:
+            keeps_memory: that of the model is another engine's too.
+        """
         self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
             _held_by_mpi.append(self.loop)
         self.loop = self._neighbours = None
-        self.memory.hide()
+        if not keeps_memory:
+            self.memory.hide()
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
         self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 

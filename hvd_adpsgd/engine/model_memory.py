@@ -69,13 +69,14 @@ class ModelMemory:
 
     Args:
         chunk_nbytes: largest chunk.
-        inner: communicator of the super learner (mpi4py), None for a learner alone.
+        inner: communicator of the super learner (mpi4py), None for a learner alone; `extend` uses it.
         leads: whether this learner has the mirror.
         shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
             tensors of the first `extend`, if there is room for them in shared memory.
 
     Attributes:
         layout: where each element lies.
+        inner: see the arguments.
         store: the chunks, for the engine.
         published: `publish` was called, and not yet `absorb`; maybe it was put off.
         areas: the memory of each part of the layout.
@@ -90,7 +91,7 @@ class ModelMemory:
         self._nslots = slots_of(inner)
         self.store = Store(self._nslots)
         self.published = False
-        self._inner = inner
+        self.inner = inner
         self._alone = inner is None or inner.Get_size() == 1
         self._leads = leads
         self._shows = shows
@@ -125,7 +126,7 @@ class ModelMemory:
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
         shows = self._shows and not self.areas
-        mailbox = Mailbox(places[-1], len(part.chunks), self._inner, shows * (lives + part.nbytes))
+        mailbox = Mailbox(places[-1], len(part.chunks), self.inner, shows * (lives + part.nbytes))
         mirror = None
         if self._leads:
             mirror = (
@@ -153,7 +154,10 @@ class ModelMemory:
 
     @property
     def shown(self) -> ShownModel | None:
-        """What peers on the host may map, until `hide`; None if there is nothing."""
+        """What peers on the host may map, until `hide`; None if there is nothing.
+
+        Also those that come later: its file stays open.
+        """
         if self._shown is None or (file := self._shown[0].file) is None:
             return None
         mailbox, area, fingerprint = self._shown

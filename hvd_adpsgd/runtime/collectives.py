@@ -19,9 +19,16 @@ import numpy as np
 
 from hvd_adpsgd import errors
 from hvd_adpsgd.engine.agreement import Decision
-from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, PeerFailedError, TransportError
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    CollectiveMismatchError,
+    PeerFailedError,
+    QuorumLostError,
+    TransportError,
+)
 from hvd_adpsgd.runtime import preemption
 from hvd_adpsgd.runtime.global_operations import Caller, counted
+from hvd_adpsgd.runtime.host_memory import Sharing, alone
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import (
     COMPLETE,
@@ -137,6 +144,14 @@ class Collectives:
     Threads: operations of several threads run one after the other, as they are asked for. Their order must be
     the same on all learners; where it is not, they raise CollectiveMismatchError on all.
 
+    Args:
+        comm, ranks, on_failure, joining: see the attributes.
+        plain: a duplicate for messages of operations, used for nothing else.
+        rank, size: of this learner, of how many.
+        membership: of the job.
+        shares: large arrays go through memory between learners of one host.
+        quorum: of the options.
+
     Attributes:
         comm: MPI communicator of all learners, also of those that have failed since. For users and for
             benchmarks: no operation here uses it.
@@ -160,11 +175,15 @@ class Collectives:
         membership: Membership,
         on_failure: str,
         joining: bool,
+        shares: bool = True,
+        quorum: str | None = None,
     ):
         self.on_failure = on_failure
         self.before: list[Callable[[], object]] = []
         self._rank, self._size, self._membership = rank, size, membership
         self.turns = Turns()
+        self._quorum = quorum
+        self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread
         self._earlier: list[Messages] = []  # with buffers that MPI may still read
@@ -184,6 +203,7 @@ class Collectives:
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
         self.comm, self.messages = comm, Messages(plain)
+        self._sharing.forget()
         self.ranks, self._ranks, self.joining = ranks, ranks, False
 
     def finish(self, seconds: float) -> bool:
@@ -223,6 +243,7 @@ class Collectives:
             CollectiveMismatchError: on all learners, if their calls differ.
             PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
             LearnerFailedError: if the others have declared this learner failed.
+            QuorumLostError: on all that are left, if they are too few for `quorum`.
             TransportError: on all learners, if MPI fails on one.
             Exception: what the operation raises; on the other learners the same class if it is one of ours,
                 TransportError if not.
@@ -266,11 +287,16 @@ class Collectives:
     def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
         self._finish_interrupted()
         while True:
+            self._require_quorum(call.kind)
             outcome = _Outcome[T]()
             number = self._attempt(call, caller, operation, outcome)
             decision = self.messages.decision(number)
             assert decision is not None
             has_fewer = self._continue_without(decision, call.kind)
+            if decision.flag & COMPLETE == 0:
+                self._sharing.forget()
+            if has_fewer:
+                self._require_quorum(call.kind)
             if decision.flag & NO_ERROR == 0:
                 raise outcome.error or self._foreign(call.kind, number)
             if decision.flag & COMPLETE:
@@ -280,12 +306,23 @@ class Collectives:
                     f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
                 )
 
+    def _require_quorum(self, doing: str) -> None:
+        """After a decision that counts out others: all that it leaves raise alike."""
+        if self._quorum is None or self.joining or not self.gone():
+            return
+        if self._membership.are_minority(self.ranks):
+            raise QuorumLostError(
+                f"{doing}: only learners {list(self.ranks)} of {self._size} are left, half or fewer of the "
+                "super learners, and HVD_ADPSGD_QUORUM is majority. Save the model and exit; start the job "
+                "again from the newest checkpoint."
+            )
+
     def _attempt(
         self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
     ) -> int:
         """Attempt the operation and vote; returns the number of the decision."""
         places = [self._ranks.index(rank) for rank in self.ranks]
-        attempt = Attempt(self.messages, places, self.ranks)
+        attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
         try:
             self._require_all_learners(call.kind)
             _compare(attempt, call, caller)
@@ -335,6 +372,7 @@ class Collectives:
         if core.voted:
             decision = self.messages.decision(core.number)
             assert decision is not None
+            self._sharing.forget()
             self._continue_without(decision, "an interrupted operation")
 
     def _foreign(self, doing: str, number: int) -> Exception:

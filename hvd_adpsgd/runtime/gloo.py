@@ -20,21 +20,20 @@ from hvd_adpsgd.runtime.sockets import Communicator
 if TYPE_CHECKING:
     from hvd_adpsgd.runtime.world import World
 
-__all__ = ["world_over_gloo"]
+__all__ = ["places_told", "world_over_gloo"]
 
 # Of the Horovod world of this process: its sockets, as (descriptor, inode); on a leader its rendezvous
 # server, which Horovod may ask until it shuts down.
 _of_horovod: list[tuple[int, int]] = []
 _server: Any = None
+_told: dict[str, str] = {}  # its variables; none where Horovod's world is over MPI
 
 
 @contextlib.contextmanager
-def world_over_gloo(world: World) -> Iterator[None]:
-    """Inside, where Horovod starts and reads them, its variables say where its world meets."""
-    variables = _variables(world, _meeting_place(world.inner, world.config))
-    sockets = set(_sockets_open())
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def places_told() -> Iterator[None]:
+    """Inside, Horovod finds its variables, which it reads again for each process set that it makes."""
+    before = {name: os.environ.get(name) for name in _told}
+    os.environ.update(_told)
     try:
         yield
     finally:
@@ -43,6 +42,18 @@ def world_over_gloo(world: World) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def world_over_gloo(world: World) -> Iterator[None]:
+    """Inside, where Horovod starts and reads them, its variables say where its world meets."""
+    global _told
+    _told = _variables(world, _meeting_place(world.inner, world.config))
+    sockets = set(_sockets_open())
+    try:
+        with places_told():
+            yield
+    finally:
         _of_horovod[:] = set(_sockets_open()) - sockets
 
 

@@ -54,6 +54,7 @@ class JoiningLearner:
     Attributes:
         invitation: what the job has told.
         conversation: with the job; None but on its first learner.
+        secret: of the job; empty but on its first learner.
     """
 
     def __init__(self, store: Callable[[Place], Store] | None):
@@ -66,6 +67,7 @@ class JoiningLearner:
             self.everyone = communicators.over_sockets(place, store)
         self._host = communicators.of_host(self.everyone)
         self.conversation: Conversation | None = None
+        self.secret = b""
         self.invitation: Invitation = self._invited()
 
     def _invited(self) -> Invitation:
@@ -87,7 +89,8 @@ class JoiningLearner:
         return told
 
     def _knock(self, placements: tuple[Placement, ...]) -> Any:
-        self.conversation = knock(os.environ[JOIN], _secret())
+        self.secret = _secret()
+        self.conversation = knock(os.environ[JOIN], self.secret)
         number = os.environ.get(JOIN_AS)
         self.conversation.tell(Knock(placements, None if number is None else int(number)))
         return self.conversation.hear(None)
@@ -105,8 +108,10 @@ class JoiningLearner:
         rank = told.groups[told.super_rank][everyone.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
-    def ready(self, world: World, terms: Any) -> tuple[Invitation, tuple[int, ...], int]:
-        """Wait for the job to meet this newcomer: the job now, ranks of all, and who gives it its state.
+    def ready(
+        self, world: World, terms: Any
+    ) -> tuple[Invitation, tuple[int, ...], tuple[int, ...]]:
+        """Wait for the job to meet this newcomer: the job now, ranks of all, and who give it its state.
 
         Raises:
             PeerFailedError: if the learner that it talks with is lost.
@@ -124,8 +129,8 @@ class JoiningLearner:
             raise told
         if told is None:
             self._is_over()
-        invitation, ranks, giver = told
-        return invitation, ranks, giver
+        invitation, ranks, givers = told
+        return invitation, ranks, givers
 
     def is_in(self, world: World) -> bool:
         """Whether the job has switched to what all have agreed."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import PeerFailedError, TransportError
 from hvd_adpsgd.runtime import world as worlds
@@ -61,7 +62,7 @@ class Merged:
         comms: over them.
         members: the super learners of comms.outer.
         ranks: of the learners that are there.
-        gift: the newcomer, and who gives it its state (first); None on others.
+        gifts: the newcomer, and one of those that give it its state (first), by giver; None on others.
     """
 
     invitation: Invitation
@@ -69,7 +70,7 @@ class Merged:
     comms: Communicators
     members: tuple[int, ...]
     ranks: tuple[int, ...]
-    gift: Communicator | None
+    gifts: tuple[Communicator | None, ...]
 
     def adopt(self, world: World) -> World:
         """Go on with these; worlds.current returns the new world from now on."""
@@ -109,7 +110,7 @@ def meet(
     world: World,
     invitation: Invitation,
     ranks: Sequence[int],
-    giver: int,
+    givers: Sequence[int],
     gather: Gather,
     ends: float,
 ) -> Merged:
@@ -119,7 +120,7 @@ def meet(
         world: of this learner.
         invitation: the job with the newcomer.
         ranks: of those that are there.
-        giver: who gives the newcomer its state.
+        givers: ranks of those that give the newcomer its state.
         gather: values of all, by rank, None for those that are not there.
         ends: deadline, of time.monotonic.
 
@@ -135,9 +136,9 @@ def meet(
     everyone, plain, goodbye = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
     outer = hub.communicator([groups[i][0] for i in members])
-    gift = hub.communicator([giver, *new])
+    gifts = tuple(hub.communicator([giver, *new]) for giver in givers)
     comms = Communicators(everyone, plain, goodbye, host, inner, outer)
-    merged = Merged(invitation, hub, comms, members, tuple(ranks), gift)
+    merged = Merged(invitation, hub, comms, members, tuple(ranks), gifts)
     merged.end_by(ends)
     return merged
 
@@ -201,40 +202,67 @@ def gather_as_newcomer(
 # ---- the newcomer's state ------------------------------------------------------------------------
 
 
-def give(gift: Communicator, data: bytes, number: int) -> None:
-    """Send the newcomer its state, beside the training; it is number `number`."""
+def give(
+    gift: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
+) -> None:
+    """Send the newcomer, which is number `number`, this learner's share, beside the training.
+
+    In segments, of which few are on their way: no second copy waits for the network.
+
+    Args:
+        gift: with the newcomer.
+        state: pickled; of one giver, others give b"".
+        arrays: contiguous; nobody else changes them.
+        number: see above.
+    """
 
     def act() -> None:
+        shapes = [(a.dtype.str, a.shape) for a in arrays]
         try:
-            _broadcast(gift, np.frombuffer(data, dtype=np.uint8))
+            _broadcast(
+                gift,
+                (len(state), shapes),
+                lambda _: (np.frombuffer(state, dtype=np.uint8), *arrays),
+            )
         except (AttemptAbandonedError, TransportError, PeerFailedError):
             log.warning("super learner %d was lost while it received the model.", number)
 
     threading.Thread(target=act, daemon=True, name="hvd_adpsgd.gift").start()
 
 
-def receive(gift: Communicator) -> bytes:
-    """The state of a newcomer, on its learners.
+def receive(gift: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
+    """One giver's share of the state of a newcomer, on its learners.
 
     Raises:
         PeerFailedError: if the giver, or a learner of the newcomer, is lost.
     """
     try:
-        return bytes(_broadcast(gift, None))
+        state, *arrays = _broadcast(gift, None, _empty)
     except AttemptAbandonedError:
         raise PeerFailedError(
-            "admit: the learner that gave this one the model is lost. The others go on, and start "
+            "admit: a learner that gave this one the model is lost. The others go on, and start "
             "another one."
         ) from None
+    return state.tobytes(), arrays
 
 
-def _broadcast(gift: Communicator, data: Any) -> Any:
+def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray[Any], ...]:
+    """Arrays for what a giver has told of."""
+    nbytes, shapes = told
+    arrays = (np.empty(shape, dtype=dtype) for dtype, shape in shapes)
+    return np.empty(nbytes, dtype=np.uint8), *arrays
+
+
+def _broadcast(
+    gift: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
+) -> tuple[NDArray[Any], ...]:
+    """The arrays of the first one, which tells of them first."""
     messages, ends = Messages(gift), time.monotonic() + GIFT_S
     everyone = range(messages.size)
     attempt = Attempt(messages, everyone, everyone, ends)
-    nbytes = attempt.gather(None if data is None else data.size)[0]
-    data = np.empty(nbytes, dtype=np.uint8) if data is None else data
-    attempt.broadcast(data, 0)
+    arrays = arrays_for(attempt.gather(told)[0])
+    for array in arrays:
+        attempt.broadcast(array, 0)
     attempt.flush()
     messages.decision(messages.vote(COMPLETE), ends)
-    return data
+    return arrays

@@ -99,6 +99,13 @@ class Membership:
         """Whether half or more of the super learners have failed, as the leader knew before the last step."""
         return bool(self._minority[0])
 
+    def are_minority(self, ranks: Collection[int]) -> bool:
+        """Whether these learners make up half or fewer of the super learners that have not left."""
+        known = zip(self._groups, self._left, strict=False)
+        staying = [group for group, left in known if not left]
+        whole = sum(set(ranks).issuperset(group) for group in staying)
+        return 2 * whole <= len(staying)
+
     def look(self) -> None:
         """Ask all sources, between two steps."""
         for source in list(self.sources):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.agreement import Agreement, Decision
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
+from hvd_adpsgd.runtime.host_memory import Hosts, Sharing
 from hvd_adpsgd.runtime.mpi_transport import (
     SEGMENT,
     Bytes,
@@ -57,6 +58,7 @@ _AGREEMENT, _ABANDON, _LAST, _FIRST_PHASE = (
 _FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
 _SMALL = 2**16  # bytes up to which latency counts more than bandwidth
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
+_WINDOW = 16 * SEGMENT  # bytes of a broadcast on their way
 _PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
 
 
@@ -313,6 +315,7 @@ class Attempt:
         places: of the learners in it, by rank.
         ranks: their ranks in the job.
         ends: deadline of all waiting, of time.monotonic.
+        sharing: of learners on one host; None: all bytes travel as messages.
 
     Attributes:
         rank, size: among these learners.
@@ -328,11 +331,13 @@ class Attempt:
         places: Sequence[int],
         ranks: Sequence[int],
         ends: float | None = None,
+        sharing: Sharing | None = None,
     ):
         self.ranks, self.calls = tuple(ranks), ()  # type: tuple[int, ...], tuple[Any, ...]
         self.size, self.rank = len(places), list(places).index(messages.place)
         self.number = messages.agreement.number
         self._messages, self._places, self._ends = messages, tuple(places), ends
+        self._sharing = sharing
         self._others = frozenset(places) - {messages.place}
         self._phase = 0
 
@@ -367,10 +372,25 @@ class Attempt:
         if self._messages.agreement.excluded or not self._others.isdisjoint(self._messages.failed):
             raise AttemptAbandonedError
 
+    def look(self) -> None:
+        """Take in messages, while this learner waits for others in another way; see `check`."""
+        self._messages.poll()
+        self._messages.look_for_failures()
+        self.check()
+
     def flush(self) -> None:
         """Wait until all that was sent may change."""
         if not self._messages.flush(self.check, self._ends):
             raise AttemptAbandonedError
+
+    def _hosts(self, nbytes: int) -> Hosts | None:
+        """Who shares memory, if that is worth its barriers; all learners ask this together."""
+        if self._sharing is None or self.size == 1 or nbytes <= _SMALL:
+            return None
+        hosts = self._sharing.among(self)
+        if hosts is not None:
+            self.flush()  # at a barrier nothing is sent
+        return hosts
 
     def _send_all(self, rank: int, data: Any) -> None:
         """Send bytes whose number the receiver does not know."""
@@ -414,21 +434,36 @@ class Attempt:
         return [pickle.loads(data) for data in everything]
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Overwrite a contiguous array with that of rank `root`: a binomial tree, segment by segment."""
+        """Overwrite a contiguous array with that of rank `root`; on a host through its memory."""
+        data, hosts = array.reshape(-1).view(np.uint8), self._hosts(array.nbytes)
         self._next_phase()
-        data = array.reshape(-1).view(np.uint8)
-        mine = (self.rank - root) % self.size
+        if hosts is None:
+            self._pass_down(data, [(root + i) % self.size for i in range(self.size)])
+            return
+        heads = [root if root in group else group[0] for group in hosts.groups]
+        heads.sort(key=lambda rank: rank != root)
+        if self.rank in heads:
+            self._pass_down(data, heads)
+        self.flush()
+        head = next(rank for rank in heads if rank in hosts.own)
+        hosts.memory.broadcast(data, hosts.own.index(head), self)
+
+    def _pass_down(self, data: Bytes, ranks: Sequence[int]) -> None:
+        """From the first of these ranks to the others: a binomial tree, segment by segment."""
+        mine, n = ranks.index(self.rank), len(ranks)
         parent = mine - (1 << (mine.bit_length() - 1)) if mine else None
-        steps = [1 << k for k in range(mine.bit_length(), self.size.bit_length())]
-        children = [(mine + step + root) % self.size for step in steps if mine + step < self.size]
+        steps = [1 << k for k in range(mine.bit_length(), n.bit_length())]
+        children = [ranks[mine + step] for step in steps if mine + step < n]
         for start in range(0, data.size, SEGMENT):
             segment = data[start : start + SEGMENT]
             if parent is not None:
-                taken = self._take((parent + root) % self.size)
+                taken = self._take(ranks[parent])
                 segment[:] = taken
                 self._messages.recycle(taken)
             for child in children:
                 self._send(child, segment)
+            if children and start % _WINDOW == 0:
+                self.flush()  # what the system has not taken is held in copies
 
     def allreduce(self, mine: NDArray[Any], combine: Any = np.add) -> NDArray[Any]:
         """The arrays of all, combined element by element; the same bits on all.
@@ -437,12 +472,61 @@ class Attempt:
             mine: contiguous, the same dtype and number of elements on all.
             combine: a commutative ufunc; np.minimum and np.maximum pass a NaN on.
         """
+        hosts = self._hosts(mine.nbytes)
         self._next_phase()
         if self.size == 1:
             return mine.copy()
         if mine.nbytes <= _SMALL:
             return self._doubled(mine, combine)
-        return self._scattered(mine.reshape(-1), combine).reshape(mine.shape)
+        if hosts is None:
+            total = mine.reshape(-1).copy()
+            self._scattered(total, combine, range(self.size))
+            return total.reshape(mine.shape)
+        return self._combined(hosts, mine, combine)
+
+    def _combined(self, hosts: Hosts, mine: NDArray[Any], combine: Any) -> NDArray[Any]:
+        """In the memory of each host, then among one learner of each."""
+        heads = [group[0] for group in hosts.groups]
+        has_total = len(heads) == 1 or self.rank in heads
+        total, everyone = np.empty_like(mine), range(len(hosts.own))
+        hosts.memory.combine(
+            [mine], [total if has_total else None], _in_order(combine), everyone, self
+        )
+        if len(heads) > 1:
+            if self.rank in heads:
+                self._scattered(total.reshape(-1), combine, heads)
+            self.flush()
+            hosts.memory.broadcast(total.reshape(-1).view(np.uint8), 0, self)
+        return total
+
+    def elementwise(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        combine: Callable[[Sequence[NDArray[Any]], NDArray[Any]], object],
+        givers: Sequence[int],
+        wanted: Sequence[bool],
+    ) -> list[NDArray[Any] | None] | None:
+        """Combine the arrays of several ranks element by element in one pass; None where that needs messages.
+
+        Args:
+            arrays: contiguous, of one dtype; of the same dtype and shapes on all ranks.
+            combine: writes what becomes of a part of the givers' arrays, in the order of `givers`.
+            givers: ranks whose arrays count.
+            wanted: whether this rank needs the result of each array.
+
+        Returns:
+            The results, the same bits on all, None for those not wanted here; None, on all, unless all share
+            one host's memory.
+        """
+        hosts = self._hosts(sum(array.nbytes for array in arrays))
+        if hosts is None or len(hosts.groups) > 1:
+            return None
+        results = [
+            np.empty_like(array) if is_wanted else None
+            for array, is_wanted in zip(arrays, wanted, strict=True)
+        ]
+        hosts.memory.combine(arrays, results, combine, givers, self)
+        return results
 
     def _doubled(self, total: NDArray[Any], combine: Any) -> NDArray[Any]:
         """Recursive doubling; the ranks beyond a power of two first give theirs to another one.
@@ -469,38 +553,45 @@ class Attempt:
             self._send(self.rank + power, np.ascontiguousarray(total).reshape(-1).view(np.uint8))
         return np.asarray(total)
 
-    def _scattered(self, mine: NDArray[Any], combine: Any) -> NDArray[Any]:
-        """Reduce-scatter and all-gather around the ring: each rank sends 2 (n - 1) / n of the array.
+    def _scattered(self, total: NDArray[Any], combine: Any, ring: Sequence[int]) -> None:
+        """Reduce-scatter and all-gather around a ring of ranks: each sends 2 (n - 1) / n of the array.
 
         Block i is summed in the order of the ring, and its sum then travels as it is.
+
+        Args:
+            total: of one dimension; overwritten.
+            combine: see allreduce.
+            ring: of which this rank is one.
         """
-        n, total = self.size, mine.copy()
-        ends = [mine.size * i // n for i in range(n + 1)]
+        n, mine = len(ring), ring.index(self.rank)
+        ends = [total.size * i // n for i in range(n + 1)]
         blocks = [total[a:b] for a, b in itertools.pairwise(ends)]
         for step in range(n - 1):
-            target = blocks[(self.rank - step - 1) % n]
+            target = blocks[(mine - step - 1) % n]
             self._pass_on(
-                blocks[(self.rank - step) % n],
+                blocks[(mine - step) % n],
                 target,
                 lambda part, other: combine(other, part, out=part),
+                ring,
             )
         self.flush()  # the sums overwrite what was sent
         for step in range(n - 1):
-            self._pass_on(
-                blocks[(self.rank - step + 1) % n], blocks[(self.rank - step) % n], np.copyto
-            )
-        return total
+            self._pass_on(blocks[(mine - step + 1) % n], blocks[(mine - step) % n], np.copyto, ring)
 
     def _pass_on(
-        self, block: NDArray[Any], target: NDArray[Any], take_in: Callable[[Any, Any], object]
+        self,
+        block: NDArray[Any],
+        target: NDArray[Any],
+        take_in: Callable[[Any, Any], object],
+        ring: Sequence[int],
     ) -> None:
-        """Send a block to the next rank, and take in one from the rank before; segment by segment."""
-        count = SEGMENT // block.itemsize
+        """Send a block to the next rank of a ring, and take in one from the rank before, by segments."""
+        count, mine = SEGMENT // block.itemsize, ring.index(self.rank)
         for start in range(0, block.size, count):
-            self._send((self.rank + 1) % self.size, block[start : start + count].view(np.uint8))
+            self._send(ring[(mine + 1) % len(ring)], block[start : start + count].view(np.uint8))
         for start in range(0, target.size, count):
             part = target[start : start + count]
-            taken = self._take((self.rank - 1) % self.size)
+            taken = self._take(ring[mine - 1])
             take_in(part, taken.view(target.dtype))
             self._messages.recycle(taken)
 
@@ -518,12 +609,15 @@ class Attempt:
             for block, part in zip(blocks, self.gather(mine.tobytes()), strict=True):
                 block[:] = np.frombuffer(part, dtype=np.uint8)
             return
+        hosts = self._hosts(everything.size)
+        if hosts is not None and len(hosts.groups) == 1:
+            hosts.memory.allgather(mine, blocks, self)
+            return
         self._next_phase()
         n, blocks[self.rank][:] = self.size, mine
         for step in range(n - 1):
-            self._pass_on(
-                blocks[(self.rank - step) % n], blocks[(self.rank - step - 1) % n], np.copyto
-            )
+            source, target = blocks[(self.rank - step) % n], blocks[(self.rank - step - 1) % n]
+            self._pass_on(source, target, np.copyto, range(n))
 
     def barrier(self) -> None:
         """Wait until all are here."""
@@ -537,6 +631,19 @@ class Attempt:
         self._messages.abandon(
             self._places, (type(error).__name__, str(error), rank) if error else None
         )
+
+
+def _in_order(combine: Any) -> Callable[[Sequence[NDArray[Any]], NDArray[Any]], object]:
+    """A ufunc applied to several arrays, the first ones first."""
+
+    def act(parts: Sequence[NDArray[Any]], result: NDArray[Any]) -> None:
+        first, *others = parts
+        if not others:  # alone on its host
+            result[:] = first
+        for part in others:
+            first = combine(first, part, out=result)
+
+    return act
 
 
 def gather_once(messages: Messages, value: Any, ends: float | None = None) -> list[Any] | None:

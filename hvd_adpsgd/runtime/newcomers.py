@@ -27,7 +27,15 @@ from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.runtime.door import Conversation, Door, new_secret
 from hvd_adpsgd.runtime.world import Placement, World
 
-__all__ = ["Invitation", "Knock", "Newcomer", "Reception", "open_door", "reception"]
+__all__ = [
+    "Invitation",
+    "Knock",
+    "Newcomer",
+    "Reception",
+    "open_door",
+    "open_own_door",
+    "reception",
+]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -193,15 +201,16 @@ class Reception:
         self._lock = threading.Lock()
         self._started: list[subprocess.Popen[bytes]] = []
         self._door: Door | None = None
-        self._secret = b""
+        self._place, self._secret = "", b""
         self._servers: list[Any] = []
 
-    def open(self, address: str = _LOOPBACK, secret: bytes = b"") -> int:
-        """Open the door, once; its port."""
+    def open(self, address: str = _LOOPBACK, secret: bytes = b"") -> str:
+        """Open the door, once; where it is, as host:port."""
         if self._door is None:
             self._secret = secret or new_secret()
             self._door = Door(address, self._secret, self._enter)
-        return self._door.port
+            self._place = f"[{address}]" if ":" in address else address
+        return f"{self._place}:{self._door.port}"
 
     def _enter(self, conversation: Conversation) -> None:
         knock: Knock = conversation.hear(_KNOCK_S)
@@ -224,8 +233,8 @@ class Reception:
             terms: what it must send when it is ready.
             patience_s: longest time until then.
         """
-        port, size = self.open(), len(world.groups[number])
-        told = {JOIN: f"{_LOOPBACK}:{port}", JOIN_AS: str(number)}
+        size = len(world.groups[number])
+        told = {JOIN: self.open(), JOIN_AS: str(number)}
         if size > 1:
             told |= self._meeting_place(size)
         processes = [_started({**told, "HOROVOD_RANK": str(i)}, self._secret) for i in range(size)]
@@ -311,11 +320,25 @@ def open_door(world: World) -> None:
     mine = ""
     if world.is_leader:
         address = choose_address(world.config.nics, network_name(), known)
-        shown = f"[{address}]" if ":" in address else address
-        mine = f"{shown}:{reception(world).open(address, secret)}"
+        mine = reception(world).open(address, secret)
     doors = ",".join(filter(None, world.collectives.gather("init", mine)))
     if world.rank == 0:
         log.warning("super learners can join: %s=%s %s=%s", JOIN, doors, JOIN_SECRET_FILE, name)
+
+
+def open_own_door(world: World, address: str, secret: bytes) -> None:
+    """Of a newcomer that has joined a job with doors: those of the first learners end with them.
+
+    Args:
+        world: with the newcomer.
+        address: on which this learner listens to the others.
+        secret: with which it has come.
+    """
+    if world.is_leader and world.config.join_secret_file is not None:
+        door = reception(world).open(address, secret)
+        log.warning(
+            "super learner %d: others can join here too: %s=%s", world.super_rank, JOIN, door
+        )
 
 
 def _require_open(world: World) -> None:

@@ -111,9 +111,9 @@ def _number(text: str) -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts: node[07-09,12],gpu1 gives node07."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    """The first of Slurm's list of hosts: rack[1-2]node[07-09,12],gpu1 gives rack1node07."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _read(

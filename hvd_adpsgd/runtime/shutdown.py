@@ -182,8 +182,12 @@ class Teardown:
         free(other._barrier.comm)
 
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
-        """Use this barrier, which includes a super learner that has joined; free the old ones at the end."""
-        self.owned += [self._barrier.comm, *old]
+        """Use this barrier, which includes a super learner that has joined; free MPI's old ones at the end.
+
+        Those over sockets end with their connections, which a reference would keep.
+        """
+        used = (self._barrier.comm, *old)
+        self.owned = [c for c in (*self.owned, *used) if not isinstance(c, Communicator)]
         self._barrier = barrier
 
     def run_stops(self) -> Iterator[Exception]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,6 +63,11 @@ class Hub:
         self._wire = self._connections.wire
         self._connections.meet(gather)
 
+    @property
+    def address(self) -> str:
+        """On which this learner listens to the others."""
+        return self._connections.address
+
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
         """One of these learners; None on others. All learners call this together."""
         number = self._made
@@ -91,6 +97,9 @@ class Hub:
 
     def wait(self, seconds: float) -> None:
         """Sleep until bytes can move, at most so long; another thread may move them first."""
+        if self._wire.fileno() < 0:  # closed
+            time.sleep(seconds)
+            return
         poll = select.poll()  # one of its own: threads may wait at once
         poll.register(self._wire, select.POLLIN)
         poll.poll(1e3 * seconds)

@@ -181,6 +181,8 @@ class World:
                 membership,
                 config.on_failure,
                 joining,
+                shares=config.same_host == "memory",
+                quorum=config.quorum,
             ),
             teardown=teardown,
             departure=Departure(name, is_leader, departure, teardown.ends_last),

@@ -93,6 +93,7 @@ SILENCE = {
 
 FAILED_STATUS = 75  # as in runtime/shutdown.py
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in runtime/rendezvous.py
+FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0  # as in config.py
 
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
@@ -217,6 +218,23 @@ CHANGES = (
         f"    if any(exit_code == {FAILED_STATUS} for exit_code, _ in res.values()):\n"
         f"        sys.exit({FAILED_STATUS})\n"
         "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
+    ),
+    # A host without power closes no connection, and ssh would wait for it without bound. It gives up when the
+    # learners do.
+    Change(
+        "horovod/runner/util/remote.py",
+        "from horovod.runner.common.util import env as env_util\n"
+        "\n"
+        "SSH_COMMAND_PREFIX = 'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no'\n",
+        "import os\n"
+        "\n"
+        "from horovod.runner.common.util import env as env_util\n"
+        "\n"
+        f"_said = os.environ.get({FAILURE_TIMEOUT!r}, '')\n"
+        f"_SILENCE_S = float(_said) if _said.replace('.', '', 1).isdigit() else {FAILURE_TIMEOUT_S}\n"
+        "_KEPT_ALIVE = f'-o ServerAliveCountMax=3 -o ServerAliveInterval={max(1, round(_SILENCE_S / 4))}'\n"
+        "SSH_COMMAND_PREFIX = (\n"
+        "    f'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no {_KEPT_ALIVE}')\n",
     ),
 )
 

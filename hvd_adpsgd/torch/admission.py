@@ -17,11 +17,18 @@ from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
 from hvd_adpsgd.runtime import joining, meeting
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
-from hvd_adpsgd.runtime.newcomers import Invitation, Knock, Newcomer, Reception, reception
+from hvd_adpsgd.runtime.newcomers import (
+    Invitation,
+    Knock,
+    Newcomer,
+    Reception,
+    open_own_door,
+    reception,
+)
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
-from hvd_adpsgd.torch.join_state import JoinState, terms
+from hvd_adpsgd.torch.join_state import JoinState, shares, terms
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.torch.model_average import mean_model
 from hvd_adpsgd.torch.pausing import averaging_paused, resume
@@ -31,6 +38,7 @@ __all__ = ["admit", "replace_failed"]
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "admit"
+GIVERS = 4  # super learners that send a newcomer the model, at most
 ATTEMPTS = 3  # failed starts, after which a super learner is not replaced
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -215,9 +223,11 @@ def _admit(
         newcomer = next(n for n in here.newcomers if n.number == chosen.number and n.knock)
     assert chosen.number is not None and chosen.knock is not None
     invitation = Invitation.of(world, chosen.number, chosen.knock)
+    givers = _givers(world, chosen.rank)
+    share = shares(model, len(givers))[givers.index(world.rank)] if world.rank in givers else ()
     with averaging_paused():
-        values = mean_model(model)
-        merged = _met(world, invitation, chosen.rank, newcomer)
+        values = mean_model(model, share)
+        merged = _met(world, invitation, givers, newcomer)
         if merged is None:
             if newcomer is not None:
                 newcomer.problem = "it failed, or did not come, when all met"
@@ -226,14 +236,25 @@ def _admit(
         _failures.pop(chosen.number, None)
         if newcomer is not None:
             here.remove(newcomer)
-        data = JoinState(values, optimizers, state).pack() if newcomer is not None else b""
+        data = JoinState(optimizers, state).pack() if newcomer is not None else b""
+    if world.rank in givers:
+        gift = merged.gifts[givers.index(world.rank)]
+        assert gift is not None
+        arrays = [values[i].contiguous().numpy() for i in share]
+        meeting.give(gift, data, arrays, chosen.number)
     del values
     _trim()
-    if newcomer is not None and merged.gift is not None:
-        meeting.give(merged.gift, data, chosen.number)
+    if newcomer is not None:
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
+
+
+def _givers(world: World, first: int) -> tuple[int, ...]:
+    """Ranks of leaders that send the newcomer its model, each a part: one has its state, others are few."""
+    living = set(world.collectives.ranks)
+    leaders = [group[0] for group in world.groups if living >= set(group) and group[0] != first]
+    return (first, *leaders[: GIVERS - 1])
 
 
 def _trim() -> None:
@@ -243,7 +264,7 @@ def _trim() -> None:
 
 
 def _met(
-    world: World, invitation: Invitation, giver: int, newcomer: Newcomer | None
+    world: World, invitation: Invitation, givers: tuple[int, ...], newcomer: Newcomer | None
 ) -> Merged | None:
     """The meeting, on learners of the job; None on all of them if it failed on one."""
     ranks = tuple(sorted({*world.collectives.ranks, *invitation.groups[invitation.super_rank]}))
@@ -251,8 +272,8 @@ def _met(
     ends = time.monotonic() + MEETING_S
     gather = meeting.gather_with(world, len(invitation.placements), newcomer, ends)
     if newcomer is not None:
-        newcomer.tell((invitation, ranks, giver))
-    prepared = _prepare(world, invitation, ranks, giver, gather, ends)
+        newcomer.tell((invitation, ranks, givers))
+    prepared = _prepare(world, invitation, ranks, givers, gather, ends)
     # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
     met = all(world.collectives.gather(DOING, prepared is not None))
     if not met or world.collectives.ranks != before or prepared is None:
@@ -268,21 +289,21 @@ def _prepare(
     world: World,
     invitation: Invitation,
     ranks: tuple[int, ...],
-    giver: int,
+    givers: tuple[int, ...],
     gather: Gather,
     ends: float,
 ) -> tuple[Merged, list[Engine]] | None:
     """New connections and engines; None if this learner has none, after as many gathers as on the others."""
     merged, engines = None, []
     try:
-        merged = meeting.meet(world, invitation, ranks, giver, gather, ends)
+        merged = meeting.meet(world, invitation, ranks, givers, gather, ends)
         for averaging in live():
             engines.append(averaging.make_engine_for(invitation, merged))
     except AdpsgdError as error:
         log.info("a newcomer could not be met: %s", error)
         for engine in engines:
             engine.stop()
-            engine.release()
+            engine.release(keeps_memory=True)
         if merged is not None:
             merged.hub.close()
             merged = None
@@ -302,7 +323,7 @@ def _drop(prepared: tuple[Merged, list[Engine]] | None) -> None:
     if prepared is not None:
         for engine in prepared[1]:
             engine.stop()
-            engine.release()
+            engine.release(keeps_memory=True)
         prepared[0].hub.close()
 
 
@@ -325,12 +346,14 @@ def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Join the others. Returns their state."""
     newcomer = joining.this_learner()
-    invitation, ranks, giver = newcomer.ready(world, terms())
+    for averaging in live():
+        averaging.prepare_memory()
+    invitation, ranks, givers = newcomer.ready(world, terms())
     ends = time.monotonic() + 2 * MEETING_S  # the others give up first
     gather = meeting.gather_as_newcomer(
         world, len(invitation.placements), newcomer.conversation, ends
     )
-    prepared = _prepare(world, invitation, ranks, giver, gather, ends)
+    prepared = _prepare(world, invitation, ranks, givers, gather, ends)
     if not newcomer.is_in(world) or prepared is None:
         _drop(prepared)
         raise PeerFailedError(
@@ -339,10 +362,23 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
         )
     _switch(world, *prepared)
     merged = prepared[0]
-    assert merged.gift is not None
-    told = JoinState.unpack(meeting.receive(merged.gift))
-    told.give(model, optimizers)
+    told = _receive(merged, model)
+    told.give(optimizers)
     for averaging in live():
         resume(averaging)
     joining.watch_job(worlds.current())
+    open_own_door(worlds.current(), merged.hub.address, newcomer.secret)
     return told.state
+
+
+@torch.no_grad()
+def _receive(merged: Merged, model: torch.nn.Module) -> JoinState:
+    """Overwrite the model with what each giver sends, and return what the first one sends with it."""
+    tensors, told = [*model.parameters(), *model.buffers()], []
+    for gift, share in zip(merged.gifts, shares(model, len(merged.gifts)), strict=True):
+        assert gift is not None
+        state, values = meeting.receive(gift)
+        told.append(state)
+        for i, value in zip(share, values, strict=True):
+            tensors[i].data.copy_(torch.from_numpy(value))
+    return JoinState.unpack(told[0])

@@ -15,6 +15,7 @@ import torch
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import (
     ModelMismatchError,
@@ -91,6 +92,7 @@ class Averaging:
         self._staging: Staging | None = None  # of parameters on devices
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
+        self._ahead: ModelMemory | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.engine = self.make_engine(
             world.outer, world.members, functools.partial(_gather_from_leaders, world)
@@ -131,6 +133,7 @@ class Averaging:
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
         config: Config | None = None,
+        memory: ModelMemory | None = None,
     ) -> Engine:
         engine = Engine(
             inner=inner,
@@ -140,20 +143,32 @@ class Averaging:
             names=names,
             members=members,
             has_neighbours=self.world.local_size > (inner.Get_size() if inner else 1),
+            memory=memory,
         )
         with mpi_failures("averaging"):
-            for specs in self.specs:
+            for specs in self.specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)
         atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
         return engine
 
     def make_engine_for(self, invitation: Invitation, merged: Merged) -> Engine:
-        """As `make_engine`, for the job with a newcomer."""
+        """As `make_engine`, for the job with a newcomer: over the memory of the one that is paused."""
         plan = self.spec.strategy.plan(self.world.super_rank, len(invitation.groups))
         names = names_of(invitation.groups, invitation.placements)
         comms, config = merged.comms, self.spec.config.replace(wire="tcp")
-        return self._make(plan, names, comms.inner, comms.outer, merged.members, None, config)
+        memory = self._ahead or self.engine.memory
+        return self._make(
+            plan, names, comms.inner, comms.outer, merged.members, None, config, memory
+        )
+
+    def prepare_memory(self) -> None:
+        """On a newcomer, whose engine has had no thread: make its memory before others wait for it."""
+        config, world = self.spec.config, self.world
+        shows = world.is_leader and config.same_host == "memory"
+        self._ahead = ModelMemory(config.chunk_kib * 1024, world.inner, world.is_leader, shows)
+        for specs in self.specs:
+            self._ahead.extend(specs)
 
     def replace_engine(self, engine: Engine) -> None:
         """Go on with another engine, between steps, paused. Exchange counters restart at 0."""
@@ -161,8 +176,8 @@ class Averaging:
         self.record.events(self.engine)
         if self._staging is not None:
             self._staging.release()
-        self.engine.release()
-        self.engine = engine
+        self.engine.release(keeps_memory=self.engine.memory is engine.memory)
+        self.engine, self._ahead = engine, None
         self._stage()
 
     def _stage(self) -> None:
@@ -190,6 +205,7 @@ class Averaging:
     def move_to(self, world: World) -> None:
         """The world has changed: the engine is of the new one already."""
         self.world = world
+        self.engine.memory.inner = world.inner
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 

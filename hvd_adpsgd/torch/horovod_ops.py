@@ -37,6 +37,7 @@ from horovod.torch import (
 
 from hvd_adpsgd.errors import InnerOnlyError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.gloo import places_told
 from hvd_adpsgd.torch import basics
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,7 +109,15 @@ grouped_reducescatter = inner_only(horovod.grouped_reducescatter)
 grouped_reducescatter_async = inner_only(horovod.grouped_reducescatter_async)
 start_timeline = inner_only(horovod.start_timeline)
 stop_timeline = inner_only(horovod.stop_timeline)
-add_process_set = inner_only(horovod.add_process_set)
+
+
+@functools.wraps(horovod.add_process_set)
+def _add_process_set(process_set: Any) -> Any:
+    with places_told():
+        return horovod.add_process_set(process_set)
+
+
+add_process_set = inner_only(_add_process_set)
 remove_process_set = inner_only(horovod.remove_process_set)
 
 # Queries and constants mean the same everywhere, and

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import io
+import itertools
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described
 
-__all__ = ["JoinState", "terms"]
+__all__ = ["JoinState", "shares", "terms"]
 
 
 def terms() -> list[Any]:
@@ -23,28 +25,32 @@ def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
     return averaging.spec.strategy.spec(), described(averaging.spec.named)
 
 
+def shares(model: torch.nn.Module, givers: int) -> list[range]:
+    """Which of [*parameters, *buffers] each giver sends: neighbours, of about as many bytes."""
+    nbytes = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
+    middles = [end - own / 2 for end, own in zip(itertools.accumulate(nbytes), nbytes, strict=True)]
+    ends = [bisect.bisect(middles, sum(nbytes) * (i + 1) / givers) for i in range(givers)]
+    return [range(a, b) for a, b in itertools.pairwise([0, *ends])]
+
+
 class JoinState:
-    """What a joining learner receives.
+    """What a joining learner receives beside the values of the model.
 
     Args:
-        values: of the model: parameters, then buffers; means where they are floating-point numbers.
         optimizers: of the learner that gives it.
         state: the user's.
     """
 
-    def __init__(
-        self, values: list[torch.Tensor], optimizers: list[torch.optim.Optimizer], state: Any
-    ):
-        self.values = values
+    def __init__(self, optimizers: list[torch.optim.Optimizer], state: Any):
         self.optimizers = [optimizer.state_dict() for optimizer in optimizers]
         self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state
 
-    def pack(self) -> bytes:
+    def pack(self) -> memoryview:
         """Serialize tensors of any device; `unpack` puts them into host memory."""
         file = io.BytesIO()
         torch.save(self, file)
-        return file.getvalue()
+        return file.getbuffer()
 
     @staticmethod
     def unpack(data: bytes) -> JoinState:
@@ -52,11 +58,8 @@ class JoinState:
         return made
 
     @torch.no_grad()
-    def give(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Overwrite model, optimizers and averagings."""
-        tensors = [*model.parameters(), *model.buffers()]
-        for tensor, value in zip(tensors, self.values, strict=True):
-            tensor.data.copy_(value)
+    def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Overwrite optimizers and averagings; the model has its values."""
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             optimizer.load_state_dict(saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):

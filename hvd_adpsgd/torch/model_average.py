@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,17 +224,25 @@ def _finite_means(
 
 
 @torch.no_grad()
-def mean_model(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters, then buffers, on the host: the mean over the leaders of floating-point numbers.
+def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, torch.Tensor]:
+    """Some of the parameters and then buffers, on the host: the mean over the leaders.
 
-    Models that are not finite are left out. Other buffers are this learner's. All learners call it
-    together.
+    Models that are not finite are left out. Buffers of other than floating-point numbers are this learner's,
+    copied. All learners call it together.
+
+    Args:
+        model: the same on all.
+        wanted: by their place among [*parameters, *buffers]: those that this learner needs.
     """
     world, doing = worlds.current(), "mean_model"
     named = _floating(world, doing, [model])
-    means = dict(zip(map(id, named), _means(world, doing, named)[0], strict=True))
     tensors = [*model.parameters(), *model.buffers()]
-    return [means.get(id(t), t.detach().cpu()) for t in tensors]
+    needed = {id(tensors[i]) for i in wanted}
+    flags = [id(t) in needed for t in named]
+    found = _means(world, doing, named, wanted=flags)[0] if named else []
+    means = dict(zip((id(t) for t in named if id(t) in needed), found, strict=True))
+    given = {i: means.get(id(tensors[i])) for i in wanted}
+    return {i: tensors[i].detach().cpu().clone() if m is None else m for i, m in given.items()}
 
 
 def _floating(
@@ -260,6 +269,7 @@ def _means(
     tensors: list[torch.Tensor],
     weight: float = 1.0,
     pending: Sequence[Averaging] = (),
+    wanted: Sequence[bool] = (),
 ) -> tuple[list[torch.Tensor], list[int]]:
     """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
 
@@ -269,11 +279,13 @@ def _means(
         tensors: the same on every learner.
         weight: of this super learner.
         pending: corrections of these, which are at rest, count as applied.
+        wanted: whether this learner needs the mean of each; () wants all.
 
     Returns:
-        The means of the finite models, or of all models if none with a weight is finite; and the
-        leaders whose models are not finite.
+        The means of the finite models, or of all models if none with a weight is finite, of the wanted
+        tensors; and the leaders whose models are not finite.
     """
+    wanted = wanted or [True] * len(tensors)
     hosts = [
         t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
         for t in tensors
@@ -282,7 +294,7 @@ def _means(
         hosts = _with_pending(pending, tensors, hosts)
     fit = all(bool(torch.isfinite(h).all()) for h in hosts)
 
-    def operation(attempt: Attempt) -> tuple[list[NDArray[Any]], list[int]]:
+    def operation(attempt: Attempt) -> tuple[list[NDArray[Any] | None], list[int]]:
         told = [call.private for call in attempt.calls]
         leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
         weights = {i: told[i][2] for i in leaders if told[i][1]}
@@ -295,12 +307,13 @@ def _means(
                 f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
             )
         weights = _within_range(weights)
-        means = [_mean(attempt, weights, h.contiguous().numpy()) for h in hosts]
+        means = _means_of(attempt, weights, [h.contiguous().numpy() for h in hosts], wanted)
         return means, [attempt.ranks[i] for i in leaders if not told[i][1]]
 
     call = Call(doing, private=(world.is_leader, fit, weight))
     means, unfit = world.collectives.run(call, operation)
-    return [torch.from_numpy(mean) for mean in means], unfit
+    kept = (mean for mean, keeps in zip(means, wanted, strict=True) if keeps)
+    return [torch.from_numpy(mean) for mean in kept], unfit
 
 
 def _with_pending(
@@ -321,6 +334,38 @@ def _within_range(weights: dict[int, float]) -> dict[int, float]:
     """The weights over one power of two: below 1, so that neither they nor their sum overflow float32."""
     _, exponent = math.frexp(max(weights.values()))
     return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
+
+
+def _means_of(
+    attempt: Attempt,
+    weights: dict[int, float],
+    arrays: list[NDArray[Any]],
+    wanted: Sequence[bool],
+) -> list[NDArray[Any] | None]:
+    """Mean of each array over the ranks with a weight; in one pass where all share a host's memory."""
+    means: dict[int, NDArray[Any] | None] = {}
+    for dtype in dict.fromkeys(array.dtype for array in arrays):
+        places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+        same = [arrays[i] for i in places]
+        combine = functools.partial(_mean_in, weights)
+        found = attempt.elementwise(same, combine, sorted(weights), [wanted[i] for i in places])
+        if found is None:
+            found = [_mean(attempt, weights, array) for array in same]
+        means.update(zip(places, found, strict=True))
+    return [means[i] for i in range(len(arrays))]
+
+
+def _mean_in(
+    weights: dict[int, float], parts: Sequence[NDArray[Any]], result: NDArray[Any]
+) -> None:
+    """Write the mean of a part, as `_mean` takes it; `parts` in the order of their ranks."""
+    result[:] = 0.0
+    for rank, part in zip(sorted(weights), parts, strict=True):
+        difference = part - parts[0]
+        difference *= weights[rank]
+        result += difference
+    result /= sum(weights.values())
+    result += parts[0]
 
 
 def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:

@@ -225,6 +225,18 @@ class Cluster:
         self._living(host)
         self._checked("switch", "ip", "link", "set", host, "nomaster")
 
+    def cut_one_way(self, host: str, loses: str) -> None:
+        """Let nothing through that a host sends, or that it is sent; for good.
+
+        Args:
+            host: its name.
+            loses: "sent" or "received".
+        """
+        self._living(host)
+        where, link = (host, "eth0") if loses == "sent" else ("switch", host)
+        self._checked(where, "tc", "qdisc", "replace", "dev", link, "root", "pfifo", "limit", "0")
+        self._checked(where, "ip", "link", "show", link)
+
     def heal(self, host: str) -> None:
         """Put a host's cable back."""
         self._living(host)

@@ -18,11 +18,15 @@ from typing import Any
 
 import pytest
 
+from hvd_adpsgd.engine.interfaces import addresses
+from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from tests.faults.test_replacement import joinings
 from tests.launcher import launch
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 ENDS_S = 20.0
+WAITS_S = 5.0  # longest call of hvd.admit where a newcomer dies
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
 
 
@@ -52,11 +56,15 @@ class Launches:
     def _file(self, kind: str, number: int | None = None) -> Path:
         return self.folder / f"{kind}{len(self.started) if number is None else number}"
 
-    def await_line(self, pattern: str) -> str:
-        """What the pattern's group finds in the errors of the first launch."""
+    def doors_of(self, number: int) -> str:
+        """What a launch says of its doors."""
+        return self.await_line(r"HVD_ADPSGD_JOIN=(\S+)", number)
+
+    def await_line(self, pattern: str, number: int = 0) -> str:
+        """What the pattern's group finds in the errors of a launch."""
         ends = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < ends and self.started[0].poll() is None:
-            found = re.search(pattern, self.errors(0))
+        while time.monotonic() < ends and self.started[number].poll() is None:
+            found = re.search(pattern, self.errors(number))
             if found:
                 return found.group(1)
             time.sleep(0.02)
@@ -65,7 +73,7 @@ class Launches:
     def start_job(self, size: int, launcher: str, *args: object, of: int = 2) -> dict[str, str]:
         """Start one `of` super learners that ends with `size`; what newcomers must be told."""
         self.start(of, launcher, {}, "--size", size, *args)
-        return {"HVD_ADPSGD_JOIN": self.await_line(r"HVD_ADPSGD_JOIN=(\S+)")}
+        return {"HVD_ADPSGD_JOIN": self.doors_of(0)}
 
     def errors(self, number: int) -> str:
         return self._file("err", number).read_text()
@@ -81,9 +89,13 @@ class Launches:
             if i == passed_over:
                 continue
             assert process.wait(max(0.0, ends - time.monotonic())) == 0, self.report()
-            said = re.findall(r"@learner (.*)", self._file("out", i).read_text())
-            found += map(json.loads, said)
+            found += self.said(i)
         return sorted(found, key=lambda facts: facts["rank"])
+
+    def said(self, number: int) -> list[dict[str, Any]]:
+        """Of one launch, so far."""
+        text = self._file("out", number).read_text()
+        return [json.loads(line) for line in re.findall(r"@learner (.*)", text)]
 
     def end(self) -> None:
         for process in self.started:
@@ -161,7 +173,54 @@ def test_two_come_one_after_the_other(launches: Launches) -> None:
     told = launches.start_job(4, "srun")
     for _ in range(2):
         launches.start(1, None, told, "--size", 4)
+    facts = launches.facts()
+    require_grown(facts, [3, 4], 4)
+    for each in (f for f in facts if not f["new"]):
+        began, ended = each["epolls"]
+        assert ended == began, "connections that admissions have replaced are closed"
+
+
+@pytest.mark.extended
+def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
+    """Those that were there at the start may be gone: the next one knocks at its door only."""
+    launches.start_job(4, "srun")
+    told = {"HVD_ADPSGD_JOIN": launches.doors_of(0)}
+    launches.start(1, None, told, "--size", 4)
+    told = {"HVD_ADPSGD_JOIN": launches.doors_of(1)}
+    launches.start(1, None, told, "--size", 4)
     require_grown(launches.facts(), [3, 4], 4)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "moment",
+    ["start", "connected", "knocked", "invited", "wrapped", "ready", "meeting", "met"],
+)
+def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -> None:
+    """The job goes on with what it had, and lets the next one in, which gets the number."""
+    told = launches.start_job(3, "srun")
+    launches.start(1, None, told, "--size", 3, "--dies", moment)
+    assert launches.started[1].wait(TIMEOUT_S) == -signal.SIGKILL, launches.report()
+    launches.start(1, None, told, "--size", 3)
+    facts = launches.facts(passed_over=1)
+    require_grown(facts, [3], 3)
+    assert max(f["slowest_s"] for f in facts if not f["new"]) < WAITS_S, facts
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("moment", ["engines", "agreed"])
+def test_a_newcomer_that_dies_when_all_have_agreed_is_a_member_that_fails(
+    launches: Launches, moment: str
+) -> None:
+    """The others train on, start another one in its place, and the job's status tells of it."""
+    told = launches.start_job(3, "srun")
+    launches.start(1, None, told, "--size", 3, "--dies", moment)
+    assert launches.started[0].wait(TIMEOUT_S) == FAILED_STATUS, launches.report()
+    facts = launches.said(0)
+    assert sorted(f["rank"] for f in facts) == [0, 1], launches.report()
+    assert all(f["size"] == 3 and f["averagings"] > 0 for f in facts), facts
+    assert max(f["slowest_s"] for f in facts) < WAITS_S, facts
+    assert "super learner 2 is gone; starting another one in its place" in launches.report()
 
 
 def test_another_model_is_not_let_in(launches: Launches) -> None:
@@ -197,6 +256,45 @@ def learners(folder: Path) -> set[int]:
             ):
                 found.add(int(entry.name))
     return found
+
+
+def replaced(
+    launches: Launches, np: int, victims: str, told: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """What the learners say when all victims are replaced; waits for those that no launcher waits for."""
+    args = ("--folder", launches.folder, "--victims", victims, "--after", 10)
+    launches.start(np, "srun", told, *args, "--seconds", TIMEOUT_S, program=REPLACED)
+    ends = time.monotonic() + TIMEOUT_S
+    try:
+        while len(launches.said(0)) < np:
+            assert time.monotonic() < ends, launches.report()
+            time.sleep(0.1)
+    finally:
+        for pid in learners(launches.folder):
+            os.kill(pid, signal.SIGKILL)
+    return launches.said(0)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not addresses(), reason="no network interface but loopback is up")
+def test_a_replacement_comes_by_a_door_on_a_network(launches: Launches) -> None:
+    """Not by the loopback interface, on which nobody listens then."""
+    told = {"HVD_ADPSGD_NICS": addresses()[0][0]}
+    facts = replaced(launches, 3, "2", told)
+    assert sorted(f["rank"] for f in facts if f["new"]) == [2], launches.report()
+    assert "JOIN=127.0.0.1" not in launches.errors(0)
+
+
+@pytest.mark.extended
+def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
+    """The first leader among them, and one that has started others; the job outlives its launcher."""
+    for facts in replaced(launches, 4, "0,1,2,3", {}):
+        told = joinings(facts)
+        assert facts["new"] and len(told) == 4, launches.report()
+        assert facts["told"][-1][2] == [0, 1, 2, 3]
+        assert all(math.isclose(before, after, rel_tol=1e-12) for _, before, after, *_ in told)
+        means = [after for _, _, after, *_ in told]
+        assert any(math.isclose(facts["first"][0], mean, rel_tol=1e-12) for mean in means)
 
 
 @pytest.mark.parametrize(

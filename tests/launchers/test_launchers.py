@@ -172,6 +172,42 @@ def test_a_minority_stops_where_a_quorum_is_asked_for(
     assert len({f["step"] for f in facts.values()}) == 1, result.report()
 
 
+@pytest.mark.parametrize("left", [[0, 1], pytest.param([0], marks=pytest.mark.extended)])
+def test_operations_of_a_minority_are_errors_on_all_that_are_left(left: list[int]) -> None:
+    """The one that finds the others gone, and each later one; with a majority they go on."""
+    program = """
+        import signal
+        import torch
+        import hvd_adpsgd
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        left, told = json.loads(sys.argv[1]), []
+        hvd.barrier()
+        if hvd.rank() not in left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3):
+            try:
+                told.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+            except hvd_adpsgd.QuorumLostError as error:
+                told.append(str(error))
+        say(rank=hvd.rank(), told=told)
+    """
+    env = {
+        "HVD_ADPSGD_QUORUM": "majority",
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+        "HVD_ADPSGD_LEAVE_DEADLINE_S": "2",
+    }
+    args = [json.dumps(left)]
+    result = run_learners(3, program, args=args, env=env, launcher="srun", timeout=120)
+    assert sorted(f["rank"] for f in result.said) == left, result.report()
+    for fact in result.said:
+        if len(left) == 1:
+            assert all("only learners [0] of 3 are left" in told for told in fact["told"][1:])
+        else:
+            assert fact["told"][1:] == [2.0, 2.0]
+            assert fact["told"][0] in (2.0, 3.0)
+
+
 @pytest.mark.extended
 def test_horovodrun_of_this_build_lets_the_others_train_on() -> None:
     """With Gloo; the status of the command is that of the first surviving learner."""
@@ -196,6 +232,26 @@ def test_horovodrun_ends_a_job_that_has_not_begun() -> None:
     assert result.returncode != 0
     assert result.said == []
     assert "Terminating remaining workers" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("gloo", marks=pytest.mark.extended)])
+def test_without_mpi_process_sets_are_made_at_run_time(launcher: str) -> None:
+    """In a job of one super learner, which is plain Horovod: it connects the set's learners anew."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        pair = hvd.add_process_set([0, 2])
+        total = None
+        if hvd.rank() != 1:
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="of two", process_set=pair).item()
+        everyone = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="of all").item()
+        say(rank=hvd.rank(), total=total, all=everyone)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "3", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    facts = run_learners(3, program, env=env, launcher=launcher, timeout=60).checked().by_rank()
+    assert [f["total"] for f in facts] == [2.0, None, 2.0]
+    assert [f["all"] for f in facts] == [3.0] * 3
 
 
 @pytest.mark.extended

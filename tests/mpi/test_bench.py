@@ -37,6 +37,16 @@ def bench(*args: str, first: Sequence[Path] = (QUICK,)) -> str:
 
 @pytest.mark.slow
 @pytest.mark.extended
+def test_operations() -> None:
+    result = json.loads(bench("operations", "--json", "--mib=1", "--rounds=2", "--learners=4"))
+    for n in ("n 2", "n 4"):
+        for numbers in result[n].values():
+            assert min(numbers["mpi_ms"], numbers["over_mpi_to_mpi"], numbers["sockets_to_mpi"]) > 0
+    assert result["n 2"].keys() == {"allreduce_small", "allreduce_large", "broadcast_large"}
+
+
+@pytest.mark.slow
+@pytest.mark.extended
 def test_overlap() -> None:
     result = json.loads(
         bench("overlap", "--json", "--mib=0.5", "--blocks=2", "--steps=3", "--compute", "1", "3")

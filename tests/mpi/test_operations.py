@@ -226,13 +226,17 @@ def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works() ->
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, pytest.param(17, marks=pytest.mark.extended)])
 def test_collectives_against_numpy(n: int) -> None:
-    """Both ways to reduce, gather and broadcast; the same bits on all learners."""
+    """Both ways to reduce, gather and broadcast; as messages, and through the memory of one or more hosts.
+
+    The bits are the same on all learners.
+    """
     program = """
         import hashlib
         import mpi4py
         mpi4py.rc.finalize = True
         from mpi4py import MPI
         import numpy as np
+        from hvd_adpsgd.runtime.host_memory import Sharing
         from hvd_adpsgd.runtime.messages import COMPLETE, Attempt, Messages
         comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -243,8 +247,11 @@ def test_collectives_against_numpy(n: int) -> None:
         def values(r, size):
             return np.random.default_rng([r, size]).standard_normal(size)
 
-        for size in (0, 1, 7, 10**4, 10**6 + 1):
-            attempt = Attempt(messages, range(n), range(n))
+        # hosts of two learners, and one of one if their number is odd; all on one
+        some, one = Sharing(("host", rank % ((n + 1) // 2))), Sharing()
+        sizes = (0, 1, 7, 10**4, 10**6 + 1)
+        for size, sharing in [(size, None) for size in sizes] + [(sizes[-1], some), (sizes[-1], one)]:
+            attempt = Attempt(messages, range(n), range(n), sharing=sharing)
             all_values = np.stack([values(r, size) for r in range(n)])
             for combine in (np.add, np.minimum):
                 got = attempt.allreduce(values(rank, size), combine)
@@ -270,6 +277,13 @@ def test_collectives_against_numpy(n: int) -> None:
             decision = messages.decision(messages.vote(COMPLETE, size))
             if decision[1:] != (COMPLETE, True, ()):
                 wrong.append(str(decision))
+            if sharing is not None and n > 1:
+                groups = sharing.among(attempt).groups
+                wanted = [[r for r in range(n) if r % ((n + 1) // 2) == i] for i in range((n + 1) // 2)]
+                if sharing is one:
+                    wanted = [range(n)]
+                if [list(group) for group in groups] != [list(group) for group in wanted]:
+                    wrong.append(f"hosts {groups}")
         messages.close(time.monotonic() + 30)
         say(rank=rank, wrong=wrong, bits=bits.hexdigest())
     """

@@ -13,9 +13,11 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -86,6 +88,24 @@ def test_change_refuses_other_text(change):
     for other in ("", "a\nb\n", change.before * 2, change.before.replace(" ", "  ")):
         with pytest.raises(hb.BuildError, match=re.escape(change.path)):
             hb.changed(other, change)
+
+
+@pytest.mark.parametrize(
+    ("said", "interval_s"), [(None, 15), ("4", 1), ("30.5", 8), ("0", 1), ("soon", 15), ("", 15)]
+)
+def test_ssh_gives_a_silent_host_up_when_learners_do(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, interval_s: int
+) -> None:
+    """After four intervals; by default after that of the option."""
+    monkeypatch.delenv(hb.FAILURE_TIMEOUT, raising=False)
+    if said is not None:
+        monkeypatch.setenv(hb.FAILURE_TIMEOUT, said)
+    assert Config().failure_timeout_s == hb.FAILURE_TIMEOUT_S == 4 * 15
+    text = (sources / "horovod/runner/util/remote.py").read_text()
+    names: dict[str, Any] = {}
+    exec(compile(text, "remote.py", "exec"), names)
+    command = names["get_ssh_command"]("true", "node2")
+    assert f"-o ServerAliveCountMax=3 -o ServerAliveInterval={interval_s} node2" in command
 
 
 def load_mpi_run(sources: Path) -> ModuleType:

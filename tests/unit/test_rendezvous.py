@@ -43,6 +43,10 @@ GLOO = {
         ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("srun", 3, 8, "a", 5, False)),
         ({**SRUN, "SLURM_STEP_NODELIST": "a1,b2"}, ("srun", 3, 8, "a1", 16000, False)),
         ({**SRUN, "SLURM_STEP_NODELIST": "r[1-2]-ib"}, ("srun", 3, 8, "r1-ib", 16000, False)),
+        (
+            {**SRUN, "SLURM_STEP_NODELIST": "r[1-2]n[04,07-9]-ib,x"},
+            ("srun", 3, 8, "r1n04-ib", 16000, False),
+        ),
         ({**SRUN, "SLURM_STEP_NODELIST": "solo"}, ("srun", 3, 8, "solo", 16000, False)),
     ],
 )

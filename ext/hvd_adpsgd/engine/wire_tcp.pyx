@@ -759,6 +759,9 @@ cdef class TcpWire(AnyWire):
                 say(link, CLOSE)
             link = link.after
         close_sockets(&self.sockets)
+        if self.sockets.epoll >= 0:         # now, not when the last reference goes
+            close(self.sockets.epoll)
+            self.sockets.epoll = -1
 
     def forget(self):
         """In a forked child: close its copies of the descriptors, which would keep connections of the parent open."""

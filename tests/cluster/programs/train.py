@@ -1,7 +1,8 @@
 """Trains a small model for a while on every learner: arguments FOLDER SECONDS.
 
 Every learner writes FOLDER/RANK.jsonl: about twice a second the time (of time.time, which the hosts of
-one machine share), its steps and exchanges with each super learner; in the end what the living are.
+one machine share), its steps and exchanges with each super learner; in the end what the living are. One that
+loses its quorum saves its model, and says so.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 
 
@@ -34,7 +36,14 @@ def main() -> None:
         while time.monotonic() < ends:
             optimizer.zero_grad()
             model(torch.randn(8, 1000)).square().mean().backward()
-            optimizer.step()
+            try:
+                optimizer.step()
+            except hvd_adpsgd.QuorumLostError as error:
+                torch.save(model.state_dict(), folder / "minority.pt")
+                saved = torch.load(folder / "minority.pt")
+                is_whole = all(bool(value.isfinite().all()) for value in saved.values())
+                say(step=step, stopped=type(error).__name__, saved=is_whole)
+                raise
             step += 1
             time.sleep(0.02)  # the rest of a gradient, for which this machine has too few cores
             if time.monotonic() > told + 0.5:

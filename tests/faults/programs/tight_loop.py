@@ -34,7 +34,7 @@ def operation(number: int) -> list[float]:
     if kind == 1:
         return hvd.allgather(mine).tolist()
     if kind == 2:
-        return hvd.allreduce(mine.repeat(20_000), op=hvd.Max)[:2].tolist()
+        return hvd.allreduce(mine.repeat(200_000), op=hvd.Max)[:2].tolist()
     return [float(value) for value in hvd.allgather_object(2 ** hvd.rank())]
 
 

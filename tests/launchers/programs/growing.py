@@ -7,13 +7,19 @@ models before and after each hvd.admit that lets somebody in, with no step betwe
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import signal
 import time
+from typing import Any
 
 import torch
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.engine.handshake import Hello
+from hvd_adpsgd.runtime import door, joining, meeting
+from hvd_adpsgd.torch import admission
 
 STEPS = 5
 
@@ -26,14 +32,58 @@ def mean(model: torch.nn.Module) -> tuple[float, list[int]]:
     return sum(means.values()) / len(means), sorted(means)
 
 
+def epolls() -> int:
+    """Sets of connections that are watched: descriptors of this process."""
+    places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.lexists(p) and "eventpoll" in os.readlink(p) for p in places)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_around(owner: Any, name: str, before: bool) -> None:
+    """This process dies when it comes to a function of the library, or behind it."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if not before:
+            function(*args, **kwargs)
+        die()
+
+    setattr(owner, name, dying)
+
+
+def die_at(moment: str) -> None:
+    """Of coming in, one after the other."""
+    if moment == "start":
+        die()
+    places = {
+        "connected": (Hello, "answer", True),  # the door waits for the proof
+        "knocked": (door.Conversation, "tell", False),  # its first word
+        "invited": (door.Conversation, "hear", False),
+        "wrapped": (hvd, "on_membership_change", True),
+        "ready": (joining.JoiningLearner, "ready", False),
+        "meeting": (meeting, "meet", True),
+        "met": (meeting, "meet", False),
+        "engines": (admission, "_prepare", False),  # all have met, and know it
+        "agreed": (joining.JoiningLearner, "is_in", True),
+    }
+    if moment in places:
+        dies_around(*places[moment])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, required=True, help="of super learners, in the end")
     parser.add_argument("--after", type=int, default=5)
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--inputs", type=int, default=1000, help="of the model")
-    parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
+    parser.add_argument("--seconds", type=float, default=200.0, help="then all give up")
+    parser.add_argument("--dies", default="", help="when: see die_at")
     args = parser.parse_args()
+    die_at(args.dies)
     hvd.init()
     ends = time.monotonic() + args.seconds
     model = torch.nn.Linear(args.inputs, 1, bias=False, dtype=torch.float64)
@@ -47,6 +97,7 @@ def main() -> None:
     changes: list[tuple[int, ...]] = []
     hvd.on_membership_change(changes.append)
     state = hvd.admit(model, optimizer, {"epoch": 0, "after": 0, "before": None, "told": []})
+    slowest_s, watched = 0.0, epolls()
     first = [float(model.weight.detach().min()), float(model.weight.detach().max())]
     while True:
         now = mean(model)
@@ -64,7 +115,9 @@ def main() -> None:
             time.sleep(0.01)  # of a step, for which a machine may have too few cores
         state["epoch"] += 1
         state["before"] = mean(model)
+        began = time.monotonic()
         state = hvd.admit(model, optimizer, state)
+        slowest_s = max(slowest_s, time.monotonic() - began)
     facts = {
         "rank": hvd.rank(),
         "size": hvd.size(),
@@ -75,6 +128,8 @@ def main() -> None:
         "told": state["told"],
         "changes": changes,
         "sum": hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item(),
+        "slowest_s": slowest_s,
+        "epolls": (watched, epolls()),
         "averagings": hvd.metrics()["exchanges"] + hvd.metrics()["means"],
     }
     os.write(1, ("\n@learner " + json.dumps(facts) + "\n").encode())

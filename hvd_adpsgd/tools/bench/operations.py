@@ -1,0 +1,140 @@
+"""Operations over all learners beside MPI's: an all-reduce and a broadcast, small and large.
+
+Run by `python -m hvd_adpsgd bench operations`, on one host or on several. For n = 2, 4, 8, ... learners of
+one job, in turn in each round so that all see the same machine: MPI's own collective on numpy arrays with
+nothing around it; the library's operation with its comparison and its agreement, over MPI's messages; and the
+same over sockets, as where no MPI joins the learners. On one host large arrays go through shared memory in
+both.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime.collectives import Call, Collectives, barrier
+from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.runtime.messages import Attempt
+from hvd_adpsgd.runtime.sockets import Hub
+from hvd_adpsgd.tools.bench import report, settings, spread_of
+
+WARM_UP = 2  # rounds; connections are opened, memory is touched for the first time
+SMALL_NBYTES, SMALL_TIMES = (
+    1024,
+    20,
+)  # as large as what travels with a call; operations of one round
+
+Operation = Callable[[np.ndarray], object]
+
+
+class Ours:
+    """The library's operations on numpy arrays, over the messages of a communicator."""
+
+    def __init__(self, comm: Any, plain: Any, size: int, rank: int) -> None:
+        everyone = tuple(range(size))
+        membership = Membership([(i,) for i in everyone], [str(i) for i in everyone], rank)
+        self._all = Collectives(
+            comm, plain, rank, everyone, size, membership, on_failure="continue", joining=False
+        )
+
+    def allreduce(self, model: np.ndarray) -> np.ndarray:
+        """As hvd.allreduce: what is small travels with the call."""
+        if model.nbytes > SMALL_NBYTES:
+            return self._all.run("allreduce", lambda attempt: attempt.allreduce(model))
+        call = Call("allreduce", private=model)
+        return self._all.run(call, _sum_of_calls)
+
+    def broadcast(self, model: np.ndarray) -> None:
+        """As hvd.broadcast_, of learner 0."""
+        self._all.run("broadcast", lambda attempt: attempt.broadcast(model, 0))
+
+
+def _sum_of_calls(attempt: Attempt) -> np.ndarray:
+    total: np.ndarray = functools.reduce(np.add, [call.private for call in attempt.calls])
+    return total
+
+
+def main() -> None:
+    args = settings()
+
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    result: dict[str, Any] = {"mib": args.mib, "rounds": args.rounds}
+    n = 2
+    while n <= world.size:
+        comm = world.Split(0 if world.rank < n else MPI.UNDEFINED, world.rank)
+        if world.rank < n:
+            result[f"n {n}"] = measure(comm, int(args.mib * 2**18), args.rounds, args.nics or None)
+        barrier(world)  # asleep: the cores are for those that measure
+        n *= 2
+    report(world.rank, result)
+
+
+def measure(comm: Any, count: int, rounds: int, nics: str | None) -> dict[str, Any]:
+    """Milliseconds of each operation, and their ratios to MPI's."""
+    plain = comm.Dup()
+    hub = Hub(comm.rank, comm.size, Config(nics=nics), comm.allgather)
+    pair = [hub.communicator(range(comm.size)) for _ in range(2)]
+    ways = {
+        "over_mpi": Ours(comm, plain, comm.size, comm.rank),
+        "sockets": Ours(pair[0], pair[1], comm.size, comm.rank),
+    }
+    small, large = (
+        np.random.default_rng(comm.rank).standard_normal(size, dtype=np.float32)
+        for size in (SMALL_NBYTES // 4, count)
+    )
+    found: dict[str, Any] = {}
+    for name, array, times in (("small", small, SMALL_TIMES), ("large", large, 1)):
+        total = np.empty_like(array)
+        acts: dict[str, Callable[[], object]] = {
+            "mpi": functools.partial(comm.Allreduce, array, total)
+        }
+        acts |= {way: functools.partial(ours.allreduce, array) for way, ours in ways.items()}
+        found[f"allreduce_{name}"] = _compared(comm, acts, rounds, times)
+    acts = {"mpi": functools.partial(comm.Bcast, large, 0)}
+    acts |= {way: functools.partial(ours.broadcast, large) for way, ours in ways.items()}
+    found["broadcast_large"] = _compared(comm, acts, rounds, 1)
+    barrier(comm)
+    hub.close()
+    return found
+
+
+def _compared(
+    comm: Any, acts: dict[str, Callable[[], object]], rounds: int, times: int
+) -> dict[str, float]:
+    """Each in turn, so many times per round."""
+
+    def several(act: Callable[[], object]) -> None:
+        for _ in range(times):
+            act()
+
+    seconds: dict[str, list[float]] = {way: [] for way in acts}
+    for _ in range(rounds + WARM_UP):
+        for way, act in acts.items():
+            seconds[way].append(_timed(comm, functools.partial(several, act)) / times)
+    kept = {way: values[WARM_UP:] for way, values in seconds.items()}
+    result = {f"{way}_ms": 1e3 * float(np.median(values)) for way, values in kept.items()}
+    for way in acts:
+        if way != "mpi":
+            ratios = [a / b for a, b in zip(kept[way], kept["mpi"], strict=True)]
+            result |= spread_of(f"{way}_to_mpi", ratios)
+    return result
+
+
+def _timed(comm: Any, act: Callable[[], object]) -> float:
+    """Seconds from a common start until all are done; those that wait for the end leave their core free."""
+    barrier(comm)
+    began = time.perf_counter()
+    act()
+    barrier(comm)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
