@@ -352,7 +352,7 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     """Staleness that is bounded, a second crash in the same decision, an answer later than a whole exchange.
 
-    Also a living super learner that is taken for failed.
+    Also a living super learner that is taken for failed, and several that leave together.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)
@@ -372,7 +372,27 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, share=c.choose((0.5, 0.25, 0.0625)))
     if s.hosts and c.happens(0.6):
         s = dataclasses.replace(s, shown=True)
+    if c.happens(0.08):
+        s = _several_leave(s, c)
     return s
+
+
+def _several_leave(s: Scenario, c: Chance) -> Scenario:
+    """Most end together, while the news of each travels; the others stay long enough to learn of all."""
+    step_s = min(learner.step_s for learner in s.learners)
+    at_s = step_s * c.between(2, 6)
+    kinds = (*("leave",) * 8, "fail", "crash")
+    faults = [Fault(at_s, c.choose(kinds), i) for i in range(s.size) if c.happens(0.7)]
+    return dataclasses.replace(
+        s,
+        steps=30,
+        latency_s=step_s * c.between(0.1, 0.4),
+        jitter=c.between(0, 1),
+        late=0.0,
+        leave_deadline_s=max(s.leave_deadline_s, 20 * step_s),
+        learners=tuple(dataclasses.replace(x, step_s=step_s, spread=0.05) for x in s.learners),
+        faults=tuple(faults),
+    )
 
 
 # ---- a run --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from libc.stdint cimport uintptr_t
 from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
+from hvd_adpsgd.simulation.departures cimport disturbed
 from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, give_up, last_arrival, report_down
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 
@@ -44,6 +45,7 @@ cdef int struck(JobState job, int which) except -1:
         crashed(job, who)
     elif kind == STOP:
         a.stopped = True
+        disturbed(job, job.net.now_s + arguments[0])
         a.turn_at = NEVER
         job.faults.append((STOP, who, ()))
         enter(job.net, job.net.now_s + arguments[0], STRIKE, len(job.faults) - 1, NULL)
@@ -85,6 +87,7 @@ cdef void cut_off(JobState job, int kind, int who, arguments):
         ways = [(who, arguments[0]), (arguments[0], who)]
     else:
         ways = [(who, arguments[0])]
+    disturbed(job, until)
     for i, j in ways:
         cut_way(job.net, i, j, until)
 
@@ -104,6 +107,7 @@ cdef void continued(JobState job, int who):
 cdef void crashed(JobState job, int who):
     job.actors[who].dead = True
     job.living -= 1
+    disturbed(job, job.net.now_s + job.detect_s)
     crash(job.net, who)
     report(job, who)
 

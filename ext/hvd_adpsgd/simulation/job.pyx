@@ -72,7 +72,8 @@ cdef class Job(JobState):
         self.warm_up = warm_up
         self.means = means
         self.after = after
-        self.met, self.left_at, self.suspected = {}, {}, set()
+        self.met, self.left_at, self.suspected, self.unheard = {}, {}, set(), set()
+        self.learned_by = NEVER
         self.ledger = Ledger()
         self.detect_s = detect_s
         self.still = still

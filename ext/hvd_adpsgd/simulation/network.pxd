@@ -96,6 +96,8 @@ cdef struct Net:
     int64_t traced
     int64_t trace_room
 
+cdef double LATE             # latencies, at most, that a late message takes
+
 cdef enum:
     ARRIVAL = 0             # kind of an entry; others are the caller's
 

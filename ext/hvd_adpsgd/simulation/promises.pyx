@@ -13,6 +13,7 @@ from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membersh
 from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
+from hvd_adpsgd.simulation.departures cimport check_departures, departed
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.network cimport open_transfers
 from hvd_adpsgd.simulation.state cimport FLOAT32, FLOAT64, MEET, Actor, JobState
@@ -45,6 +46,8 @@ cdef int check_turn(JobState job, int i) except -1:
         job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
                   f"{e.port.fault_peer}")
     check_exchanges(job, i, e)
+    if job.net.now_s >= job.learned_by:
+        check_departures(job)
     if job.means is None:
         return check_credit(job, i, a)
     if e.mean.agreement.number != a.decided:
@@ -180,6 +183,7 @@ cdef int check_over(JobState job, int i) except -1:
     cdef int s, taken = 0
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
+    departed(job, i, is_unheard(e, job.net.now_s))
     wrong = wrong_leave(i, e, job.net.now_s, goodbye_is_known(job, i), job.ledger)
     if wrong is not None:
         promise, what = wrong
@@ -206,8 +210,7 @@ cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger)
     cdef Exchange* x = e.pairs.running
     late = e.membership.leave_by and now_s > e.membership.leave_by
     early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
-    unheard = 2 * now_s > e.membership.said_at + e.membership.leave_by      # see goodbye.pyx
-    if not unheard and not known:
+    if not is_unheard(e, now_s) and not known:
         return ("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
     while x != NULL:
         if x.phase != IDLE:
@@ -218,6 +221,11 @@ cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger)
                     f"{x.phase}")
         x = x.next_one
     return None
+
+
+cdef bint is_unheard(Core* e, double now_s) noexcept:
+    """Whether it may have left although no peer has answered: see goodbye.pyx."""
+    return 2 * now_s > e.membership.said_at + e.membership.leave_by
 
 
 cdef bint goodbye_is_known(JobState job, int i):

@@ -95,6 +95,9 @@ cdef class JobState:
     cdef list faults
     cdef set suspected          # (engine, peer): its wire reports the peer as failed, which lives
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
+    cdef set unheard            # engines that have left without knowing whether a peer has their goodbye
+    cdef double calm_from       # nothing disturbs the news of departures any more
+    cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
     cdef public dict met        # faults x phases that were met
     cdef int64_t coverage[NSTATES * NMESSAGES]
     cdef public int64_t happened
