@@ -84,7 +84,7 @@ cdef int take_turn(SmallJob job, int i) except -1:
         event = &e.port.events[e.port.events_read]
         if event.kind == EVENT_MERGED:
             tell(&job.between, MERGES, i, event.peer, event.chunk, event.number)
-            job.ledger.merged(i, event)
+            job.ledger.merged(i, event.peer, event)
         e.port.events_read += 1
     e.port.events_read = e.port.events_written = 0
     take_credit(job, a)

@@ -17,7 +17,7 @@ A living peer that is taken for failed is told nothing: jobs with suspicions are
 
 from hvd_adpsgd.engine.membership cimport Listener, Membership, has_departed
 from hvd_adpsgd.simulation.network cimport LATE, Rules
-from hvd_adpsgd.simulation.state cimport NEVER, JobState
+from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
 
 ALL_LEARN = "invariant (all learn of a departure)"
 
@@ -63,18 +63,19 @@ cdef int check_departures(JobState job) except -1:
 
 
 cdef bint stays(JobState job, int i) noexcept:
-    return not (job.actors[i].dead or job.actors[i].over or job.actors[i].core.membership.said_goodbye)
+    cdef Actor* a = &job.actors[i]
+    return not (a.dead or a.over or a.absent or a.core.membership.said_goodbye)
 
 
 cdef bint knows(JobState job, int i, int gone) noexcept:
-    return has_departed(job.actors[i].core.membership.departed, gone)
+    return has_departed(job.actors[i].core.membership.departed, gone - job.actors[gone].first)
 
 
 cdef bint calm(JobState job) noexcept:
     """Whether nobody is stopped or between its goodbye and its end, or waits for one that has ended."""
     cdef int i
     for i in range(job.n):
-        if job.actors[i].dead or job.actors[i].over:
+        if job.actors[i].dead or job.actors[i].over or job.actors[i].absent:
             continue
         if job.actors[i].stopped or not stays(job, i) or is_blocked(job, i):
             return False
@@ -87,17 +88,17 @@ cdef bint is_blocked(JobState job, int i) noexcept:
     cdef int k
     for k in range(m.nlisteners):
         listener = &m.listeners[k]
-        if listener.acknowledged < listener.sent and job.actors[listener.peer].over:
+        if listener.acknowledged < listener.sent and job.actors[job.actors[i].first + listener.peer].over:
             return True
     return False
 
 
 cdef int check_known(JobState job, int gone) except -1:
     """Every engine that stays knows of it, or none does and those that knew could tell nobody."""
-    cdef int i
+    cdef int i, first = job.actors[gone].first
     cdef bint excused = gone in job.unheard
     known, unknown = [], []
-    for i in range(job.n):
+    for i in range(first, first + job.actors[gone].size):
         if stays(job, i):
             (known if knows(job, i, gone) else unknown).append(i)
         elif i != gone and knows(job, i, gone):

@@ -123,7 +123,7 @@ cdef int check_over(SmallJob job, int i) except -1:
     """Who has left in time is known to have left, and holds nothing."""
     cdef Core* e = job.learners[i].core
     cdef Wires* f = &job.between
-    wrong = wrong_leave(i, e, f.now_s[i], goodbye_is_known(job, i), job.ledger)
+    wrong = wrong_leave(i, 0, e, f.now_s[i], goodbye_is_known(job, i), job.ledger)
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
