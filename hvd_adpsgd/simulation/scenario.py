@@ -53,10 +53,12 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
-_DRAWN = tuple(kind for kind in FAULTS if kind != "suspect")  # `_with_rare_things` draws that
+_RARE = ("suspect", "join")  # `_with_rare_things` draws these
+_DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}
 Table = list[tuple[int, int]]
+Engaged = tuple[list[int], float, Table | None]
 LONGEST_S = 200.0  # of a run, in virtual time
 TIME: Bound = (0.0, LONGEST_S)
 BOUNDS: dict[str, Bound] = {
@@ -94,7 +96,8 @@ class Fault:
     Attributes:
         at_s: seconds after the start.
         kind: one of FAULTS.
-        who: the super learner.
+        who: the super learner; of join the number of the newcomer, of a failed super learner or the next one.
+            The newcomer's process is the one behind the last super learner.
         peers: of cut, sever and suspect: the other one; of partition: those on its side.
         value: of stop, cut, sever and partition: seconds; of slow: how many times slower.
     """
@@ -187,7 +190,7 @@ class Scenario:
         for i, learner in enumerate(self.learners):
             in_bounds(f"scenario: learner {i}", learner, LEARNER_BOUNDS, REPLAYED)
         for i, fault in enumerate(self.faults):
-            _check_fault(f"scenario: fault {i}", fault, self.size)
+            _check_fault(f"scenario: fault {i}", fault, self.processes)
         for host in self.hosts:
             in_bound("scenario: a host", host, (0, 10**6), REPLAYED)
         if self.hosts:
@@ -200,6 +203,11 @@ class Scenario:
     def size(self) -> int:
         """How many super learners."""
         return len(self.learners)
+
+    @property
+    def processes(self) -> int:
+        """One for each super learner, and one for a newcomer."""
+        return self.size + any(fault.kind == "join" for fault in self.faults)
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
@@ -350,9 +358,11 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 
 
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
-    """Staleness that is bounded, a second crash in the same decision, an answer later than a whole exchange.
+    """Situations that independent draws seldom bring.
 
-    Also a living super learner that is taken for failed.
+    Staleness that is bounded; a second crash in the same decision; answers later than a whole exchange; a
+    living super learner that is taken for failed; several that leave together; a newcomer; exchanges that are
+    cut short.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)
@@ -372,7 +382,62 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, share=c.choose((0.5, 0.25, 0.0625)))
     if s.hosts and c.happens(0.6):
         s = dataclasses.replace(s, shown=True)
+    if c.happens(0.08):
+        s = _several_leave(s, c)
+    elif c.happens(0.12):
+        s = _one_joins(s, c)
+    elif c.happens(0.1):
+        s = _cut_short(s, c)
     return s
+
+
+def _cut_short(s: Scenario, c: Chance) -> Scenario:
+    """The last exchanges have chunks left that are not begun when there is no more time for them."""
+    chunks = c.integer(12, 24)
+    exchange_s = min(learner.step_s for learner in s.learners) * c.between(2, 8)
+    return dataclasses.replace(
+        s,
+        chunks=chunks,
+        share=1.0,
+        bytes_per_s=float(f"{8 * s.elements * chunks / exchange_s:.3g}"),
+        leave_deadline_s=float(f"{exchange_s * c.between(0.3, 1.5):.3g}"),
+    )
+
+
+def _one_joins(s: Scenario, c: Chance) -> Scenario:
+    """A newcomer is let in, in place of one that fails or as one more; often something strikes just then."""
+    step_s = max(learner.step_s for learner in s.learners)
+    steps = max(s.steps, 10)
+    at_s = c.between(0, 0.5) * steps * step_s
+    number = c.integer(0, s.size)
+    faults = [f for f in s.faults if f.kind not in ("extend", "leave", "fail")]
+    if number < s.size:
+        faults = [f for f in faults if f.kind != "crash"]
+        faults.append(Fault(at_s * c.between(0, 1), "crash", number))
+    faults.append(Fault(at_s, "join", number))
+    for _ in range(c.integer(0, 2)):
+        soon_s = at_s + 3 * step_s * c.between(0, 1) + 10 * s.latency_s * c.between(0, 1)
+        kind, who = c.choose(("crash", "crash", "stop")), c.integer(0, s.size)
+        faults.append(Fault(soon_s, kind, who, (), 5 * step_s if kind == "stop" else 0.0))
+    return dataclasses.replace(s, steps=steps, later=0, faults=tuple(faults))
+
+
+def _several_leave(s: Scenario, c: Chance) -> Scenario:
+    """Most end together, while the news of each travels; the others stay long enough to learn of all."""
+    step_s = min(learner.step_s for learner in s.learners)
+    at_s = step_s * c.between(2, 6)
+    kinds = (*("leave",) * 8, "fail", "crash")
+    faults = [Fault(at_s, c.choose(kinds), i) for i in range(s.size) if c.happens(0.7)]
+    return dataclasses.replace(
+        s,
+        steps=30,
+        latency_s=step_s * c.between(0.1, 0.4),
+        jitter=c.between(0, 1),
+        late=0.0,
+        leave_deadline_s=max(s.leave_deadline_s, 20 * step_s),
+        learners=tuple(dataclasses.replace(x, step_s=step_s, spread=0.05) for x in s.learners),
+        faults=tuple(faults),
+    )
 
 
 # ---- a run --------------------------------------------------------------------------------------
@@ -413,7 +478,14 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     """
     s, n = scenario, scenario.size
     network = Network(
-        n, (7 * s.seed + 1) % 2**64, s.latency_s, s.jitter, s.bytes_per_s, late=s.late, trace=trace
+        n,
+        (7 * s.seed + 1) % 2**64,
+        s.latency_s,
+        s.jitter,
+        s.bytes_per_s,
+        late=s.late,
+        trace=trace,
+        room=n + 1 if s.processes > n else 0,
     )
     rounds, tables = rounds_of(s.strategy, n)
     means = None
@@ -436,12 +508,26 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     )
     _add_learners(job, s)
     if s.hosts:
-        job.share(s.hosts, 8 * s.elements)
-        if s.shown:
-            job.show(s.hosts)
+        job.share(s.hosts, 8 * s.elements, s.shown)
+    if s.processes > n:
+        job.expect(functools.partial(_plans, s.strategy))
     for fault in s.faults:
         job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
     return job
+
+
+def _plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]:
+    """Of these super learners among n, by place: whom each asks, the weight, its table of rounds."""
+    place = {number: i for i, number in enumerate(numbers)}
+    tables = rounds_of(strategy, n)[1]
+    return [
+        (
+            [place[peer] for peer in schedules(strategy, n)[number] if peer in place],
+            pair_weight(strategy, n),
+            [(place.get(a, -1), place.get(b, -1)) for a, b in tables[number]] if tables else None,
+        )
+        for number in numbers
+    ]
 
 
 def _add_learners(job: Job, s: Scenario) -> None:

@@ -3,7 +3,8 @@
     python -m tests.simulation.mutants [NAME ...] [--seeds N]
     python -m tests.simulation.mutants [NAME ...] --explored      # by which exhaustive exploration?
 
-Each mutant is one replacement in one source of ext/hvd_adpsgd/engine. It is made in a copy of the project,
+Each mutant is one replacement in one source of ext/hvd_adpsgd/engine, or in how the simulator lets a
+newcomer in. It is made in a copy of the project,
 built there, and run seed by seed until a promise breaks, the process dies, or a seed takes longer than a
 minute.
 """
@@ -21,6 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENGINE = Path("ext/hvd_adpsgd/engine")
+ADMISSION = (
+    "../simulation/admission.pyx"  # of the simulator itself: the library's is Python, with sockets
+)
 SECONDS_PER_SEED = 60
 
 # Runs in the copy: one line per seed before it begins, so that one that hangs or dies is known.
@@ -366,6 +370,46 @@ MUTANTS = (
         "if header.kind in (VOTE, ASK, PREPARE):     # it",
         "if False:     # it",
     ),
+    Mutant(
+        "a version is not raised",
+        "store.pyx",
+        "    if c.live != NULL:\n        set_version(&c.live.version, c.live.version + 1)\n        fence()\n",
+        "    pass\n",
+    ),
+    Mutant(
+        "a chunk that has changed while it was read is merged",
+        "store.pyx",
+        "    if version_of(&live.version) != version:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "a newcomer gets the model of one member, not the mean",
+        ADMISSION,
+        "for q in m.members], axis=0)",
+        "for q in m.members[:1]], axis=0)",
+    ),
+    Mutant(
+        "a member goes over without the decision",
+        ADMISSION,
+        "        return say(job, p, not happens(&job.net.chance, REFUSED))\n",
+        "        say(job, p, not happens(&job.net.chance, REFUSED))\n"
+        "        if m.stages[p] == SAYS:\n"
+        "            m.stages[p] = OVER\n"
+        "            go_over(job, p)\n"
+        "        return 0\n",
+    ),
+    Mutant(
+        "an old engine is left while its exchanges run",
+        ADMISSION,
+        "        begin_rest(job, i)\n",
+        "        a.doing = TAKE_IN\n        job.again(i, 0)\n",
+    ),
+    Mutant(
+        "a newcomer whose giver is lost waits for its model",
+        ADMISSION,
+        "(kind == LOST and not m.joined)",
+        "(kind == LOST and not m.is_in and not m.joined)",
+    ),
 )
 
 
@@ -377,6 +421,8 @@ def copied(folder: Path) -> Path:
             shutil.copytree(ROOT / part, copy / part)
     for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / part, copy / part)
+    setup = copy / "setup.py"
+    setup.write_text(setup.read_text().replace('"-O3"', '"-O1"'))  # compiling is most of the time
     return copy
 
 

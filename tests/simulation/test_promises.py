@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hvd_adpsgd.simulation.campaign import IMPOSSIBLE, run_block
 from hvd_adpsgd.simulation.faults import FAULTS
-from hvd_adpsgd.simulation.scenario import STRATEGIES, Fault, Scenario, digest, run
+from hvd_adpsgd.simulation.scenario import STRATEGIES, Fault, Learner, Scenario, digest, run
 
 SEEDS = range(2500)
 BLOCK = 500
@@ -24,6 +25,9 @@ def test_no_seed_breaks_a_promise(first: int) -> None:
     assert {name.partition(" | ")[0] for name in report.faults} == set(FAULTS)
     assert report.exchanges > 10 * BLOCK and report.means > 5 * BLOCK
     assert not set(report.coverage) & set(IMPOSSIBLE)
+    # Newcomers are let in or not, and lost meanwhile; members go over together, or go on as they were.
+    for outcome in ("all go over", "a member goes on as it was", "the newcomer begins"):
+        assert report.faults[f"join | {outcome}"] > 5
 
 
 # Seeds that have shown a fault of the engine, each with what it was.
@@ -38,7 +42,7 @@ def test_a_seed_that_has_shown_a_fault(seed: int) -> None:
     run(Scenario.random(seed))
 
 
-@pytest.mark.parametrize("seed", [1404, 1454, 1489, 1541])
+@pytest.mark.parametrize("seed", [1404, 1454, 1489, 1569])
 def test_means_long_after_a_loss(seed: int) -> None:
     """Messages of sums given up are never taken for those of a later mean, however many means later."""
     scenario = Scenario.random(seed)
@@ -56,14 +60,59 @@ def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
         run(replace(Scenario.random(seed), dtype="float16", wire=""))
 
 
-@pytest.mark.parametrize("seed", [34162, 408191])
-def test_a_seed_that_has_broken_a_promise_breaks_none(seed: int) -> None:
-    """No engine knew of a departure; a chunk was merged between the share in a mean and the mean."""
-    run(Scenario.random(seed))
+def test_a_departure_of_which_no_engine_knew() -> None:
+    run(Scenario.random(34162))
+
+
+def test_a_chunk_that_came_between_the_share_in_a_mean_and_the_mean() -> None:
+    """Seed 408191, as it was drawn when it broke promise 1."""
+    run(Scenario.from_json(Path(__file__).with_name("late_chunk.json").read_text()))
+
+
+def four(join: int, *faults: Fault) -> Scenario:
+    """Of four super learners, and a newcomer of that number."""
+    network = {"latency_s": 1e-4, "jitter": 1.0, "late": 0.0, "bytes_per_s": 1e8, "slack": 2.0}
+    learner = Learner(rate=1.0, step_s=1e-3, spread=0.1, node_s=0.0, deadline_s=0.5)
+    return Scenario(
+        seed=7,
+        strategy="random_pairs",
+        steps=30,
+        chunks=3,
+        later=0,
+        elements=2,
+        dtype="float64",
+        wire="",
+        detect_s=0.01,
+        leave_deadline_s=1.0,
+        learners=(learner,) * 4,
+        faults=(Fault(0.005, "join", join), *faults),
+        **network,  # type: ignore[arg-type]
+    )
+
+
+def test_a_newcomer_trains_with_the_others_to_the_end() -> None:
+    job = run(four(4))
+    assert job.met["join | all go over"] == job.met["join | the newcomer begins"] == 1
+    assert job.summary()["steps"] == [30] * 5
+    assert sum(job.exchanges_of()[-5:]) > 50  # of the new engines
+
+
+def test_a_newcomer_replaces_a_failed_super_learner() -> None:
+    job = run(four(1, Fault(0.001, "crash", 1)))
+    assert job.met["join | the newcomer begins"] == 1
+    numbers = job.summary()
+    assert numbers["dead"] == [False, True, False, False, False]
+    assert numbers["steps"][0] == numbers["steps"][4] == 30 > numbers["steps"][1]
+
+
+def test_nobody_comes_in_place_of_one_that_lives() -> None:
+    job = run(four(1))
+    assert job.met["join | it does not come"] == 1
+    assert job.summary()["steps"] == [30] * 4
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "479e518a37cbb2ad"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "54a0069b30c378d6"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

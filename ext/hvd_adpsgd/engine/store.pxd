@@ -24,6 +24,8 @@ cdef struct Live:           # what peers on the host must know of a chunk to rea
 cdef struct Neighbour:      # where a peer on the host has what it shows (its chunks lie as ours do)
     char* lives             # NULL: it shows nothing
     char* area
+    void (*meanwhile)(Neighbour*, int chunk) noexcept nogil     # a simulator's: what happens while a chunk is read; NULL
+    void* simulated         # ... its own
 
 cdef struct Chunk:
     pthread_mutex_t lease   # of all below, but what never changes: count, dtype and addresses

@@ -219,6 +219,8 @@ cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bi
     mine = own_model(m, c, offered_only)
     step[0] = c.step
     bad = adpsgd_half_difference(adpsgd_slot_dtype(c.dtype), dtype, half, &mine, &theirs, keep, c.count, True)
+    if peer.meanwhile != NULL:
+        peer.meanwhile(peer, chunk)
     fence()
     if version_of(&live.version) != version:
         end_lease(c)
@@ -564,7 +566,7 @@ cdef class Store:
 
     def compare(self, uintptr_t lives, uintptr_t area, int chunk, int wire, double weight, unsigned char[::1] half):
         """The engine's merge with the chunk of a peer on the host. Returns (MERGED, ..., steps here and there, square)."""
-        cdef Neighbour peer = [<char*>lives, <char*>area]
+        cdef Neighbour peer = [<char*>lives, <char*>area, NULL, NULL]
         cdef int64_t step = 0, peer_step = 0
         cdef double square = 0
         cdef Compared found

@@ -5,13 +5,15 @@
 from libc.stdint cimport uintptr_t
 
 from hvd_adpsgd.engine.membership cimport LEFT
+from hvd_adpsgd.simulation.admission cimport expect_newcomer, lose_letters, lose_newcomer, read_held, tell_lost
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
+from hvd_adpsgd.simulation.departures cimport disturbed
 from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, give_up, last_arrival, report_down
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 
 FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
-          "suspect")
+          "suspect", "join")
 
 cdef double UNKNOWN_S = 5.0         # at most, from the end of an engine to that of its process
 
@@ -28,24 +30,33 @@ cdef enum:
     UNFIT = 9
     EXTEND = 10
     SUSPICION = 11
+    JOIN = 12
 
 
 cdef int struck(JobState job, int which) except -1:
-    kind, who, arguments = job.faults[which]
+    kind, process, arguments = job.faults[which]
+    cdef int who = job.seats[process] if kind != JOIN else 0
     cdef Actor* a = &job.actors[who]
+    if kind == JOIN:
+        expect_newcomer(job, process)
+        return 0
     if kind == STOP and not arguments:
-        continued(job, who)
+        continued(job, process)
+        return 0
+    if who < 0:                                 # the newcomer has no engine yet
+        if kind == CRASH:
+            lose_newcomer(job)
         return 0
     if a.dead or a.over or (kind == STOP and a.stopped):
         return 0
     job.note(f"{FAULTS[kind]} | {phase_of(a.core)}")
     job.tell(who, f"{FAULTS[kind].upper()} {' '.join(map(str, arguments))}")
     if kind == CRASH:
-        crashed(job, who)
+        crashed(job, process)
     elif kind == STOP:
-        a.stopped = True
-        a.turn_at = NEVER
-        job.faults.append((STOP, who, ()))
+        stopped(job, process)
+        disturbed(job, job.net.now_s + arguments[0])
+        job.faults.append((STOP, process, ()))
         enter(job.net, job.net.now_s + arguments[0], STRIKE, len(job.faults) - 1, NULL)
     elif kind == SLOW:
         a.slowed = arguments[0]
@@ -53,7 +64,7 @@ cdef int struck(JobState job, int which) except -1:
         a.steps = a.step
         a.broken = kind == FAIL
     elif kind in (CUT_LINK, SEVER, PARTITION):
-        cut_off(job, kind, who, arguments)
+        cut_off(job, kind, process, arguments)
     elif kind == PAUSE:
         a.pauses = job.means is None and job.tables is None
     elif kind == UNFIT:
@@ -61,13 +72,13 @@ cdef int struck(JobState job, int which) except -1:
     elif kind == EXTEND and job.later and job.means is None and a.extend_at < 0 and a.step < a.steps:
         a.extend_at = a.step + (a.doing != MEET)
     elif kind == SUSPICION and job.means is None:
-        suspected(job, who, arguments[0])
+        suspected(job, who, job.seats[arguments[0]])
     return 0
 
 
 cdef void suspected(JobState job, int who, int peer):
     """The wire reports a living peer as failed: it gives up the connection, and the peer notices that."""
-    if job.actors[peer].dead or job.actors[peer].over:
+    if peer < 0 or job.actors[peer].dead or job.actors[peer].over or job.actors[peer].first != job.actors[who].first:
         return
     job.suspected |= {(who, peer), (peer, who)}
     notice(job, who, peer)
@@ -80,39 +91,61 @@ cdef void cut_off(JobState job, int kind, int who, arguments):
     cdef int i, j
     if kind == PARTITION:
         ours = {who, *arguments[0]}
-        ways = [(i, j) for i in range(job.n) for j in range(job.n) if (i in ours) != (j in ours)]
+        ways = [(i, j) for i in range(job.processes) for j in range(job.processes) if (i in ours) != (j in ours)]
     elif kind == SEVER:
         ways = [(who, arguments[0]), (arguments[0], who)]
     else:
         ways = [(who, arguments[0])]
+    disturbed(job, until)
     for i, j in ways:
         cut_way(job.net, i, j, until)
 
 
-cdef void continued(JobState job, int who):
-    cdef Actor* a = &job.actors[who]
-    if not a.stopped:
+cdef void stopped(JobState job, int process):
+    """With all of its engines: one that a trainer has left may not have ended."""
+    cdef int i
+    for i in range(job.n):
+        if job.actors[i].process == process:
+            job.actors[i].stopped = True
+            job.actors[i].turn_at = NEVER
+
+
+cdef void continued(JobState job, int process):
+    cdef int i, who = job.seats[process]
+    if not job.actors[who].stopped:
         return
-    a.stopped = False
     job.tell(who, "continues")
-    job.turn_soon(who)
-    if a.act_missed:
-        a.act_missed = False
+    for i in range(job.n):
+        if job.actors[i].process == process:
+            job.actors[i].stopped = False
+            job.turn_soon(i)
+    if job.actors[who].act_missed:
+        job.actors[who].act_missed = False
         job.again(who, 0)
+    read_held(job, process)
 
 
-cdef void crashed(JobState job, int who):
-    job.actors[who].dead = True
-    job.living -= 1
-    crash(job.net, who)
-    report(job, who)
+cdef int crashed(JobState job, int process) except -1:
+    cdef int i
+    cdef Actor* a
+    disturbed(job, job.net.now_s + job.detect_s)
+    for i in range(job.n):
+        a = &job.actors[i]
+        if a.process == process and not a.dead and not a.over:
+            a.dead = True
+            job.living -= not a.absent
+            crash(job.net, i)
+            report(job, i)
+    lose_letters(job, process)
+    return 0
 
 
 cdef void report(JobState job, int who):
     """Each engine notices the end of a process at a time of its own; after its last messages, if it ends in order."""
     cdef int i
     cdef double at
-    for i in range(job.n):
+    cdef int first = job.actors[who].first
+    for i in range(first, first + job.actors[who].size):
         if i != who and not job.actors[i].dead:
             at = job.net.now_s + between(&job.chance, 0, job.detect_s)
             if not job.actors[who].dead:
@@ -125,11 +158,13 @@ cdef void notice(JobState job, int i, int who):
 
     A process that ends in order waits until its goodbye is known (runtime/shutdown), at most UNKNOWN_S."""
     cdef Actor* a = &job.actors[who]
-    if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who] < LEFT
+    if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who - a.first] < LEFT
             and job.net.now_s < a.over_at + UNKNOWN_S and (i, who) not in job.suspected):
         enter(job.net, job.net.now_s + job.detect_s, REPORT, i, <void*><uintptr_t>who)
         return
     report_down(job.net, i, who)
+    if a.dead or a.over:
+        tell_lost(job, i, who)
     if (i, who) in job.suspected:
         give_up(job.net, i, who)
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 1e-3))

@@ -15,21 +15,22 @@ from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
-from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Loop, Rest, begin_turns, end_turns, turn
+from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
+from hvd_adpsgd.simulation.admission cimport Admission, come, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.leftovers cimport take_back
-from hvd_adpsgd.simulation.network cimport (ARRIVAL, Entry, Envelope, Network, SimulatedClock, SimulatedWire, arrive,
-                                            bytes_sent, enter, leave)
+from hvd_adpsgd.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
-from hvd_adpsgd.simulation.state cimport ACT, NEVER, REPORT, STRIKE, TURN, Actor, JobState
+from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
+from hvd_adpsgd.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, TURN, Actor, JobState
 from hvd_adpsgd.simulation.trainers cimport act, give_up, watch
 
-DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh")
+DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh", "come", "take in", "await all")
 
 
 cdef class Job(JobState):
@@ -60,19 +61,23 @@ cdef class Job(JobState):
                   double reports_s=0.0, double exchange_share=1.0):
         self.network = network
         self.net = &network.net
-        self.n = self.living = network.net.n
+        self.n = self.living = network.size
         self.chance = seed
         self.slack = slack
-        self.actors = <Actor*>calloc(self.n, sizeof(Actor))
+        self.actors = <Actor*>calloc(self.net.n, sizeof(Actor))
         self.loops, self.stores, self.models, self.areas, self.faults = [], [], [], [], []
+        self.kept, self.given, self.seats = [], [], [*range(self.n), -1]
+        self.processes = self.n
+        self.admits_at = -1
         self.followers, self.late = [], []
         self.lives = self.hosts = None
-        self.tables = tables
+        self.tables = None if tables is None else list(tables)
         self.period = period
         self.warm_up = warm_up
         self.means = means
         self.after = after
-        self.met, self.left_at, self.suspected = {}, {}, set()
+        self.met, self.left_at, self.suspected, self.unheard = {}, {}, set(), set()
+        self.learned_by = NEVER
         self.ledger = Ledger()
         self.detect_s = detect_s
         self.still = still
@@ -94,69 +99,48 @@ cdef class Job(JobState):
         """One more engine, of rank 0, 1, ...; `model`: array (chunks, elements), of which `later` chunks come later."""
         cdef int rank = len(self.loops)
         cdef Actor* a = &self.actors[rank]
-        cdef int nslots = 3 if node_s > 0 else 2
-        cdef Loop loop = Loop(SimulatedWire(self.network, rank), SimulatedClock(self.network), Store(nslots),
-                              np.ascontiguousarray(schedule, dtype=np.intc), weight, rate, wire_type, offered_only,
-                              deadline_s, leave_deadline_s, lane_nbytes, self.checks)
+        cdef Make how = [weight, rate, offered_only, dtype, wire_type, lane_nbytes, node_s > 0, deadline_s, leave_deadline_s]
         self.leave_deadline_s = leave_deadline_s
         self.nchunks = len(model) - later
         self.later = later
         self.dtype = dtype
-        self.areas.append((*self.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
-        self.followers.append(Store(nslots) if node_s > 0 and self.checks else None)
-        self.late.append(None)
-        self.models.append(model)
-        self.stores.append(loop.keep[2])
-        self.loops.append(loop)
-        self.add_chunks(rank, 0, self.nchunks)
-        loop.extend(self.nchunks, 17)
-        loop.move_share(self.exchange_share)
-        if self.reports_s > 0:
-            loop.share_reports(self.reports_s)
-        if self.means is not None:
-            loop.average_all(True, True)
-            self.gossips = len(schedule) > 0
-        a.core = &loop.core
+        self.given.append(how)
+        make_engine(self, schedule, model, &how)
         a.steps, a.step_s, a.spread, a.node_s = steps, step_s, spread, node_s
-        a.slowed = 1
-        a.extend_at = -1
-        a.turn_at = NEVER
         if self.checks:
             self.expected = model + (np.zeros(model.shape, np.float64) if self.expected is None else self.expected)
 
-    def share(self, hosts, int64_t lane_nbytes):
-        """Engines with the same number in `hosts` share memory."""
-        nbytes = Loop.shared_nbytes(lane_nbytes)
-        own = [np.zeros(nbytes, np.uint8) for _ in range(self.n)]
-        self.areas.append(own)
-        for i in range(self.n):
-            peers = [own[j].ctypes.data if j != i and hosts[j] == hosts[i] else 0 for j in range(self.n)]
-            if any(peers):
-                self.loops[i].share(own[i].ctypes.data, peers)
+    def share(self, hosts, int64_t lane_nbytes, bint shown=False):
+        """Engines with the same number in `hosts` share memory; `shown`: and read each other's models where they lie."""
+        self.hosts = list(hosts)
+        share_memory(self, 0, self.n, lane_nbytes)
+        self.shown = shown
+        if shown:
+            self.lives = []
+            show_models(self, 0, self.n)
 
-    def show(self, hosts):
-        """Engines with the same number in `hosts`, which share memory, read each other's models where they lie."""
-        self.lives = [np.zeros(Store.live_nbytes(self.nchunks), np.uint8) for _ in range(self.n)]
-        self.hosts = hosts
-        lives = [each.ctypes.data for each in self.lives]
-        areas = [mirror.ctypes.data for mirror, *_ in self.areas[:self.n]]
-        for i in range(self.n):
-            near = [j != i and hosts[j] == hosts[i] for j in range(self.n)]
-            if any(near):
-                self.stores[i].show(lives[i], areas[i])
-                self.loops[i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
+    def expect(self, plan):
+        """One more super learner may come, where `strike` says so, and be let in.
+
+        Args:
+            plan: of the super learners of these numbers, in a job of so many: for each whom it asks, the weight and its
+                table of rounds, by place among them.
+        """
+        self.processes = self.n + 1
+        self.admission = Admission(self.n, plan)
 
     def strike(self, double at, kind, int who, *arguments):
         """A fault at that time.
 
         crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
         seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds); suspect: it takes a
-        living peer for failed (peer).
+        living peer for failed (peer); join: a newcomer is let in, with the number `who`: of one that has failed, or the
+        next one (see `expect`).
 
         Raises:
             ConfigError: if there is no such engine.
         """
-        in_bound("strike: the engine", who, (0, self.n - 1))
+        in_bound("strike: the engine", who, (0, self.processes - 1))
         self.faults.append((FAULTS.index(kind), who, arguments))
         enter(self.net, self.net.now_s + at, STRIKE, len(self.faults) - 1, NULL)
 
@@ -214,6 +198,8 @@ cdef class Job(JobState):
                 self.turn_soon(i)
         elif entry.kind == STRIKE:
             struck(self, i)
+        elif entry.kind == LETTER:
+            read_letter(self, <int><uintptr_t>entry.what)
         elif entry.kind == REPORT:
             if not self.actors[i].dead:
                 notice(self, i, <int><uintptr_t>entry.what)
@@ -222,6 +208,8 @@ cdef class Job(JobState):
         elif entry.kind == ACT:
             if self.actors[i].stopped:
                 self.actors[i].act_missed = True
+            elif self.actors[i].doing >= COME:
+                come(self, i)
             else:
                 act(self, i)
         elif <int64_t><uintptr_t>entry.what == self.actors[i].turns and not self.actors[i].stopped:
@@ -238,6 +226,7 @@ cdef class Job(JobState):
         a.turn_at = NEVER
         chunks = a.core.port.counters.chunks
         held = self.hold(i) if self.lives is not None else None
+        self.net.ntorn = 0
         rest = turn(a.core, &a.rhythm)
         if held is not None:
             held[0] -= 1
@@ -264,7 +253,7 @@ cdef class Job(JobState):
     def hold(self, int i):
         """During some turns a trainer on the host is at a chunk: its version is odd. Returns the version."""
         cdef int j = draw(&self.chance) % self.n
-        if j == i or self.hosts[i] != self.hosts[j] or draw(&self.chance) % 2:
+        if j == i or self.hosts[i] != self.hosts[j] or self.actors[i].first != self.actors[j].first or draw(&self.chance) % 2:
             return None
         versions = self.lives[j].view(np.int64)[::Store.live_nbytes(1) // 8]
         version = versions[draw(&self.chance) % self.nchunks:][:1]
@@ -278,7 +267,10 @@ cdef class Job(JobState):
         self.actors[i].over_at = self.net.now_s
         self.living -= 1
         check_over(self, i)
-        report(self, i)
+        if self.seats[self.actors[i].process] == i:
+            report(self, i)                 # its process ends, too
+        elif self.actors[i].successor >= 0:
+            self.again(self.actors[i].successor, between(&self.chance, 20e-6, 200e-6))
         return 0
 
     def covering(self):
@@ -291,7 +283,8 @@ cdef class Job(JobState):
         out = []
         for i in range(self.n):
             a = self.actors[i]
-            out.append(f"{i}: {'dead' if a.dead else 'over' if a.over else phase_of(a.core)}, step {a.step} of {a.steps}, "
+            state = "dead" if a.dead else "over" if a.over else "absent" if a.absent else phase_of(a.core)
+            out.append(f"{i}: {state}, step {a.step} of {a.steps}, "
                        f"doing {DOINGS[a.doing]}")
         return "; ".join(out)
 
@@ -305,8 +298,8 @@ cdef class Job(JobState):
             for name, count in zip(names, (c.exchanges_active, c.chunks, c.parked, c.broken, c.void_chunks, c.means, c.turns)):
                 total[name] += count
         return {"seconds": self.net.now_s - 1.0, "events": self.happened, **total,
-                "steps": [self.actors[i].step for i in range(self.n)],
-                "dead": [bool(self.actors[i].dead) for i in range(self.n)]}
+                "steps": [self.actors[i].step for i in self.seats if i >= 0],
+                "dead": [bool(self.actors[i].dead) for i in self.seats if i >= 0]}
 
     def exchanges_of(self):
         """Exchanges that are over, asked and served, by engine."""

@@ -20,7 +20,7 @@ cdef class Ledger:
     cdef dict decisions         # number -> the first engine's
     cdef set abandoned          # exchanges that somebody left with: its peer was silent to the end
 
-    cdef int merged(self, int i, Event* event) except -1
+    cdef int merged(self, int i, int peer, Event* event) except -1
     cdef Half* other_half(self, Half* half) noexcept
     cdef void keep(self, Half* half) noexcept
     cdef int check_halves(self, object dead, object suspected=*) except -1

@@ -30,11 +30,11 @@ cdef class Ledger:
     def __dealloc__(self):
         free(self.halves)
 
-    cdef int merged(self, int i, Event* event) except -1:
+    cdef int merged(self, int i, int peer, Event* event) except -1:
         """Every chunk is merged by both sides, from the same two models, or by neither."""
         cdef Half half
         cdef Half* other
-        half.asker, half.server = (i, event.peer) if event.asked else (event.peer, i)
+        half.asker, half.server = (i, peer) if event.asked else (peer, i)
         half.number, half.chunk, half.by, half.square = event.number, event.chunk, i, event.square
         other = self.other_half(&half)
         if other == NULL:

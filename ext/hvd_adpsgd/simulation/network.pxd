@@ -4,10 +4,13 @@ from libc.stdint cimport int64_t, uint64_t
 from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Clock, Status, Transfer, Wire
 
 cdef enum:
+    MOST_TORN = 64
     OPEN = 0                # of a transfer's handle
     COMPLETE = 1
     LOST = 2
     OVERLONG = 3
+
+cdef struct Net
 
 cdef struct Envelope:       # a message that its receiver has not taken
     int src
@@ -32,17 +35,21 @@ cdef struct Posted:         # a receive that is not matched
     Posted* next_one
 
 cdef struct Down:           # a peer that has failed, as one engine's wire knows
-    int peer
+    int peer                # rank
     bint told               # by next_failed
     Down* next_one
 
-cdef struct Cut:            # what is sent on this way before then arrives after it
+cdef struct Cut:            # what one process sends to another before then arrives after it
     int src
     int dst
     double until
     Cut* next_one
 
 cdef struct Link:           # what one engine sees of the network
+    Net* net
+    int first               # the place of the engine of rank 0 among its peers; its own is first + rank
+    int size                # engines that are peers
+    int process
     Envelope* coming
     Posted* posted
     Down* downs             # peers that have failed, newest first
@@ -78,13 +85,18 @@ cdef struct Entry:          # of the calendar
     int who
     void* what
 
+cdef struct Torn:           # a chunk that has changed while it was read
+    char* lives
+    int chunk
+
 cdef struct Net:
-    int n
+    int n                   # places of engines
+    Torn torn[MOST_TORN]    # in this turn; `ntorn` of them
+    int ntorn
     double now_s
     uint64_t chance
     Rules rules
     Link* links
-    char* dead
     Cut* cuts
     int* woken              # links with `woken`; `nwoken` of them
     int nwoken
@@ -96,6 +108,8 @@ cdef struct Net:
     int64_t traced
     int64_t trace_room
 
+cdef double LATE             # latencies, at most, that a late message takes
+
 cdef enum:
     ARRIVAL = 0             # kind of an entry; others are the caller's
 
@@ -106,12 +120,16 @@ cdef void crash(Net* net, int who) noexcept nogil
 cdef void report_down(Net* net, int observer, int peer) noexcept nogil
 cdef void give_up(Net* net, int src, int dst) noexcept nogil
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil
+cdef double cut_until(Net* net, int src, int dst) noexcept nogil
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil
 
 cdef class Network:
     cdef Net net
+    cdef int size           # engines at the beginning
+
+    cdef void place(self, int at, int first, int size, int process)
 
 cdef class SimulatedWire(AnyWire):
     cdef Network network

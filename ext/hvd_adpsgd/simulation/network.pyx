@@ -26,8 +26,8 @@ cdef double LATE = 200.0
 
 cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer,
                            int channel) noexcept nogil:
-    cdef Net* net = <Net*>wire.own
-    cdef Link* link = &net.links[wire.rank]
+    cdef Link* link = <Link*>wire.own
+    cdef Net* net = link.net
     cdef Envelope* m
     t.receives = t.cancelled = False
     t.handle = OPEN
@@ -38,8 +38,8 @@ cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbyt
     link.sent_bytes += <int64_t>(nbytes * scale_of(net, channel))
     link.sent_messages += 1
     m = <Envelope*>calloc(1, sizeof(Envelope))
-    m.src = wire.rank
-    m.dst = peer
+    m.src = link.first + wire.rank
+    m.dst = link.first + peer
     m.channel = channel
     m.nbytes = nbytes
     m.source = buffer
@@ -79,7 +79,7 @@ cdef void keep_trace(Net* net, Envelope* m) noexcept nogil:
 cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
     """When it arrives: after those of its channel, and when the link and a cut allow."""
     cdef double starts = max(net.now_s, link.free_at)
-    cdef double cut = cut_until(net, m.src, m.dst)
+    cdef double cut = cut_until(net, net.links[m.src].process, net.links[m.dst].process)
     cdef Envelope** end = &net.links[m.dst].coming
     if m.channel >= DATA:                   # small messages pass between the chunks
         link.free_at = starts + m.nbytes * net.rules.bytes_scale / net.rules.bytes_per_s
@@ -101,8 +101,8 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
 
 cdef Status simulated_receive(Wire* wire, Transfer* t, void* buffer, int nbytes, int peer,
                               int channel) noexcept nogil:
-    cdef Net* net = <Net*>wire.own
-    cdef Link* link = &net.links[wire.rank]
+    cdef Link* link = <Link*>wire.own
+    cdef Net* net = link.net
     cdef Posted** end = &link.posted
     cdef Posted* p = <Posted*>calloc(1, sizeof(Posted))
     t.receives = True
@@ -113,7 +113,7 @@ cdef Status simulated_receive(Wire* wire, Transfer* t, void* buffer, int nbytes,
     p.transfer = t
     p.buffer = buffer
     p.nbytes = nbytes
-    p.src = peer
+    p.src = NOBODY if peer == NOBODY else link.first + peer
     p.channel = channel
     if match_waiting(net, link, p):
         free(p)
@@ -152,7 +152,7 @@ cdef void take(Net* net, Envelope** at, Posted* p) noexcept nogil:
     else:
         memcpy(p.buffer, m.source, m.nbytes)
         p.transfer.handle = COMPLETE
-    p.transfer.peer = m.src
+    p.transfer.peer = m.src - net.links[m.src].first
     p.transfer.nbytes = m.nbytes
     if m.sending != NULL:
         m.sending.handle = COMPLETE
@@ -179,7 +179,8 @@ cdef Status simulated_test(Wire* wire, Transfer* t) noexcept nogil:
 
 cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil:
     """Forget the transfer; sometimes only when asked again, as a library does that still uses it."""
-    cdef Net* net = <Net*>wire.own
+    cdef Link* link = <Link*>wire.own
+    cdef Net* net = link.net
     if not t.in_use:
         return True
     if not t.receives and t.handle == OPEN:
@@ -187,9 +188,9 @@ cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil:
     if happens(&net.chance, 0.3):
         return False
     if t.receives:
-        forget_posted(net, wire.rank, t)
+        forget_posted(net, link.first + wire.rank, t)
     else:
-        forget_sent(net, t)
+        forget_sent(net, link.first + t.peer, t)
     t.in_use = False
     return True
 
@@ -206,8 +207,8 @@ cdef void forget_posted(Net* net, int who, Transfer* t) noexcept nogil:
         at = &p.next_one
 
 
-cdef void forget_sent(Net* net, Transfer* t) noexcept nogil:
-    cdef Envelope* m = net.links[t.peer].coming
+cdef void forget_sent(Net* net, int dst, Transfer* t) noexcept nogil:
+    cdef Envelope* m = net.links[dst].coming
     while m != NULL:
         if m.sending == t:
             m.sending = NULL
@@ -215,7 +216,7 @@ cdef void forget_sent(Net* net, Transfer* t) noexcept nogil:
 
 
 cdef int simulated_next_failed(Wire* wire, bint look) noexcept nogil:
-    cdef Link* link = &(<Net*>wire.own).links[wire.rank]
+    cdef Link* link = <Link*>wire.own
     cdef Down* d = link.downs
     if link.news == 0:
         return NOBODY
@@ -235,13 +236,14 @@ cdef Down* down_of(Link* link, int peer) noexcept nogil:
 
 
 cdef class SimulatedWire(AnyWire):
-    """The wire of one engine of a Network."""
+    """The wire of the engine at a place of a Network."""
 
-    def __cinit__(self, Network network, int rank):
+    def __cinit__(self, Network network, int at):
+        cdef Link* link = &network.net.links[at]
         self.network = network
-        self.calls.own = &network.net
-        self.calls.rank = rank
-        self.calls.size = network.net.n
+        self.calls.own = link
+        self.calls.rank = at - link.first
+        self.calls.size = link.size
         self.calls.send = simulated_send
         self.calls.receive = simulated_receive
         self.calls.test = simulated_test
@@ -351,7 +353,6 @@ cdef void crash(Net* net, int who) noexcept nogil:
     cdef int i
     net.links[who].sent_bytes = bytes_sent(net, who)
     net.links[who].free_at = net.now_s
-    net.dead[who] = True
     for i in range(net.n):
         m = net.links[i].coming
         while m != NULL:
@@ -377,10 +378,11 @@ cdef void report_down(Net* net, int observer, int peer) noexcept nogil:
     cdef Posted* p = link.posted
     cdef Envelope* m = net.links[peer].coming
     cdef Down* d
-    if down_of(link, peer) != NULL:
+    cdef int rank = peer - link.first
+    if down_of(link, rank) != NULL:
         return
     d = <Down*>malloc(sizeof(Down))
-    d[0] = [peer, False, link.downs]
+    d[0] = [rank, False, link.downs]
     link.downs = d
     link.news += 1
     while p != NULL:
@@ -410,7 +412,7 @@ cdef void give_up(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil:
-    """What src sends to dst arrives after that time."""
+    """What one process sends to another arrives after that time."""
     cdef Cut* c = <Cut*>malloc(sizeof(Cut))
     c[0] = [src, dst, until, net.cuts]
     net.cuts = c
@@ -479,19 +481,24 @@ cdef class Network:
         late: probability that a message takes up to 200 latencies.
         late_write: probability that a message of a failed peer is still written into a buffer given up.
         trace: keep the messages.
+        room: for so many engines more, which come later.
     """
 
     def __cinit__(self, int n, uint64_t seed, double latency_s, double jitter, double bytes_per_s,
-                  double bytes_scale=1.0, double eager=0.5, double late=0.0, double late_write=0.5, bint trace=False):
+                  double bytes_scale=1.0, double eager=0.5, double late=0.0, double late_write=0.5, bint trace=False,
+                  int room=0):
         cdef Net* net = &self.net
+        cdef int i
         memset(net, 0, sizeof(Net))
-        net.n = n
+        self.size = n
+        net.n = n + room
         net.chance = seed
         net.rules = [latency_s, jitter, bytes_per_s, bytes_scale, eager, late, late_write]
         net.now_s = 1.0                     # not 0, which a goodbye takes for "not leaving"
-        net.links = <Link*>calloc(n, sizeof(Link))
-        net.dead = <char*>calloc(n, 1)
-        net.woken = <int*>calloc(n, sizeof(int))
+        net.links = <Link*>calloc(net.n, sizeof(Link))
+        net.woken = <int*>calloc(net.n, sizeof(int))
+        for i in range(n):
+            self.place(i, 0, n, i)
         if trace:
             net.trace_room = 1024
             net.trace = <Sent*>malloc(net.trace_room * sizeof(Sent))
@@ -503,7 +510,6 @@ cdef class Network:
         for i in range(net.n):
             free_link(&net.links[i])
         free(net.links)
-        free(net.dead)
         free(net.woken)
         while net.cuts != NULL:
             cut = net.cuts
@@ -512,15 +518,21 @@ cdef class Network:
         free(net.trace)
         free(net.calendar)
 
+    cdef void place(self, int at, int first, int size, int process):
+        """The engine of a process has this place, and is a peer of those from `first` on."""
+        cdef Link* link = &self.net.links[at]
+        link.net = &self.net
+        link.first, link.size, link.process = first, size, process
+
     def messages(self):
-        """The trace: (sent at, arrives at, from, to, channel, bytes, kind and number of a message
+        """The trace: (sent at, arrives at, from process, to, channel, bytes, kind and number of a message
         of control or of the agreement, else -1)."""
         cdef int64_t i
         cdef Sent* m
         out = []
         for i in range(self.net.traced):
             m = &self.net.trace[i]
-            out.append((m.at, m.arrives, m.src, m.dst, m.channel, m.nbytes, m.kind, m.number))
+            out.append((m.at, m.arrives, self.net.links[m.src].process, self.net.links[m.dst].process, m.channel, m.nbytes, m.kind, m.number))
         return out
 
 

@@ -13,9 +13,10 @@ from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membersh
 from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
+from hvd_adpsgd.simulation.departures cimport check_departures, departed
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.network cimport open_transfers
-from hvd_adpsgd.simulation.state cimport FLOAT32, FLOAT64, MEET, Actor, JobState
+from hvd_adpsgd.simulation.state cimport FLOAT16, FLOAT32, FLOAT64, MEET, Actor, JobState
 
 
 cdef int check_turn(JobState job, int i) except -1:
@@ -29,8 +30,10 @@ cdef int check_turn(JobState job, int i) except -1:
         if job.story is not None:
             tell_event(job, i, event)
         if event.kind == EVENT_MERGED and event.peer >= 0:
-            job.ledger.merged(i, event)
+            job.ledger.merged(i, a.first + event.peer, event)
             check_staleness(job, i, event)
+            if job.net.ntorn:
+                check_torn(job, i, event)
         elif event.kind == EVENT_PARKED:
             covered(job.coverage, e, event.peer, SILENCE, True)
         store(&e.port.events_read, e.port.events_read + 1)
@@ -39,17 +42,19 @@ cdef int check_turn(JobState job, int i) except -1:
         note_left(job, i, e)
     if e.port.fault == FAULT_GONE and not a.gave_up:
         check_patience(job, i, a)
-    elif e.port.fault == FAULT_FENCED and (i, e.port.fault_peer) in job.suspected:
+    elif e.port.fault == FAULT_FENCED and (i, a.first + e.port.fault_peer) in job.suspected:
         pass                                # the peer has taken it for failed, and its memory for another exchange
     elif e.port.fault and not a.gave_up:
         job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
                   f"{e.port.fault_peer}")
     check_exchanges(job, i, e)
+    if job.net.now_s >= job.learned_by:
+        check_departures(job)
     if job.means is None:
         return check_credit(job, i, a)
     if e.mean.agreement.number != a.decided:
         a.decided = e.mean.agreement.number
-        check_decision(job, e)
+        check_decision(job, a)
     return 0
 
 
@@ -74,12 +79,39 @@ cdef int check_staleness(JobState job, int i, Event* event) except -1:
     return 0
 
 
+cdef int check_torn(JobState job, int i, Event* event) except -1:
+    """A chunk that has changed while it was read is not merged, but read again in a later turn."""
+    cdef int k
+    for k in range(job.net.ntorn):
+        if (job.net.torn[k].chunk == event.chunk
+                and job.net.torn[k].lives == job.actors[i].core.pairs.shown[event.peer].lives):
+            job.fail("invariant (torn reads)", f"engine {i} has merged chunk {event.chunk} of {event.peer}, which has "
+                     "changed while it was read")
+    return 0
+
+
+cdef int check_versions(JobState job, int i, before) except -1:
+    """While a chunk that peers may read changes, its version is odd, and it is another one afterwards."""
+    after = versions_of(job, i)
+    if np.any(after % 2) or np.any(after < before + 2):
+        job.fail("invariant (torn reads)", f"engine {i} has changed its model; versions were {before.tolist()}, and are "
+                 f"{after.tolist()}")
+    return 0
+
+
+cdef object versions_of(JobState job, int i):
+    """Of the chunks that peers may read; None if they read none."""
+    if job.lives is None or not (<Store>job.stores[i]).memory.shown:
+        return None
+    return job.lives[i].view(np.int64)[::Store.live_nbytes(1) // 8].copy()
+
+
 cdef int note_left(JobState job, int i, Core* e) except -1:
-    cdef int j
-    for j in range(job.n):
-        if e.membership.states[j] == LEFT:
+    cdef int j, first = job.actors[i].first
+    for j in range(first, first + e.membership.size):
+        if e.membership.states[j - first] == LEFT:
             job.left_at.setdefault((i, j), job.net.now_s)
-        elif (e.membership.states[j] == FAILED and not job.actors[j].dead and not job.actors[j].over
+        elif (e.membership.states[j - first] == FAILED and not job.actors[j].dead and not job.actors[j].over
               and (i, j) not in job.suspected):
             job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
     return 0
@@ -90,7 +122,7 @@ cdef int check_patience(JobState job, int i, Actor* a) except -1:
     cdef Core* e = a.core
     cdef int peer = e.port.fault_peer
     cdef double patience = e.pairs.deadline_s + 2 * e.leave_deadline_s
-    left_at = job.left_at.get((i, peer))
+    left_at = job.left_at.get((i, a.first + peer))
     if e.membership.ended[peer] or left_at is None or job.net.now_s - left_at < patience:
         job.fail("no fault", f"engine {i} gives up a mean for engine {peer}, which left at {left_at} s "
                   f"(patience {patience:.3f} s)")
@@ -153,12 +185,13 @@ cdef int check_credit(JobState job, int i, Actor* a) except -1:
     return 0
 
 
-cdef int check_decision(JobState job, Core* e) except -1:
+cdef int check_decision(JobState job, Actor* a) except -1:
+    cdef Core* e = a.core
     cdef int i
     if e.mean.agreement.excluded:
         return 0
-    failed = [i for i in range(job.n) if e.mean.agreement.last.failed[i]]
-    return job.ledger.same(job.ledger.decisions, e.mean.agreement.number - 1,
+    failed = [i for i in range(a.size) if e.mean.agreement.last.failed[i]]
+    return job.ledger.same(job.ledger.decisions, (a.first, e.mean.agreement.number - 1),
                             (e.mean.agreement.last.outcome, bool(e.mean.agreement.last.equal), failed), "decision")
 
 
@@ -168,7 +201,7 @@ cdef int check_replaced(JobState job, int i, int n) except -1:
     cdef int published = (<Store>job.stores[i]).published
     for c in range(n):
         if full[published, c] == 2:
-            job.ledger.same(job.ledger.means, (job.actors[i].mean, c), slots[published, c].tolist(), "mean of chunk")
+            job.ledger.same(job.ledger.means, (job.actors[i].first, job.actors[i].mean, c), slots[published, c].tolist(), "mean of chunk")
     return 0
 
 
@@ -180,7 +213,8 @@ cdef int check_over(JobState job, int i) except -1:
     cdef int s, taken = 0
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
-    wrong = wrong_leave(i, e, job.net.now_s, goodbye_is_known(job, i), job.ledger)
+    departed(job, i, is_unheard(e, job.net.now_s))
+    wrong = wrong_leave(i, a.first, e, job.net.now_s, goodbye_is_known(job, i), job.ledger)
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
@@ -198,7 +232,7 @@ cdef int check_over(JobState job, int i) except -1:
     return 0
 
 
-cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger):
+cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger):
     """Who has left in time is known to have left, and has finished its exchanges with peers that answer.
 
     The invariant that is broken and how, or None. Exchanges that it left with are noted in the ledger.
@@ -206,12 +240,12 @@ cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger)
     cdef Exchange* x = e.pairs.running
     late = e.membership.leave_by and now_s > e.membership.leave_by
     early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
-    unheard = 2 * now_s > e.membership.said_at + e.membership.leave_by      # see goodbye.pyx
-    if not unheard and not known:
+    if not is_unheard(e, now_s) and not known:
         return ("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
     while x != NULL:
         if x.phase != IDLE:
-            ledger.abandoned.add((i if x.active else x.peer, x.peer if x.active else i, x.number))
+            peer = first + x.peer
+            ledger.abandoned.add((i if x.active else peer, peer if x.active else i, x.number))
         if x.phase != BROKEN and (not late and not x.parked and e.membership.states[x.peer] == ALIVE
                                   or early and x.phase != IDLE and e.membership.states[x.peer] < LEFT):
             return ("invariant (nothing under way)", f"engine {i} has left with an exchange with {x.peer} in phase "
@@ -220,30 +254,38 @@ cdef object wrong_leave(int i, Core* e, double now_s, bint known, Ledger ledger)
     return None
 
 
+cdef bint is_unheard(Core* e, double now_s) noexcept:
+    """Whether it may have left although no peer has answered: see goodbye.pyx."""
+    return 2 * now_s > e.membership.said_at + e.membership.leave_by
+
+
 cdef bint goodbye_is_known(JobState job, int i):
     """Whether some engine knows of it, or none is there that answers."""
     cdef Membership* m = &job.actors[i].core.membership
-    cdef int j
+    cdef int j, first = job.actors[i].first
     cdef bint alone = True
-    for j in range(job.n):
-        if j != i and has_departed(job.actors[j].core.membership.departed, i):
+    for j in range(first, first + job.actors[i].size):
+        if j != i and has_departed(job.actors[j].core.membership.departed, i - first):
             return True
-        if j != i and not job.actors[j].dead and not job.actors[j].over:
-            alone = alone and (m.states[j] > SUSPECT or m.mute[j])
+        if j != i and not job.actors[j].dead and not job.actors[j].over and not job.actors[j].absent:
+            alone = alone and (m.states[j - first] > SUSPECT or m.mute[j - first])
     return alone
 
 
 cdef int check_end(JobState job) except -1:
     """At the end of the run."""
-    cdef int i, j
+    cdef int i, j, first
     for i in range(job.n):
+        first = job.actors[i].first
         if not job.actors[i].dead and job.actors[i].step < job.actors[i].steps:
             job.fail("promise 4 (survives)", f"engine {i} has ended after step {job.actors[i].step} of "
                       f"{job.actors[i].steps}")
-        for j in range(job.n):
-            if (job.actors[i].core.membership.states[j] == FAILED and not job.actors[j].dead
+        for j in range(first, first + job.actors[i].size):
+            if (job.actors[i].core.membership.states[j - first] == FAILED and not job.actors[j].dead
                     and not job.actors[j].over and (i, j) not in job.suspected):
                 job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+    if job.admission is not None:
+        check_all_or_none(job)
     dead = [bool(job.actors[i].dead) for i in range(job.n)]
     job.ledger.check_halves(dead, job.suspected)
     if job.means is None or not any(dead):
@@ -255,13 +297,63 @@ cdef int check_mean(JobState job) except -1:
     """The sum of all models, also of those that have crashed, has moved by local updates and one-sided chunks only."""
     total = np.zeros_like(job.expected)
     for i in range(job.n):
-        add_model(job, i, total)
+        if job.seats[job.actors[i].process] == i:
+            add_model(job, i, total)
     rounding = 1e-9 if job.dtype == FLOAT64 else 4e-3
     off = np.abs(total - job.expected).max(axis=1)
     for c in range(len(total)):
         if not off[c] <= rounding + job.ledger.allowed(c):
             job.fail(NOTHING_LOST, f"the sum of chunk {c} is off by {off[c]:.3g}, allowed are "
                       f"{rounding + job.ledger.allowed(c):.3g}")
+    return 0
+
+
+cdef int check_joined(JobState job, members, values) except -1:
+    """What a newcomer gets is the mean of the models, so that it moves that of all by nothing.
+
+    Without what rounding to 16 bits holds back, as in every mean of parameters."""
+    total = np.zeros_like(job.expected)
+    for i in members:
+        if job.dtype == FLOAT16:
+            total += job.models[i]
+        else:
+            add_model(job, i, total)
+    off = np.abs(total - len(members) * values).max()
+    if not off <= (1e-9 if job.dtype == FLOAT64 else 4e-3):
+        job.fail(NOTHING_LOST, f"the model of a newcomer is not the mean of {len(members)} models; their sum is off by "
+                 f"{off:.3g}")
+    return 0
+
+
+cdef int check_all_or_none(JobState job) except -1:
+    """Of the members that were where a newcomer is let in, and live, all have gone over to new engines or none has."""
+    over, stayed = [], []
+    for p in range(job.processes - 1):
+        i = job.seats[p]
+        if job.actors[i].came and not job.actors[i].dead:
+            (over if job.actors[i].first > 0 else stayed).append(p)
+    if over and stayed:
+        job.fail(ONE_DECISION, f"members {over} have gone over to new engines with a newcomer, and {stayed} have not")
+    return 0
+
+
+cdef int check_moved(JobState job, int i) except -1:
+    """An engine that its trainer leaves for another one runs no exchange, and holds no correction.
+
+    But what rounding to 16 bits holds back, which goes with it."""
+    cdef Core* e = job.actors[i].core
+    cdef Exchange* x = e.pairs.running
+    cdef int c
+    while x != NULL:
+        if x.phase in (ASKED, RUNNING, CLOSING) and e.membership.states[x.peer] < LEFT:
+            job.fail("invariant (rest)", f"engine {i} is left with an exchange with {x.peer}")
+        x = x.next_one
+    for c in range(len(job.models[i])):
+        held = pending(job, i, c)
+        if job.dtype == FLOAT16:
+            job.expected[c] -= held
+        elif np.any(held):
+            job.fail(NOTHING_LOST, f"engine {i} is left with a correction of chunk {c}")
     return 0
 
 
@@ -298,4 +390,4 @@ cdef void tell_event(JobState job, int i, Event* v):
     names = {EVENT_MERGED: f"merges chunk {v.chunk} with {v.peer}", EVENT_PARKED: f"parks {v.peer}, which is silent",
              EVENT_MEAN: "has the mean of all"}
     job.tell(i, names.get(v.kind, f"exchange {v.number} with {v.peer} is over"))
-    job.timeline.append((i, v.kind, v.began, v.ended, {"peer": v.peer, "bytes": v.nbytes, "step": v.step}))
+    job.timeline.append((job.actors[i].process, v.kind, v.began, v.ended, {"peer": v.peer, "bytes": v.nbytes, "step": v.step}))

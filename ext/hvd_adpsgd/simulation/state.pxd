@@ -12,6 +12,7 @@ cdef enum Happening:        # kinds of entries beside ARRIVAL
     ACT = 2                 # a trainer acts
     STRIKE = 3              # a fault
     REPORT = 4              # `who` learns that the engine `what` has failed
+    LETTER = 5              # a process reads a letter about the admission of another one
 
 cdef enum Doing:            # what a trainer does next
     STEP = 0
@@ -21,6 +22,9 @@ cdef enum Doing:            # what a trainer does next
     DONE_STEPS = 4
     BEGIN_MEAN = 5          # the engine is at rest
     FRESH = 6               # for the snapshots in flight: max_staleness
+    COME = 7                # it lets a newcomer in (admission.pyx): its engine is to rest,
+    TAKE_IN = 8             # ... which it does; corrections are applied
+    AWAIT_ALL = 9           # what all decide
 
 cdef enum:                  # codes of kernels.h
     FLOAT32 = 0
@@ -32,6 +36,12 @@ cdef double NEVER
 cdef struct Actor:
     Core* core
     Rhythm rhythm
+    int first               # the engine of rank 0 among its peers
+    int size                # engines that are peers
+    int process
+    bint came               # its trainer has been where a newcomer is let in
+    bint absent             # its process has not begun it
+    int successor           # the engine with which its trainer goes on; -1: none
     bint dead
     bint over
     bint stopped
@@ -72,15 +82,22 @@ cdef struct Actor:
 cdef class JobState:
     cdef readonly Network network
     cdef Net* net
-    cdef int n
+    cdef int n                  # engines
+    cdef int processes          # one for each super learner, and one for a newcomer
+    cdef list seats             # [process]: the engine of its trainer; -1: it has none yet
+    cdef int64_t admits_at      # the step before which all let a newcomer in; -1: none
+    cdef object admission       # of the newcomer; None: there is none
     cdef uint64_t chance
     cdef Actor* actors
     cdef list loops
     cdef list stores
     cdef list models            # [engine]: chunks x elements
     cdef list areas
+    cdef list kept              # memory that engines on one host share
+    cdef list given             # [process]: what its engine is made of
     cdef list lives             # [engine]: what others must know to read its model where it lies; None: they do not
-    cdef object hosts
+    cdef list hosts             # [engine]
+    cdef bint shown             # those of one host read each other's models where they lie
     cdef list followers         # [engine]: the store of another learner of its node, or None
     cdef list late              # [engine]: what that learner has to apply, and the model that its leader has made of it
     cdef list tables
@@ -95,6 +112,9 @@ cdef class JobState:
     cdef list faults
     cdef set suspected          # (engine, peer): its wire reports the peer as failed, which lives
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
+    cdef set unheard            # engines that have left without knowing whether a peer has their goodbye
+    cdef double calm_from       # nothing disturbs the news of departures any more
+    cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
     cdef public dict met        # faults x phases that were met
     cdef int64_t coverage[NSTATES * NMESSAGES]
     cdef public int64_t happened

@@ -21,7 +21,7 @@ cdef class JobState:
         """Its next turn is at that time, if none is earlier."""
         cdef Actor* a = &self.actors[i]
         at = max(at, a.busy_until)
-        if a.dead or a.over or a.stopped or a.turn_at <= at:
+        if a.dead or a.over or a.stopped or a.absent or a.turn_at <= at:
             return
         a.turn_at = at
         a.turns += 1
@@ -41,7 +41,7 @@ cdef class JobState:
 
     cdef void tell(self, int i, what):
         if self.story is not None:
-            self.story.append((self.net.now_s - 1.0, i, what))
+            self.story.append((self.net.now_s - 1.0, self.actors[i].process, what))
 
     cdef object wide(self):
         """The type of corrections."""

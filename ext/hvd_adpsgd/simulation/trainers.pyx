@@ -11,8 +11,8 @@ from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.engine.port cimport load, load_count
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.chance cimport between, draw
-from hvd_adpsgd.simulation.promises cimport check_replaced
-from hvd_adpsgd.simulation.state cimport (BEGIN_MEAN, DONE_STEPS, FLOAT16, FRESH, MEET, REST, STEP, WAIT, Actor, Doing,
+from hvd_adpsgd.simulation.promises cimport check_replaced, check_versions, versions_of
+from hvd_adpsgd.simulation.state cimport (BEGIN_MEAN, COME, DONE_STEPS, FLOAT16, FRESH, MEET, REST, STEP, WAIT, Actor, Doing,
                                           JobState)
 
 
@@ -64,6 +64,9 @@ cdef void begin_step(JobState job, int i):
         a.pauses = False
         a.after = STEP
         begin_rest(job, i)
+    elif a.doing == STEP and a.step == job.admits_at and not a.came and not a.settling:
+        a.doing = COME
+        job.again(i, 0)
     elif a.step >= a.steps and not a.settling:
         a.doing = DONE_STEPS
         a.done_at = job.net.now_s
@@ -128,7 +131,7 @@ cdef void offer(JobState job, int i, bint fit):
     a.credit = min(a.credit + rate, max(rate, 1.0))
     if job.story is not None:
         job.tell(i, f"offers step {a.step}")
-        job.timeline.append((i, "step", a.step_began, job.net.now_s, {"step": a.step}))
+        job.timeline.append((a.process, "step", a.step_began, job.net.now_s, {"step": a.step}))
         a.step_began = job.net.now_s
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 50e-6))
 
@@ -137,14 +140,17 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
     cdef Store chunks = job.stores[i]
     cdef int n = chunks.memory.nchunks
     model = job.models[i]
+    versions = versions_of(job, i)
     if job.means == "replace" and job.checks:
         check_replaced(job, i, n)
     if job.followers[i] is None:
         chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
-        return 0
+        return 0 if versions is None else check_versions(job, i, versions)
     follow(job, i)
     behind = model.copy()
     chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
+    if versions is not None:
+        check_versions(job, i, versions)
     job.late[i] = behind, n, chunks.published, model.copy()
     return 0
 

@@ -151,9 +151,9 @@ def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
     except BrokenPromise as found:
         broken = found
     if args.chart:
-        print(f"\nms, by super learner\n{chart(job, scenario.size, args.lines)}\n")
+        print(f"\nms, by super learner\n{chart(job, scenario.processes, args.lines)}\n")
     if args.timeline:
-        write_timeline(job, scenario.size, args.timeline)
+        write_timeline(job, scenario.processes, args.timeline)
         print(f"timeline: {Path(args.timeline)}")
     print("".join(f"  {name} {value}" for name, value in job.summary().items()))
     print(f"BROKEN: {broken}" if broken else "every promise kept")

@@ -1,0 +1,367 @@
+# cython: language_level=3
+# Why compiled: it makes and begins engines.
+"""A newcomer is let in: all go over to new engines beside the old ones, or none does.
+
+As torch/admission.py and runtime/meeting.py do it, with real engines and the real agreement:
+
+    each member                                             the newcomer
+    before the same step: its engine comes to rest,
+    and corrections are applied
+    decision 0: who is there. The giver, the lowest
+    of them, has the mean of their models
+    makes an engine for them and the newcomer              makes its engine when the giver asks
+    decision 1: all have it, and nobody was lost
+    leaves its old engine and continues with the new one   is told so, gets the mean, and begins
+
+Members are processes, which may crash or stop between any two of these. Letters between them are in order; failures are
+noticed as the engines' wires notice them. A newcomer that is not told within its patience gives up; so does one whose
+giver is lost before it has its model.
+"""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+import numpy as np
+
+from hvd_adpsgd.engine.agreement import Agreement
+
+from hvd_adpsgd.engine.loop cimport begin_turns
+from hvd_adpsgd.simulation.chance cimport between, happens, uniform
+from hvd_adpsgd.simulation.network cimport LATE, cut_until, enter
+from hvd_adpsgd.simulation.promises cimport check_joined, check_moved
+from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
+from hvd_adpsgd.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
+from hvd_adpsgd.simulation.trainers cimport absorb, begin_rest, follow, leave_job
+
+cdef enum:
+    AGREES = 0              # kinds of letters: of the agreement
+    LOST = 1                # the sender's process has ended
+    INVITED = 2             # to the newcomer: make your engine
+    READY = 3               # from it: it is made
+    IS_IN = 4               # to it: all go over
+    GIFT = 5                # to it: step, the mean
+    NO_MORE = 6             # to oneself: patience is over
+    PACKED = 7              # ... the gift is
+
+cdef double REFUSED = 0.05  # probability that a member cannot make its engine
+
+
+cdef class Admission:
+    """One newcomer to n members; `plan`: see Job.expect."""
+
+    def __cinit__(self, int n, plan):
+        self.n, self.plan = n, plan
+        self.agreements = [Agreement(n, i) for i in range(n)]
+        self.stages = [ABSENT] * n
+        self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
+
+
+# ---- members -------------------------------------------------------------------------------
+
+cdef void expect_newcomer(JobState job, int number):
+    """All members let one in before the step after the next one of the foremost, if all of them make it."""
+    cdef Admission m = job.admission
+    living = [i for i in range(job.n) if not job.actors[i].dead and not job.actors[i].over]
+    if m is None or job.admits_at >= 0 or job.later:
+        return
+    at = max([job.actors[i].step for i in living], default=0) + 2
+    if (number < m.n and not job.actors[number].dead) or any(job.actors[i].steps <= at for i in living):
+        job.note("join | it does not come")
+        return
+    m.number = number
+    job.admits_at = at
+
+
+cdef int come(JobState job, int i) except -1:
+    """A trainer is where a newcomer is let in; then its engine is at rest."""
+    cdef Actor* a = &job.actors[i]
+    cdef Admission m = job.admission
+    if a.doing == COME:
+        a.came = True
+        a.after = TAKE_IN
+        begin_rest(job, i)
+    elif a.doing == TAKE_IN:
+        for _ in range(2):              # what is published, and what was merged since
+            job.stores[i].publish()
+            absorb(job, i, a.step - 1)
+        a.doing = AWAIT_ALL
+        say(job, a.process, True)
+    return 0
+
+
+cdef int say(JobState job, int p, bint flag) except -1:
+    """Vote: at rest; ready to go over."""
+    cdef Admission m = job.admission
+    m.stages[p] = RESTS if m.stages[p] == ABSENT else SAYS
+    m.agreements[p].vote(flag)
+    return act_on(job, p)
+
+
+cdef int act_on(JobState job, int p) except -1:
+    """Send what the agreement wants to tell, and do what is decided."""
+    cdef Admission m = job.admission
+    agreement = m.agreements[p]
+    for peer, message in agreement.take_outgoing():
+        post(job, p, peer, AGREES, message)
+    if m.stages[p] == RESTS and agreement.number == 1:
+        prepare(job, p, decided(job, agreement, 0).failed)
+    elif m.stages[p] == SAYS and agreement.number == 2:
+        conclude(job, p, decided(job, agreement, 1))
+    return 0
+
+
+cdef object decided(JobState job, agreement, number):
+    """The same on all members."""
+    decision = agreement.decision(number)
+    if agreement.excluded:
+        job.fail("promise 8 (one decision)", f"member {agreement.me} lives, and is excluded from an admission")
+    job.ledger.same(job.ledger.decisions, ("admission", number), tuple(decision), "decision")
+    return decision
+
+
+cdef int prepare(JobState job, int p, failed) except -1:
+    """Who is there is decided: make an engine for them and the newcomer."""
+    cdef Admission m = job.admission
+    if m.members is None:
+        m.failed = failed
+        m.members = [q for q in range(m.n) if q not in failed]
+        m.giver = m.members[0]
+        make_engines(job)
+    begin(job, m.places[p])
+    m.stages[p] = WAITS
+    if p != m.giver:
+        return say(job, p, not happens(&job.net.chance, REFUSED))
+    m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
+    if m.newcomer_lost:
+        return say(job, p, False)
+    post(job, p, m.n, INVITED, None)
+    post_later(job, p, NO_MORE, job.leave_deadline_s)
+    return 0
+
+
+cdef int make_engines(JobState job) except -1:
+    """The new ones of all, in the order of super learners; those whose process has not come so far are absent."""
+    cdef Admission m = job.admission
+    cdef int first = job.n, q, at
+    cdef Make how
+    cdef Actor* a
+    numbers = sorted([*m.members, m.number])
+    plans = m.plan(numbers, max(m.n, m.number + 1))
+    if job.hosts is not None:
+        job.hosts += [job.hosts[q % m.n] for q in numbers]
+    for place, (schedule, weight, table) in enumerate(plans):
+        at = first + place
+        q = m.n if numbers[place] == m.number else numbers[place]
+        job.network.place(at, first, len(numbers), q)
+        how = job.given[q % m.n]        # the newcomer's is that of the first
+        how.weight = weight
+        model = job.models[q] if q < m.n else np.zeros_like(job.models[0])
+        make_engine(job, schedule, model, &how)
+        if job.tables is not None:
+            job.tables.append(table)
+        a = &job.actors[at]
+        a.absent = a.came = True
+        m.places[q] = at
+    job.n += len(numbers)
+    if job.hosts is not None:
+        share_memory(job, first, len(numbers), how.lane_nbytes)
+        if job.shown:
+            show_models(job, first, len(numbers))
+    job.seats[m.n] = m.places[m.n]
+    job.actors[m.places[m.n]].dead = m.newcomer_lost
+    return 0
+
+
+cdef void begin(JobState job, int at):
+    """The process begins its new engine."""
+    cdef Actor* a = &job.actors[at]
+    cdef int i
+    a.absent = False
+    job.living += 1
+    begin_turns(a.core, &a.rhythm)
+    job.turn_soon(at)
+    for i in range(a.first, a.first + a.size):
+        if job.actors[i].dead:
+            enter(job.net, job.net.now_s + between(&job.chance, 0, job.detect_s), REPORT, at, <void*><uintptr_t>i)
+
+
+cdef int conclude(JobState job, int p, decision) except -1:
+    """All go over, or all go on as they were."""
+    cdef Admission m = job.admission
+    m.stages[p] = OVER
+    if decision.flag and decision.failed == m.failed:
+        job.note("join | all go over" if p == m.giver else "join | a member goes over")
+        if p == m.giver:
+            check_joined(job, [job.seats[q] for q in m.members], m.values)
+            post(job, p, m.n, IS_IN, None)
+            m.gift = job.actors[job.seats[p]].step, m.values
+            post_later(job, p, PACKED, between(&job.chance, 0, 2 * job.actors[job.seats[p]].step_s))
+        go_over(job, p)
+    else:
+        job.note("join | a member goes on as it was")
+        go_on(job, p)
+    return 0
+
+
+cdef int go_over(JobState job, int p) except -1:
+    cdef Admission m = job.admission
+    cdef int i = job.seats[p], at = m.places[p]
+    cdef Actor* old = &job.actors[i]
+    cdef Actor* a = &job.actors[at]
+    if job.late[i] is not None:
+        follow(job, i)
+    check_moved(job, i)
+    a.step, a.steps, a.step_s, a.slowed, a.spread, a.node_s = (old.step, old.steps, old.step_s, old.slowed, old.spread,
+                                                               old.node_s)
+    a.broken, a.unfit = old.broken, old.unfit
+    a.doing = STEP
+    job.seats[p] = at
+    old.successor = at                  # begins its steps when the old engine has ended
+    leave_old(job, i)
+    return 0
+
+
+cdef void go_on(JobState job, int p):
+    """With the old engine; the new one, which has exchanged nothing, ends."""
+    cdef Admission m = job.admission
+    cdef int i = job.seats[p]
+    leave_old(job, m.places[p])
+    job.loops[i].pause(False)
+    job.actors[i].doing = STEP
+    job.again(i, between(&job.chance, 20e-6, 200e-6))
+
+
+cdef void leave_old(JobState job, int i):
+    """An engine ends in whose place its process has another one."""
+    cdef Actor* a = &job.actors[i]
+    a.steps = a.step
+    a.doing = DONE_STEPS
+    a.done_at = job.net.now_s
+    leave_job(job, i, False)
+
+
+# ---- the newcomer --------------------------------------------------------------------------
+
+cdef int arrive_at(JobState job, int kind, content) except -1:
+    """What it is told."""
+    cdef Admission m = job.admission
+    cdef int at = job.seats[m.n]
+    cdef Actor* a = &job.actors[at]
+    if m.gave_up:
+        return 0
+    if kind == INVITED:
+        begin(job, at)
+        post(job, m.n, m.giver, READY, None)
+        post_later(job, m.n, NO_MORE, 2 * job.leave_deadline_s)
+    elif kind == IS_IN:
+        m.is_in = True
+    elif kind == GIFT:
+        m.joined = True
+        step, values = content
+        job.models[at][...] = values
+        job.expected += job.models[at]
+        a.step, a.step_s, a.spread, a.node_s = (step, job.actors[0].step_s, job.actors[0].spread,
+                                                job.actors[0].node_s)
+        a.steps = max([job.actors[i].steps for i in job.seats if i >= 0])
+        a.doing = STEP
+        job.note("join | the newcomer begins")
+        job.again(at, between(&job.chance, 20e-6, 200e-6))
+    elif (kind == NO_MORE and not m.is_in) or (kind == LOST and not m.joined):
+        m.gave_up = True
+        job.note("join | the newcomer gives up")
+        if not a.absent:
+            a.done_at = job.net.now_s
+            a.doing = DONE_STEPS
+            leave_job(job, at, True)
+    return 0
+
+
+cdef void lose_newcomer(JobState job):
+    """Its process crashes before it has an engine."""
+    cdef Admission m = job.admission
+    job.note("crash | newcomer")
+    m.newcomer_lost = True
+
+
+# ---- letters -------------------------------------------------------------------------------
+
+cdef void post(JobState job, int src, int dst, int kind, content):
+    """A letter, which arrives behind those that were sent before on its way."""
+    cdef double at = job.net.now_s
+    cdef double cut = cut_until(job.net, src, dst)
+    at += job.net.rules.latency_s * (1 + job.net.rules.jitter * uniform(&job.net.chance))
+    if happens(&job.net.chance, job.net.rules.late):
+        at += LATE * job.net.rules.latency_s * uniform(&job.net.chance)
+    if cut > job.net.now_s:
+        at += cut - job.net.now_s
+    deliver(job, src, dst, kind, content, at)
+
+
+cdef void post_later(JobState job, int p, int kind, double seconds):
+    """To oneself."""
+    cdef Admission m = job.admission
+    m.letters.append((p, p, kind, None))
+    enter(job.net, job.net.now_s + seconds, LETTER, p, <void*><uintptr_t>(len(m.letters) - 1))
+
+
+cdef void deliver(JobState job, int src, int dst, int kind, content, double at):
+    cdef Admission m = job.admission
+    at = max(at, m.arrives.get((src, dst), 0.0) + 1e-9)
+    m.arrives[src, dst] = at
+    m.letters.append((src, dst, kind, content))
+    enter(job.net, at, LETTER, dst, <void*><uintptr_t>(len(m.letters) - 1))
+
+
+cdef int read_letter(JobState job, int which) except -1:
+    cdef Admission m = job.admission
+    if m.letters[which] is None:
+        return 0
+    src, dst, kind, content = m.letters[which]
+    cdef Actor* a = &job.actors[job.seats[dst]]
+    if a.stopped:
+        m.held.setdefault(dst, []).append(which)
+        return 0
+    m.letters[which] = None
+    if a.dead or a.over:
+        return 0
+    job.tell(job.seats[dst], f"reads letter {kind} of {src}")
+    if dst == m.n:
+        return arrive_at(job, kind, content)
+    if kind == AGREES:
+        m.agreements[dst].receive(src, content)
+    elif kind == LOST and src < m.n and src not in m.agreements[dst].suspected:
+        m.agreements[dst].failed(src)
+    elif kind == PACKED:
+        post(job, dst, m.n, GIFT, m.gift)
+    elif dst == m.giver and m.stages[dst] == WAITS and kind in (READY, NO_MORE, LOST):
+        return say(job, dst, kind == READY)
+    return act_on(job, dst)
+
+
+cdef void read_held(JobState job, int process):
+    """It continues."""
+    cdef Admission m = job.admission
+    if m is not None:
+        for which in m.held.pop(process, ()):
+            enter(job.net, job.net.now_s, LETTER, process, <void*><uintptr_t><int>which)
+
+
+cdef void lose_letters(JobState job, int process):
+    """It has crashed: of what it has sent, a beginning arrives on each way."""
+    cdef Admission m = job.admission
+    if m is None:
+        return
+    lost = {q: happens(&job.net.chance, 0.5) for q in range(m.n + 1)}
+    for which, letter in enumerate(m.letters):
+        if letter is None or letter[0] != process:
+            continue
+        lost[letter[1]] = lost[letter[1]] or happens(&job.net.chance, 0.3)
+        if lost[letter[1]] and which not in m.held.get(letter[1], ()):
+            m.letters[which] = None
+
+
+cdef void tell_lost(JobState job, int i, int who):
+    """The process of engine i notices that the one of `who` has ended, after its last letter."""
+    cdef Admission m = job.admission
+    cdef int p = job.actors[i].process, q = job.actors[who].process
+    if m is not None and p != q and (p == m.n or q == m.n or m.stages[p] != OVER):
+        deliver(job, q, p, LOST, None, job.net.now_s)

@@ -1,0 +1,144 @@
+# cython: language_level=3
+# Why compiled: it takes the turns of the engines millions of times.
+"""What happens in a small job: turns, trainers' steps, crashes, time that passes."""
+
+from libc.stdint cimport int64_t
+
+from hvd_adpsgd.engine.core cimport CLOSING, RUNNING, Core, Exchange
+from hvd_adpsgd.engine.loop cimport OVER, Rest, end_turns, turn
+from hvd_adpsgd.engine.membership cimport SUSPECT, Membership
+from hvd_adpsgd.engine.port cimport EVENT_MERGED, Event
+from hvd_adpsgd.engine.store cimport Store
+from hvd_adpsgd.simulation.choices cimport *
+from hvd_adpsgd.simulation.digests cimport PAUSE_S, TICK_S
+from hvd_adpsgd.simulation.small_digest cimport digest_job
+from hvd_adpsgd.simulation.small_job cimport Learner, SmallJob
+from hvd_adpsgd.simulation.small_promises cimport check_over
+
+SURVIVES = "promise 4 (survives)"
+
+
+cdef int happen(SmallJob job, Choice* made) except -1:
+    cdef int timed, deadlines, who, deed
+    cdef bint moved = made.moved, rushed
+    cdef int taken = made.taken
+    job.list_options(&timed, &deadlines)
+    deed, who = job.deeds[taken], job.actors[taken]
+    tell(&job.between, deed, who, -1, 0, 0)
+    if deed == TURN:
+        take_turn(job, who)
+    elif deed == TRAINER:
+        act(job, who)
+    elif deed == CRASH:
+        job.crashes_left -= 1
+        job.between.optional = True
+        kill(&job.between, who)
+    elif deed == RETRY:
+        job.retries_left -= moved
+        job.learners[who].core.pairs.ask_after = 0
+    elif deed == PAUSE:
+        job.retries_left -= moved
+        job.between.now_s[who] += PAUSE_S
+    else:
+        rushed = moved or deadlines > timed
+        job.deadlines_left -= rushed
+        pass_deadline(job, who, rushed)
+    if job.between.misuse != NULL:
+        job.fail("the wire's contract", f"engine {who}: {job.between.misuse.decode()}")
+    return 0
+
+
+cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
+    if not rushed and not job.between.faulty and not is_unheard(job, who):
+        before = digest_job(job)
+        job.between.now_s[who] += TICK_S
+        if digest_job(job) != before:
+            job.fail(SURVIVES, f"engine {who} waits for a deadline, and nothing was silent or has failed: "
+                      f"{job.describe()}")
+    else:
+        job.between.now_s[who] += TICK_S
+    job.learners[who].rushed += rushed
+    job.between.faulty |= job.learners[who].rushed > 1        # once is half of its time to leave: CUT, no more
+    return 0
+
+
+cdef bint is_unheard(SmallJob job, int i) noexcept:
+    """Whether an engine has said goodbye to those only that are over, and waits in half of its time to leave."""
+    cdef Membership* m = &job.learners[i].core.membership
+    cdef int k, peer
+    if not m.said_goodbye or m.end_at > 0:
+        return False
+    for k in range(m.nlisteners):
+        peer = m.listeners[k].peer
+        if m.states[peer] <= SUSPECT and not (m.mute[peer] and job.between.over[peer]):
+            return False
+    return True
+
+
+cdef int take_turn(SmallJob job, int i) except -1:
+    cdef Learner* a = &job.learners[i]
+    cdef Core* e = a.core
+    cdef Rest rest = turn(e, &a.rhythm)
+    cdef Event* event
+    while e.port.events_read < e.port.events_written:
+        event = &e.port.events[e.port.events_read]
+        if event.kind == EVENT_MERGED:
+            tell(&job.between, MERGES, i, event.peer, event.chunk, event.number)
+            job.ledger.merged(i, event.peer, event)
+        e.port.events_read += 1
+    e.port.events_read = e.port.events_written = 0
+    take_credit(job, a)
+    if rest == OVER:
+        tell(&job.between, ENDS, i, -1, 0, 0)
+        check_over(job, i)
+        end_turns(e)
+        end(&job.between, i)
+    return 0
+
+
+cdef void take_credit(SmallJob job, Learner* a) noexcept:
+    """Every exchange takes one when it begins, whoever asked."""
+    cdef Core* e = a.core
+    cdef Exchange* x = e.pairs.running
+    cdef int64_t begun = (e.port.counters.exchanges_active + e.port.counters.exchanges_passive
+                          + e.port.counters.broken)
+    while x != NULL:
+        begun += x.phase == RUNNING or x.phase == CLOSING
+        x = x.next_one
+    while a.begun < begun:
+        a.begun += 1
+        a.credit = max(a.credit - 1.0, -2.0)
+
+
+cdef int act(SmallJob job, int i) except -1:
+    """The next step of the script."""
+    cdef Learner* a = &job.learners[i]
+    cdef Core* e = a.core
+    cdef Store chunks = job.stores[i]
+    cdef int deed = (<bytes>job.scripts[i])[a.place]
+    a.place += 1
+    if deed == c"o":
+        end_step(job, i)
+    elif deed == c"p":
+        chunks.publish()
+    elif deed == c"z" or deed == c"r":
+        job.loops[i].pause(deed == c"z")
+    else:
+        e.port.given.broken = deed == c"b"
+        e.port.given.leaving = True
+    return 0
+
+
+cdef int end_step(SmallJob job, int i) except -1:
+    cdef Learner* a = &job.learners[i]
+    cdef Store chunks = job.stores[i]
+    cdef double* parameters = job.parameters(i)
+    cdef int c
+    for c in range(job.chunks):
+        parameters[c] += 64.0 * (i + 1)
+        job.expected[c] += 64.0 * (i + 1)
+    chunks.absorb(job.spans, job.addresses[i], chunks.published, a.step)
+    job.loops[i].offer(a.step, True)
+    a.credit = min(a.credit + 1.0, 1.0)
+    a.step += 1
+    return 0

@@ -1,0 +1,6 @@
+# All learn of a departure.
+from hvd_adpsgd.simulation.state cimport JobState
+
+cdef void departed(JobState job, int who, bint unheard)
+cdef void disturbed(JobState job, double until)
+cdef int check_departures(JobState job) except -1

@@ -1,0 +1,90 @@
+# cython: language_level=3
+# Why compiled: it makes compiled engines.
+"""Engines of a simulated job: each with its wire, clock, store and memory, and what those on one host map of each other."""
+
+from libc.stdint cimport int64_t
+
+import numpy as np
+
+from hvd_adpsgd.engine.loop cimport Loop
+from hvd_adpsgd.engine.store cimport Live, Neighbour, Store
+from hvd_adpsgd.simulation.chance cimport happens
+from hvd_adpsgd.simulation.network cimport MOST_TORN, Link, Net, SimulatedClock, SimulatedWire
+from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
+
+
+cdef int make_engine(JobState job, schedule, model, Make* how) except -1:
+    """The engine of the next place, which the network knows."""
+    cdef int at = len(job.loops)
+    cdef Actor* a = &job.actors[at]
+    cdef Link* link = &job.net.links[at]
+    cdef int nslots = 3 if how.in_node else 2
+    cdef Loop loop = Loop(SimulatedWire(job.network, at), SimulatedClock(job.network), Store(nslots),
+                          np.ascontiguousarray(schedule, dtype=np.intc), how.weight, how.rate, how.wire_type,
+                          how.offered_only, how.deadline_s, how.leave_deadline_s, how.lane_nbytes, job.checks)
+    job.areas.append((*job.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
+    job.followers.append(Store(nslots) if how.in_node and job.checks else None)
+    job.late.append(None)
+    job.models.append(model)
+    job.stores.append(loop.keep[2])
+    job.loops.append(loop)
+    job.add_chunks(at, 0, job.nchunks)
+    loop.extend(job.nchunks, 17)
+    loop.move_share(job.exchange_share)
+    if job.reports_s > 0:
+        loop.share_reports(job.reports_s)
+    if job.means is not None:
+        loop.average_all(True, True)
+        job.gossips = len(schedule) > 0
+    a.core = &loop.core
+    a.first, a.size, a.process = link.first, link.size, link.process
+    a.successor = -1
+    a.slowed = 1
+    a.extend_at = -1
+    a.turn_at = NEVER
+    return 0
+
+
+cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) except -1:
+    """Engines on one host, of `size` from `first` on, share memory."""
+    cdef int i
+    nbytes = Loop.shared_nbytes(lane_nbytes)
+    own = [np.zeros(nbytes, np.uint8) for _ in range(size)]
+    job.kept.append(own)
+    for i in range(size):
+        near = near_by(job, first, i, size)
+        peers = [each.ctypes.data * there for each, there in zip(own, near)]
+        if any(near):
+            job.loops[first + i].share(own[i].ctypes.data, peers)
+    return 0
+
+
+cdef int show_models(JobState job, int first, int size) except -1:
+    """... and read each other's models where they lie."""
+    cdef int i, j
+    job.lives += [np.zeros(Store.live_nbytes(job.nchunks), np.uint8) for _ in range(size)]
+    lives = [each.ctypes.data for each in job.lives[first:]]
+    areas = [mirror.ctypes.data for mirror, *_ in job.areas[first:]]
+    for i in range(size):
+        near = near_by(job, first, i, size)
+        if any(near):
+            job.stores[first + i].show(lives[i], areas[i])
+            job.loops[first + i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
+            for j in range(size):
+                job.actors[first + i].core.pairs.shown[j].meanwhile = change_while_read
+                job.actors[first + i].core.pairs.shown[j].simulated = job.net
+    return 0
+
+
+cdef void change_while_read(Neighbour* peer, int chunk) noexcept nogil:
+    """Sometimes the peer's trainer changes the chunk between the first load of it and the last."""
+    cdef Net* net = <Net*>peer.simulated
+    if net.ntorn < MOST_TORN and happens(&net.chance, 0.05):
+        (<Live*>peer.lives)[chunk].version += 2
+        net.torn[net.ntorn] = [peer.lives, chunk]
+        net.ntorn += 1
+
+
+cdef list near_by(JobState job, int first, int i, int size):
+    """Which of them are on the host of the engine `first + i`."""
+    return [j != i and job.hosts[first + j] == job.hosts[first + i] for j in range(size)]

@@ -1,0 +1,64 @@
+# A small job whose open orders are choices: its engines and trainers, and what can happen next.
+from libc.stdint cimport int64_t, uint64_t
+
+from hvd_adpsgd.engine.core cimport Core
+from hvd_adpsgd.engine.loop cimport Rhythm
+from hvd_adpsgd.simulation.choices cimport MOST_ENGINES, Choices, Line, Wires
+from hvd_adpsgd.simulation.ledger cimport Ledger
+
+cdef enum:
+    SLOTS = 3               # of a store whose node has several learners
+
+cdef struct Learner:
+    Core* core
+    Rhythm rhythm
+    int place               # in its script
+    int64_t step
+    double credit           # as it must be
+    int64_t begun           # exchanges
+    int rushed              # deadlines that have passed while something else could happen
+
+
+cdef class SmallJob:
+    cdef int n
+    cdef Wires between
+    cdef Choices choices
+    cdef Learner learners[MOST_ENGINES]
+    cdef list wires
+    cdef list clocks
+    cdef list loops
+    cdef list stores
+    cdef list scripts
+    cdef list schedules
+    cdef object areas           # (engines, 5, chunks): mirror, slots, parameters
+    cdef object full            # (engines, 3, chunks)
+    cdef object common          # (engines, bytes), or None
+    cdef object seen_lives      # (engines, bytes): Live of each chunk, or None
+    cdef object spans
+    cdef list addresses
+    cdef double* numbers
+    cdef Ledger ledger
+    cdef double* expected       # sum over engines of each chunk, without exchanges
+    cdef int chunks
+    cdef int lanes
+    cdef double weight
+    cdef int crashes
+    cdef int suspicions
+    cdef int retries
+    cdef int deadlines
+    cdef int crashes_left
+    cdef int retries_left
+    cdef int deadlines_left
+    cdef int deeds[4 * MOST_ENGINES]
+    cdef int actors[4 * MOST_ENGINES]
+    cdef Line* story
+
+    cdef int reset(self) except -1
+    cdef int add(self, int i) except -1
+    cdef double* parameters(self, int i) noexcept
+    cdef void drop(self)
+    cdef bint rests(self) noexcept
+    cdef int list_options(self, int* timed, int* deadlines) noexcept
+    cdef bint lives(self, int i) noexcept
+    cdef bint may_act(self, int i) noexcept
+    cdef int fail(self, promise, what) except -1

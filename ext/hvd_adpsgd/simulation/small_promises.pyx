@@ -1,0 +1,190 @@
+# cython: language_level=3
+# Why compiled: it reads the state of the engines in each of millions of states.
+"""Promises and invariants of a small job: in every state, when an engine ends, and at the end."""
+
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t
+
+from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
+
+from hvd_adpsgd.engine.core cimport BYE, BYE_SEEN, NEWS, RUNNING, SETS, Core, Exchange, Message
+from hvd_adpsgd.engine.membership cimport FAILED, SUSPECT, Listener, Membership, has_departed, listener_of
+from hvd_adpsgd.engine.store cimport chunk_at, memory_snapshot
+from hvd_adpsgd.engine.wire cimport CONTROL
+from hvd_adpsgd.simulation.choices cimport Underway, Wires, content_of, open_transfers
+from hvd_adpsgd.simulation.ledger cimport Half
+from hvd_adpsgd.simulation.promises cimport wrong_exchanges, wrong_leave
+from hvd_adpsgd.simulation.small_job cimport SmallJob
+
+SURVIVES = "promise 4 (survives)"
+
+
+cdef int check_state(SmallJob job) except -1:
+    """In every state: what must hold whatever has happened."""
+    cdef Core* e
+    cdef int i
+    for i in range(job.n):
+        if job.between.dead[i]:
+            continue
+        e = job.learners[i].core
+        if e.port.fault:
+            job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
+                      f"{e.port.fault_peer}")
+        if not job.between.over[i]:
+            check_exchanges(job, i, e)
+            check_peers(job, i, e)
+            check_transfers(job, i, e)
+            if job.learners[i].credit != e.port.given.credit:
+                job.fail("invariant (credit)", f"engine {i} has {e.port.given.credit} after "
+                          f"{job.learners[i].begun} exchanges; due is {job.learners[i].credit}")
+    check_sum(job)
+    return 0
+
+
+cdef int check_exchanges(SmallJob job, int i, Core* e) except -1:
+    """As in every job; and no more chunks in flight than are wanted, and no set of buffers without an exchange."""
+    cdef Exchange* x = e.pairs.running
+    cdef int k, taken = 0
+    wrong = wrong_exchanges(i, e)
+    if wrong is not None:
+        promise, what = wrong
+        job.fail(promise, what)
+    while x != NULL:
+        taken += x.set >= 0
+        if x.phase == RUNNING and x.next - x.done > e.pairs.lanes:
+            job.fail("invariant (lanes)", f"engine {i} has {x.next - x.done} chunks in flight to {x.peer}")
+        x = x.next_one
+    for k in range(SETS):
+        taken -= e.pairs.taken[k]
+    if taken:
+        job.fail("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange")
+    return 0
+
+
+cdef int check_transfers(SmallJob job, int i, Core* e) except -1:
+    """Without an exchange the wire has no chunk and no buffer of this engine, but the one for control messages."""
+    cdef Wires* f = &job.between
+    cdef int k, count = f.ends[i].nposted - 1
+    if e.pairs.running != NULL:
+        return 0
+    for k in range(f.nmessages):
+        count += f.messages[k].src == i and f.messages[k].sending != NULL and f.messages[k].channel != CONTROL
+    if count:
+        job.fail("invariant (no transfer left)", f"engine {i} has no exchange, and the wire uses "
+                  f"{count} buffers of it")
+    return 0
+
+
+cdef int check_peers(SmallJob job, int i, Core* e) except -1:
+    """Who is taken for failed has failed, or was suspected; who is taken for one that left has said goodbye."""
+    cdef int j
+    for j in range(job.n):
+        if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.said_goodbye:
+            job.fail("invariant (goodbye)", f"engine {i} takes {j} for one that has left; it has not said so")
+        if e.membership.states[j] == FAILED and not job.between.dead[j] and not job.between.ends[i].suspects[j] \
+                and not job.between.over[j]:
+            job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+    return 0
+
+
+cdef int check_sum(SmallJob job) except -1:
+    """The sum of all models has moved by local updates only, but for chunks that one side has merged so far."""
+    cdef double total, allowed
+    cdef int64_t h
+    cdef int c
+    for c in range(job.chunks):
+        total = sum_of(job, c)
+        allowed = 0
+        for h in range(job.ledger.count):
+            if job.ledger.halves[h].chunk == c:
+                allowed += job.weight * sqrt(job.ledger.halves[h].square)
+        if not abs(total - job.expected[c]) <= allowed:
+            job.fail(NOTHING_LOST, f"the sum of chunk {c} is off by {total - job.expected[c]}, allowed are "
+                      f"{allowed}")
+    return 0
+
+
+cdef double sum_of(SmallJob job, int c) noexcept:
+    cdef double total = 0, number
+    cdef Core* e
+    cdef int i
+    cdef int64_t step
+    for i in range(job.n):
+        e = job.learners[i].core
+        if chunk_at(e.memory, c).step >= 0:
+            memory_snapshot(e.memory, c, -1, False, False, &number, NULL, &step)
+            total += number
+        else:
+            total += job.parameters(i)[c]
+    return total
+
+
+cdef int check_over(SmallJob job, int i) except -1:
+    """Who has left in time is known to have left, and holds nothing."""
+    cdef Core* e = job.learners[i].core
+    cdef Wires* f = &job.between
+    wrong = wrong_leave(i, 0, e, f.now_s[i], goodbye_is_known(job, i), job.ledger)
+    if wrong is not None:
+        promise, what = wrong
+        job.fail(promise, what)
+    if f.faulty:
+        return 0
+    if e.pairs.running != NULL or (e.control.outgoing == NULL and open_transfers(f, i) > 1):
+        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(f, i) - 1} posted")
+    return check_unread(job, i, e)
+
+
+cdef int check_unread(SmallJob job, int i, Core* e) except -1:
+    """From who has answered its goodbye, nothing but departures is on its way to an engine that ends."""
+    cdef Underway* message
+    cdef Listener* listener
+    cdef int k
+    for k in range(job.between.nmessages):
+        message = &job.between.messages[k]
+        listener = listener_of(&e.membership, message.src)
+        if (message.dst == i and listener != NULL and listener.acknowledged >= e.membership.owed
+                and not tells_departures(message)):
+            job.fail("invariant (goodbye)", f"engine {i} has left, and a message of {message.src} is on its way "
+                      "to it")
+    return 0
+
+
+cdef bint goodbye_is_known(SmallJob job, int i) noexcept:
+    """Whether some engine knows of it, or none is there that answers."""
+    cdef Membership* m = &job.learners[i].core.membership
+    cdef int j
+    cdef bint alone = True
+    for j in range(job.n):
+        if j != i and has_departed(job.learners[j].core.membership.departed, i):
+            return True
+        if j != i and job.lives(j):
+            alone = alone and (m.states[j] > SUSPECT or m.mute[j])
+    return alone
+
+
+cdef int check_end(SmallJob job) except -1:
+    """All have ended: trainers have taken every step, and no chunk has one side only, unless the other failed."""
+    cdef Wires* f = &job.between
+    cdef Half* half
+    cdef int64_t h
+    cdef int i
+    for i in range(job.n):
+        if not f.dead[i] and job.learners[i].place < len(job.scripts[i]):
+            job.fail(SURVIVES, f"engine {i} has ended before its trainer")
+    count = {}
+    for h in range(job.ledger.count):
+        half = &job.ledger.halves[h]
+        key = (half.asker, half.server, half.number)
+        if f.ends[half.asker].suspects[half.server] or f.ends[half.server].suspects[half.asker]:
+            job.ledger.abandoned.add(key)
+        count[key] = count.get(key, 0) + 1
+        if count[key] > job.lanes:
+            job.fail(NOTHING_LOST, f"engine {half.by} alone has merged {count[key]} chunks of exchange "
+                      f"{half.number} of {half.asker} with {half.server}")
+    job.ledger.check_halves([bool(f.dead[i]) for i in range(job.n)])
+    return 0
+
+
+cdef bint tells_departures(Underway* m) noexcept nogil:
+    cdef int kind = (<const Message*>content_of(m)).kind
+    return m.channel == CONTROL and (kind == BYE or kind == NEWS or kind == BYE_SEEN)

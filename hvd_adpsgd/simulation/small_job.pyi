@@ -1,0 +1,2 @@
+STATE_NAMES: tuple[str, ...]
+KINDS: tuple[str, ...]
