@@ -62,9 +62,7 @@ class Parameters:
         self.tensors: list[torch.Tensor] = []
         self._known: set[int] = set()
         self.staged = False
-        self._devices: list[torch.device] = []
-        self._shapes: list[torch.Size] = []
-        self._dtypes: list[torch.dtype] = []
+        self._as_wrapped: list[tuple[torch.device, torch.dtype, torch.Size]] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._addresses = np.zeros(0, dtype=np.uintp)
 
@@ -84,10 +82,8 @@ class Parameters:
             specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
             self.names.append(name)
             self.tensors.append(tensor)
-            self._devices.append(tensor.device)
             self.staged |= is_staged(tensor.device)
-            self._shapes.append(tensor.shape)
-            self._dtypes.append(tensor.dtype)
+            self._as_wrapped.append((tensor.device, tensor.dtype, tensor.shape))
         self._addresses = np.zeros(len(self.tensors), dtype=np.uintp)
         return specs
 
@@ -96,26 +92,32 @@ class Parameters:
 
     def addresses(self) -> NDArray[np.uintp]:
         """Address of each tensor's memory, copies of strided ones filled."""
-        for i, tensor in enumerate(self.tensors):
-            if tensor.is_contiguous():
-                self._copies.pop(i, None)
-                self._addresses[i] = tensor.data_ptr()
-            else:
-                self._addresses[i] = self._copied(i, tensor).data_ptr()
+        reached = self.tensors
+        if not all(map(torch.Tensor.is_contiguous, self.tensors)):
+            reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
+        elif self._copies:
+            self._copies.clear()
+        self._addresses[:] = list(
+            map(torch.Tensor.data_ptr, reached)
+        )  # in C: there may be thousands
         return self._addresses
 
     def write_back(self) -> None:
         """Copy corrected copies to where they came from."""
         with torch.no_grad():
             for i, copy in self._copies.items():
-                self.tensors[i].data.copy_(copy.view(self._shapes[i]))
+                self.tensors[i].data.copy_(copy.view(self.tensors[i].shape))
 
     def nonfinite(self) -> list[str]:
         """Names of the tensors that hold NaN or infinity."""
         pairs = zip(self.names, self.tensors, strict=True)
         return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
 
-    def _copied(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _reached(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its contiguous copy, filled."""
+        if tensor.is_contiguous():
+            self._copies.pop(i, None)
+            return tensor
         copy = self._copies.get(i)
         if copy is None:
             copy = self._copies[i] = torch.empty(tensor.numel(), dtype=tensor.dtype)
@@ -129,19 +131,23 @@ class Parameters:
             DeviceMovedError: if a tensor lies on another device than when it was wrapped.
             ModelMismatchError: if its shape or dtype changed.
         """
-        for i, tensor in enumerate(self.tensors):
-            if tensor.device != self._devices[i]:
-                raise DeviceMovedError(
-                    f"parameter {self.names[i]!r} is on {tensor.device}, it was on "
-                    f"{self._devices[i]} when the optimizer was wrapped. Move the model before "
-                    "hvd.DistributedOptimizer, or wrap a new optimizer."
-                )
-            if tensor.shape != self._shapes[i] or tensor.dtype != self._dtypes[i]:
-                raise ModelMismatchError(
-                    f"parameter {self.names[i]!r} is {tensor.dtype}{list(tensor.shape)}, it was "
-                    f"{self._dtypes[i]}{list(self._shapes[i])} when the optimizer was wrapped. "
-                    "Wrap a new optimizer after changing a parameter."
-                )
+        now = [(t.device, t.dtype, t.shape) for t in self.tensors]
+        if now != self._as_wrapped:
+            changed = next(i for i, kind in enumerate(self._as_wrapped) if now[i] != kind)
+            self._refuse(changed, *now[changed])
+
+    def _refuse(self, i: int, device: torch.device, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Raise for a tensor that is not what it was."""
+        its_device, its_dtype, its_shape = self._as_wrapped[i]
+        if device != its_device:
+            raise DeviceMovedError(
+                f"parameter {self.names[i]!r} is on {device}, it was on {its_device} when the optimizer was "
+                "wrapped. Move the model before hvd.DistributedOptimizer, or wrap a new optimizer."
+            )
+        raise ModelMismatchError(
+            f"parameter {self.names[i]!r} is {dtype}{list(shape)}, it was {its_dtype}{list(its_shape)} "
+            "when the optimizer was wrapped. Wrap a new optimizer after changing a parameter."
+        )
 
 
 def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -35,7 +35,7 @@ cdef int make_engine(JobState job, schedule, model, Make* how) except -1:
         loop.share_reports(job.reports_s)
     if job.means is not None:
         loop.average_all(True, True)
-        job.gossips = len(schedule) > 0
+        job.gossips |= len(schedule) > 0    # one whose ring neighbours have failed has no peers
     a.core = &loop.core
     a.first, a.size, a.process = link.first, link.size, link.process
     a.successor = -1
