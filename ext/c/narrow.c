@@ -19,13 +19,17 @@ ADPSGD_VECTOR static void widen_bf16(float *restrict out, const uint16_t *restri
   for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)in[i] << 16);
 }
 
-ADPSGD_VECTOR static void narrow_bf16(uint16_t *restrict out, const float *restrict in, int64_t n) {
+ADPSGD_VECTOR static int narrow_bf16(uint16_t *restrict out, const float *restrict in, int64_t n) {
+  uint32_t bad = 0;
   for (int64_t i = 0; i < n; i++) {
     const uint32_t u = bits_of(in[i]);
     const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
     const uint32_t nan = (u >> 16) | 0x40u;
-    out[i] = (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
+    const uint32_t x = (u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded;
+    bad |= (x & 0x7F80u) == 0x7F80u;
+    out[i] = (uint16_t)x;
   }
+  return bad != 0;
 }
 
 /* ---- float16, by integer operations -------------------------------------------------------- */
@@ -117,9 +121,20 @@ ADPSGD_VECTOR static int any_with(uint16_t exponent, const uint16_t *restrict in
   return found != 0;
 }
 
-int adpsgd_infinite_16(int dtype, const void *in, int64_t n) {
-  return any_with(dtype == ADPSGD_BFLOAT16 ? 0x7F80u : 0x7C00u, in, n);
+ADPSGD_VECTOR static int copy_with(uint16_t exponent, uint16_t *restrict out, const uint16_t *restrict in, int64_t n) {
+  uint16_t found = 0;
+  for (int64_t i = 0; i < n; i++) {
+    out[i] = in[i];
+    found |= (out[i] & exponent) == exponent;
+  }
+  return found != 0;
 }
+
+static uint16_t exponent_of(int dtype) { return dtype == ADPSGD_BFLOAT16 ? 0x7F80u : 0x7C00u; }
+
+int adpsgd_infinite_16(int dtype, const void *in, int64_t n) { return any_with(exponent_of(dtype), in, n); }
+
+int adpsgd_copy_16(int dtype, void *out, const void *in, int64_t n) { return copy_with(exponent_of(dtype), out, in, n); }
 
 void adpsgd_widen(int dtype, float *out, const void *in, int64_t n) {
   if (dtype == ADPSGD_BFLOAT16) widen_bf16(out, in, n);
@@ -127,7 +142,7 @@ void adpsgd_widen(int dtype, float *out, const void *in, int64_t n) {
 }
 
 int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n) {
-  if (dtype == ADPSGD_BFLOAT16) narrow_bf16(out, in, n);
-  else narrow_f16(out, in, n);
+  if (dtype == ADPSGD_BFLOAT16) return narrow_bf16(out, in, n);
+  narrow_f16(out, in, n);
   return adpsgd_infinite_16(dtype, out, n);
 }

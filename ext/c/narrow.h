@@ -18,7 +18,8 @@ void adpsgd_widen(int dtype, float *out, const void *in, int64_t n);
  * a number, else 0. */
 int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n);
 
-/* The second half of adpsgd_narrow: 1 if any of n stored numbers is infinite or not a number, else 0. */
+/* Of stored numbers: 1 if any of n is infinite or not a number, else 0; and the same of a copy, each read once. */
 int adpsgd_infinite_16(int dtype, const void *in, int64_t n);
+int adpsgd_copy_16(int dtype, void *out, const void *in, int64_t n);
 
 #endif
