@@ -18,6 +18,7 @@ if REASON:
 PATIENCE = {"OMPI_MCA_mpi_ft_detector_period": "2", "OMPI_MCA_mpi_ft_detector_timeout": "8"}
 
 
+@pytest.mark.extended
 def test_a_host_that_is_cut_off_for_5_s_comes_back(tmp_path: Path) -> None:
     with training(tmp_path, 18) as run:
         cut = time.time()

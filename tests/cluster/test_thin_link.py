@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.machines import Cluster, unavailable
 from tests.launcher import QUICK, environment
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone, pytest.mark.extended]
 REASON = unavailable()
 if REASON:
     pytest.skip(REASON, allow_module_level=True)
