@@ -22,6 +22,7 @@ from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import (
     AdpsgdError,
     CollectiveMismatchError,
+    LearnerFailedError,
     PeerFailedError,
     QuorumLostError,
     TransportError,
@@ -183,6 +184,7 @@ class Collectives:
         self._rank, self._size, self._membership = rank, size, membership
         self.turns = Turns()
         self._quorum = quorum
+        self._left = ""  # why this learner takes part no more
         self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread
@@ -242,7 +244,7 @@ class Collectives:
         Raises:
             CollectiveMismatchError: on all learners, if their calls differ.
             PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
-            LearnerFailedError: if the others have declared this learner failed.
+            LearnerFailedError: if the others have declared this learner failed, or after `leave`.
             QuorumLostError: on all that are left, if they are too few for `quorum`.
             TransportError: on all learners, if MPI fails on one.
             Exception: what the operation raises; on the other learners the same class if it is one of ours,
@@ -284,7 +286,13 @@ class Collectives:
 
     # ---- attempts -----------------------------------------------------------------------------
 
+    def leave(self, why: str) -> None:
+        """Take part in no operation any more: each raises. The others go on when this process ends."""
+        self._left = why
+
     def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
+        if self._left:
+            raise LearnerFailedError(f"{call.kind}: {self._left}")
         self._finish_interrupted()
         while True:
             self._require_quorum(call.kind)

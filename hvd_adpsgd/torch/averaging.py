@@ -32,7 +32,7 @@ from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
-from hvd_adpsgd.torch.node import in_node, node_failures
+from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.staging import Staging
@@ -145,7 +145,8 @@ class Averaging:
             has_neighbours=self.world.local_size > (inner.Get_size() if inner else 1),
             memory=memory,
         )
-        with mpi_failures("averaging"):
+        node = wrapping_failures(self.world, self.spec.config.deadline_s)
+        with node, mpi_failures("averaging"):
             for specs in self.specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)

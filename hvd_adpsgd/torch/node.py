@@ -12,9 +12,10 @@ from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError, PeerFailedError
 from hvd_adpsgd.runtime import preemption
 
 if TYPE_CHECKING:
+    from hvd_adpsgd.runtime.world import World
     from hvd_adpsgd.torch.averaging import Averaging
 
-__all__ = ["horovods", "in_node", "node_failures"]
+__all__ = ["horovods", "in_node", "node_failures", "wrapping_failures"]
 
 
 @contextlib.contextmanager
@@ -54,16 +55,43 @@ def node_failures(averaging: Averaging) -> Iterator[None]:
         raise _broken(averaging, failed) from None
 
 
+@contextlib.contextmanager
+def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
+    """As node_failures, where there is no engine yet.
+
+    Args:
+        world: of this learner.
+        seconds: longest wait for the system to tell which learner has failed.
+
+    Raises:
+        LearnerFailedError: if a learner of this super learner has ended.
+    """
+    try:
+        yield
+    except PeerFailedError:
+        preemption.hold()
+        failed = world.failed_in_node(seconds)
+        if not failed:
+            raise
+        raise _leaves(world, "wrapping", failed) from None
+
+
 def _broken(averaging: Averaging, failed: set[int]) -> AdpsgdError:
-    world = averaging.world
+    error = _leaves(averaging.world, f"step {averaging.step}", failed)
+    averaging.stop("a learner of this super learner failed")
+    return error
+
+
+def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
+    """The error of a super learner that is not whole: it takes no part in what the others do from now on."""
     who = f"learner {', '.join(map(str, sorted(failed)))}" if failed else "another learner"
     message = (
-        f"step {averaging.step}, learner {world.rank} of super learner {world.super_rank}: {who} of it "
-        "has failed, so this super learner leaves, and the others train on without it. Start the job "
-        "again from a checkpoint to have it back."
+        f"{where}, learner {world.rank} of super learner {world.super_rank}: {who} of it has failed, so "
+        "this super learner leaves, and the others train on without it. Start the job again from a "
+        "checkpoint to have it back."
     )
     world.membership.fail([world.rank])
-    averaging.stop("a learner of this super learner failed")
+    world.collectives.leave(message)
     return horovods(LearnerFailedError)(message)
 
 

@@ -85,3 +85,45 @@ def test_wrapping_survives_a_loss_at_any_moment(k: int) -> None:
     chance = random.Random(SEED + k)
     for _ in range(25):
         killed_while_wrapping(k, chance.randrange(4), chance.uniform(0, 20e-3))
+
+
+GOES_ON = """
+    import signal, torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd.engine.model_memory import ModelMemory
+    hvd.init()
+    torch.set_num_threads(1)
+    rank, model = hvd.rank(), torch.nn.Linear(300, 300)
+    extend = ModelMemory.extend
+
+    def ends(memory, tensors):
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return extend(memory, tensors)
+
+    def told(call):
+        try:
+            call()
+        except Exception as error:
+            return [kind.__name__ for kind in type(error).__mro__]
+
+    ModelMemory.extend = ends
+    wrap = lambda: hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+    wrapped, averaged = told(wrap), told(lambda: hvd.average_model(model))
+    say(rank=rank, wrapped=wrapped, averaged=averaged, failed=list(hvd.failed_ranks()))
+    hvd.shutdown()
+"""
+
+
+def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> None:
+    """It goes on after the error: its operations raise, and those of the others are not compared with them."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    said = run_learners(4, GOES_ON, env=env, timeout=60).by_rank()
+    assert [facts["rank"] for facts in said] == [0, 1, 2], said
+    mate = said.pop()
+    for seen in (mate["wrapped"], mate["averaged"]):
+        assert seen and "LearnerFailedError" in seen, mate
+    for facts in said:
+        assert facts["wrapped"] is None and facts["averaged"] is None, facts
+        assert facts["failed"] == [2, 3], facts
