@@ -97,19 +97,42 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", default="100M", metavar="350M", help="float32 parameters")
-    group.add_argument("--step", default="0.35s", metavar="0.35s", help="time of a step")
     group.add_argument(
-        "--network", default="10Gb/s,50us", metavar="10Gb/s,50us", help="of each host's link"
+        "--model", default="100M", metavar="350M", help="float32 parameters (default 100M)"
     )
-    group.add_argument("--slow", default="0x1", metavar="1x10", help="one is ten times slower")
     group.add_argument(
-        "--fail", default="0/h", metavar="0.01/h", help="failures of one super learner"
+        "--step", default="0.35s", metavar="0.35s", help="time of a step (default 0.35s)"
     )
-    group.add_argument("--strategy", default="random_pairs", metavar="SPEC")
-    group.add_argument("--rate", type=float, default=1.0, metavar="R", help="exchanges per step")
     group.add_argument(
-        "--share", type=float, default=1.0, metavar="S", help="of the model that an exchange moves"
+        "--network",
+        default="10Gb/s,50us",
+        metavar="10Gb/s,50us",
+        help="of each host's link (default 10Gb/s,50us)",
+    )
+    group.add_argument(
+        "--slow", default="0x1", metavar="1x10", help="one is ten times slower (default: none)"
+    )
+    group.add_argument(
+        "--fail",
+        default="0/h",
+        metavar="0.01/h",
+        help="failures of one super learner (default: none)",
+    )
+    group.add_argument(
+        "--strategy",
+        default="random_pairs",
+        metavar="SPEC",
+        help="as averaging= (default random_pairs)",
+    )
+    group.add_argument(
+        "--rate", type=float, default=1.0, metavar="R", help="exchanges per step (default 1)"
+    )
+    group.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="of the model that an exchange moves (default 1)",
     )
     group.add_argument(
         "--minutes", type=float, default=10.0, metavar="M", help="of training (default 10)"
@@ -258,6 +281,7 @@ def _plan(args: argparse.Namespace) -> int:
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
     )
+    print(_told_cluster(cluster), flush=True)  # before a simulation that may take minutes
     outcome = plan(cluster)
     print(_told_plan(cluster, outcome))
     if args.json:
@@ -267,9 +291,29 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+_FULL = 0.85  # of a link's bytes per second, from which exchanges wait for it
+
+
+def _told_cluster(c: Cluster) -> str:
+    slow = f", {c.slow} of them {c.slow_factor:g} times slower" if c.slow else ""
+    fails = f", {c.failures_per_hour:g} failures per hour of each" if c.failures_per_hour else ""
+    return (
+        f"{c.super_learners} super learners{slow}{fails}: {c.parameters / 1e6:g} M parameters, steps of "
+        f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us, {c.strategy}, "
+        f"{c.rate:g} exchanges per step of {c.share:g} of the model, {c.minutes:g} minutes, seed {c.seed}"
+    )
+
+
 def _told_plan(cluster: Cluster, o: Outcome) -> str:
     theory = ", in theory {:.3f} to {:.3f},".format(*o.decay_in_theory) if o.decay_in_theory else ""
     decay = f"{o.decay:.3f}{theory}" if o.decay is not None else "not seen"
+    stale = f"{o.staleness_mean:.1f} steps, 99 % within {o.staleness_99}"
+    sent, link = o.bytes_per_s[0] / 1e6, cluster.bytes_per_s / 1e6
+    full = (
+        ": exchanges wait for it, models are older than theory has them"
+        if sent > _FULL * link
+        else ""
+    )
     rows = [
         ("steps kept", f"{o.steps_kept:.1%} of those without waiting, slow ones and failures"),
         (
@@ -277,11 +321,12 @@ def _told_plan(cluster: Cluster, o: Outcome) -> str:
             f"{o.synchronous_kept:.1%} (model: ring all-reduce, checkpoints, restarts)",
         ),
         ("exchanges per step", f"{o.exchanges_per_step:.2f} of a super learner, asked and served"),
-        ("staleness", f"{o.staleness_mean:.1f} steps, 99 % within {o.staleness_99}"),
+        ("staleness", stale if o.exchanges_per_step else "not seen"),
         ("consensus decay", f"{decay} per exchange of a super learner, squared distance"),
         (
             "sent",
-            f"{o.bytes_per_s[0] / 1e6:.0f} MB/s per super learner, most {o.bytes_per_s[1] / 1e6:.0f}",
+            f"{sent:.0f} MB/s per super learner, most {o.bytes_per_s[1] / 1e6:.0f}, of {link:.0f} of its link"
+            f"{full}",
         ),
         ("connections", f"{o.peers[0]:.0f} per super learner, most {o.peers[1]}"),
         ("failed", f"{o.failed} of {cluster.super_learners}"),
