@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from horovod.torch import HorovodInternalError
@@ -38,34 +38,31 @@ def in_node(averaging: Averaging) -> Iterator[None]:
         raise _broken(averaging, failed) from None
 
 
-@contextlib.contextmanager
-def node_failures(averaging: Averaging) -> Iterator[None]:
+def node_failures(averaging: Averaging) -> contextlib.AbstractContextManager[None]:
     """Inside, the learners of the super learner meet over MPI.
 
     Raises:
         LearnerFailedError: if a learner of this super learner has ended.
     """
-    try:
-        yield
-    except PeerFailedError:
-        preemption.hold()
-        failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
-        if not failed:
-            raise
-        raise _broken(averaging, failed) from None
+    seconds = averaging.spec.config.deadline_s
+    return _if_a_learner_failed(averaging.world, seconds, lambda failed: _broken(averaging, failed))
 
 
-@contextlib.contextmanager
-def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
+def wrapping_failures(world: World, seconds: float) -> contextlib.AbstractContextManager[None]:
     """As node_failures, where there is no engine yet.
 
     Args:
         world: of this learner.
-        seconds: longest wait for the system to tell which learner has failed.
-
-    Raises:
-        LearnerFailedError: if a learner of this super learner has ended.
+        seconds: longest wait for MPI to report which learner has failed.
     """
+    return _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, "wrapping", failed))
+
+
+@contextlib.contextmanager
+def _if_a_learner_failed(
+    world: World, seconds: float, error: Callable[[set[int]], AdpsgdError]
+) -> Iterator[None]:
+    """Raise `error` of the failed learners in place of a PeerFailedError, if this super learner has any."""
     try:
         yield
     except PeerFailedError:
@@ -73,7 +70,7 @@ def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
         failed = world.failed_in_node(seconds)
         if not failed:
             raise
-        raise _leaves(world, "wrapping", failed) from None
+        raise error(failed) from None
 
 
 def _broken(averaging: Averaging, failed: set[int]) -> AdpsgdError:

@@ -3,7 +3,7 @@
 
 Compiled, because the count needs an atomic addition, and the wait a call of Linux (futex) that sleeps until the
 count has changed. One that arrives last wakes the others; nobody spins, as learners may be more than cores. A
-process that dies leaves nothing behind: the count is memory, and who waits looks up at times.
+process that dies leaves nothing behind: the count is memory, and waits have a time-out.
 """
 
 cdef extern from *:

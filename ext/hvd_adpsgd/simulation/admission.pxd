@@ -8,7 +8,7 @@ cdef enum Stage:            # of a member
     RESTS = 1               # its engine is at rest, and it has said so
     WAITS = 2               # it has its new engine; the giver waits for the newcomer's
     SAYS = 3                # it has said whether it is ready
-    OVER = 4                # it has gone over, or goes on as it was
+    OVER = 4                # it has switched to the new engine, or keeps the old one
 
 cdef class Admission:
     cdef int n              # members: processes 0 to n - 1; the newcomer is process n

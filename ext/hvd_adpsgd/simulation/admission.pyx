@@ -7,7 +7,7 @@ As torch/admission.py and runtime/meeting.py do it, with real engines and the re
     each member                                             the newcomer
     before the same step: its engine comes to rest,
     and corrections are applied
-    decision 0: who is there. The giver, the lowest
+    decision 0: the members. The giver, the lowest
     of them, has the mean of their models
     makes an engine for them and the newcomer              makes its engine when the giver asks
     decision 1: all have it, and nobody was lost
@@ -119,7 +119,7 @@ cdef object decided(JobState job, agreement, number):
 
 
 cdef int prepare(JobState job, int p, failed) except -1:
-    """Who is there is decided: make an engine for them and the newcomer."""
+    """The members are decided: make an engine for them and the newcomer."""
     cdef Admission m = job.admission
     if m.members is None:
         m.failed = failed
@@ -185,7 +185,7 @@ cdef void begin(JobState job, int at):
 
 
 cdef int conclude(JobState job, int p, decision) except -1:
-    """All go over, or all go on as they were."""
+    """All members switch to the new engines, or all keep the old ones."""
     cdef Admission m = job.admission
     m.stages[p] = OVER
     if decision.flag and decision.failed == m.failed:
