@@ -383,3 +383,33 @@ def test_private_memory_is_there_before_it_is_touched():
     memory = private_memory(64 * 2**20)
     assert resident() - before > 60 * 2**20
     assert not memory.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: bool) -> None:
+    """In the published slot and in the open one; or a mean in the open one, which takes the place of all."""
+    rng = np.random.default_rng(8)
+    learner = Learner(rng.standard_normal(100), dtype)
+    learner.absorb(-1)  # fills the mirror
+    before = learner.model.copy()
+    expected, there = learner.values.astype(wide(dtype)), []
+    for _ in range(2):
+        for i, chunk in enumerate(learner.chunks):
+            a, b = (encode(rng.standard_normal(chunk.count), dtype) for _ in range(2))
+            learner.store.merge(i, -1, 0.5, a.view(np.uint8), b.view(np.uint8))
+            there.append(0.5 * (decode(a, dtype) - decode(b, dtype)))
+        if len(there) == len(learner.chunks):
+            learner.store.publish()
+    half = len(there) // 2
+    expected = expected + np.concatenate(there[:half]) + np.concatenate(there[half:])
+    if replace:
+        expected = rng.standard_normal(100).astype(wide(dtype))
+        ends = list(accumulate((c.count for c in learner.chunks), initial=0))
+        for i, own in enumerate(np.split(expected, ends[1:-1])):
+            raw = np.ascontiguousarray(own).view(np.uint8)
+            learner.store.merge_mean(i, True, 1.0, raw, raw)
+    copy = np.ascontiguousarray(learner.values.astype(wide(dtype)))
+    learner.store.add_pending(learner.spans, np.array([copy.ctypes.data], dtype=np.uintp))
+    np.testing.assert_allclose(copy, expected, rtol=0, atol=10 * ROUNDING[dtype])
+    np.testing.assert_array_equal(learner.model, before)
