@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["SEED", "Bound", "in_bound", "in_bounds"]
+__all__ = ["SEED", "Bound", "check_fields", "in_bound", "in_bounds"]
 
 Bound = tuple[float, float]  # least and most; two integers allow whole numbers only
 SEED: Bound = (0, 2**62 - 1)
@@ -48,3 +50,29 @@ def in_bounds(where: str, values: object, bounds: Mapping[str, Bound], cure: str
     """
     for name, bound in bounds.items():
         in_bound(f"{where}: {name}", getattr(values, name), bound, cure)
+
+
+def check_fields(what: str, values: object, kind: type[Any], cure: str) -> None:
+    """Check that an object of JSON has the fields of a dataclass, and no others.
+
+    Args:
+        what: of the object, for the error.
+        values: the object.
+        kind: the dataclass.
+        cure: the last sentence of the error.
+
+    Raises:
+        ConfigError: if it is no object, a field that has no default is missing, or there is another one.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what}: {str(values)[:40]!r} is no JSON object. {cure}")
+    fields = dataclasses.fields(kind)
+    needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    missing, unknown = needed - values.keys(), values.keys() - {f.name for f in fields}
+    if missing or unknown:
+        parts = [
+            f"{said} fields: {', '.join(sorted(names)[:6])}"
+            for said, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        raise ConfigError(f"{what}: {'; '.join(parts)}. {cure}")

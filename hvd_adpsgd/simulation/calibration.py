@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.bounds import check_fields
 
 __all__ = ["Calibration"]
 
@@ -60,10 +61,12 @@ class Calibration:
         Raises:
             ConfigError: if there is none.
         """
+        cure = "Write one with `python -m hvd_adpsgd bench calibrate --out FILE`."
         try:
-            return cls(**json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"calibration: {path} is no calibration file ({error}). Write one with "
-                "`python -m hvd_adpsgd bench calibrate --out FILE`."
+                f"calibration: {path} is no calibration file ({error}). {cure}"
             ) from error
+        check_fields(f"calibration: {path}", values, cls, cure)
+        return cls(**values)

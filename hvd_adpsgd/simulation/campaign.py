@@ -109,8 +109,9 @@ class Report:
             if not whole or len(values) < len(dataclasses.fields(Report)) or not kinds <= {*FAULTS}:
                 raise ValueError("a part is missing or is no count")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            why = error if isinstance(error, ValueError) else "a part is missing or of another kind"
             raise ConfigError(
-                f"not a report of simulated seeds: {text[:40]!r} ({error}). Name a file that `--keep` has "
+                f"not a report of simulated seeds: {text[:40]!r} ({why}). Name a file that `--keep` has "
                 "written, or a new one."
             ) from error
         return found

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,11 @@ class Cluster:
             in_bound(
                 f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
             )
+        if 60 * self.minutes < self.step_s:
+            raise ConfigError(
+                f"a cluster: {self.minutes:g} minutes (--minutes) are less than a step of {self.step_s:g} s "
+                "(--step). Plan for at least one step."
+            )
         if parse(self.strategy).averages == "nothing":
             raise ConfigError(
                 f"a cluster: strategy is {self.strategy!r}, which averages no models and is not simulated. "
@@ -180,18 +185,27 @@ class Outcome:
         )
 
 
-def plan(cluster: Cluster) -> Outcome:
+def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> Outcome:
     """Simulate a cluster.
+
+    Args:
+        cluster: what is planned.
+        progress: told now and then the share of its minutes that is over.
 
     Raises:
         AdpsgdError: if the strategy cannot serve so many.
     """
     began = time.perf_counter()
     job, lived_s = _job(cluster)
-    distances = _decay_phase(job, cluster)
-    job.run_for(max(60 * cluster.minutes - _decay_s(cluster), 0))
-    took = time.perf_counter() - began
-    return _outcome(cluster, job, distances, lived_s, took)
+    distances, passed_s = [], 0.0
+    for part_s, measured in _parts(cluster):
+        job.run_for(part_s)
+        passed_s += part_s
+        if measured:
+            distances.append(_distance(job, cluster.super_learners))
+        if progress is not None:
+            progress(passed_s / (60 * cluster.minutes))
+    return _outcome(cluster, job, _relative(distances), lived_s, time.perf_counter() - began)
 
 
 # ---- the job ------------------------------------------------------------------------------------
@@ -260,20 +274,26 @@ def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def _decay_s(c: Cluster) -> float:
-    return min(40 * c.step_s, 60 * c.minutes)
+def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
+    """Seconds of the simulation, part by part: forty steps in which the decay is measured, and the rest."""
+    seconds = 60 * c.minutes
+    measured_s = min(40 * c.step_s, seconds)
+    yield from [(measured_s / 20, True)] * 20
+    if seconds > measured_s:
+        yield from [((seconds - measured_s) / 100, False)] * 100
 
 
-def _decay_phase(job: Job, c: Cluster) -> list[tuple[float, float]]:
-    """(exchanges per super learner, squared distance from the mean) of the first forty steps."""
-    found = []
-    for _ in range(20):
-        job.run_for(_decay_s(c) / 20)
-        models = np.array([job.model(i).ravel() for i in range(c.super_learners)])
-        square = float(((models - models.mean(axis=0)) ** 2).sum())
-        found.append((float(np.mean(job.exchanges_of())), square))
-    first = found[0][1]
-    return [(count, square / first if first > 0 else 0.0) for count, square in found]
+def _distance(job: Job, n: int) -> tuple[float, float]:
+    """Exchanges per super learner so far, and the squared distance from the mean."""
+    models = np.array([job.model(i).ravel() for i in range(n)])
+    square = float(((models - models.mean(axis=0)) ** 2).sum())
+    return float(np.mean(job.exchanges_of())), square
+
+
+def _relative(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The distances as shares of the first."""
+    first = distances[0][1]
+    return [(count, square / first if first > 0 else 0.0) for count, square in distances]
 
 
 def _decay(distances: Sequence[tuple[float, float]]) -> float | None:

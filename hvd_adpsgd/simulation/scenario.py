@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound, in_bounds
+from hvd_adpsgd.simulation.bounds import SEED, Bound, check_fields, in_bound, in_bounds
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.job import Job
@@ -258,19 +258,24 @@ class Scenario:
         Raises:
             ConfigError: if it is none.
         """
+        what = f"not a scenario: {text[:80]!r}"
         try:
             found = json.loads(text)
+            check_fields(what, found, cls, REPLAYED)
+            for each in found["learners"]:
+                check_fields("not a scenario: a learner", each, Learner, REPLAYED)
+            for each in found.get("faults", ()):
+                check_fields("not a scenario: a fault", each, Fault, REPLAYED)
             found["learners"] = tuple(Learner(**each) for each in found["learners"])
             found["faults"] = tuple(
-                Fault(**{**each, "peers": tuple(each["peers"])}) for each in found["faults"]
+                Fault(**{**each, "peers": tuple(each.get("peers", ()))})
+                for each in found.get("faults", ())
             )
-            return cls(**{**found, "hosts": tuple(found["hosts"])})
+            return cls(**{**found, "hosts": tuple(found.get("hosts", ()))})
         except ConfigError:
             raise
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ConfigError(
-                f"not a scenario: {text[:80]!r} ({error}). Pass what `simulate` has printed."
-            ) from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{what} ({error}). {REPLAYED}") from error
 
     def __str__(self) -> str:
         """A description in a few lines."""

@@ -175,7 +175,7 @@ def test_a_number_out_of_its_bound_is_refused(
 def test_a_file_that_cannot_be_written_is_refused_before_the_plan(
     option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "plan", lambda cluster: pytest.fail("it was simulated"))
+    monkeypatch.setattr(simulate, "plan", lambda *_: pytest.fail("it was simulated"))
     assert simulate.main(["--super-learners", "4", *option.split()]) == 2
     assert "Name a file" in capsys.readouterr().err
 
@@ -186,6 +186,20 @@ def test_a_file_is_left_as_it_was_where_nothing_is_written(tmp_path: Path) -> No
     arguments = ["--super-learners", "4", "--model", "0", "--json", str(old), "--figure", str(new)]
     assert simulate.main(arguments) == 2
     assert old.read_text() == "old" and not new.exists()
+
+
+def test_less_than_a_step_is_not_planned() -> None:
+    with pytest.raises(ConfigError, match=r"0\.001 minutes \(--minutes\) are less than a step"):
+        fast(4, minutes=0.001)
+    fast(4, minutes=0.35 / 60)
+
+
+def test_a_plan_tells_how_far_it_is() -> None:
+    """And is the same plan."""
+    told: list[float] = []
+    watched = plan(fast(4), told.append)
+    assert told == sorted(told) and told[0] < 0.1 and told[-1] == pytest.approx(1)
+    assert watched.steps == plan(fast(4)).steps
 
 
 def test_units() -> None:

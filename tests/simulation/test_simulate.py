@@ -166,6 +166,63 @@ def test_arguments_out_of_their_bounds_are_refused(
     assert printed.out == "" and re.search(r"allowed is a|cannot be written", printed.err)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "belongs_to"),
+    [
+        ("--super-learners 16 --chart", "--seed and --scenario"),
+        ("--super-learners 16 --keep report.json", "--seeds"),
+        ("--seed 8 --json plan.json", "--super-learners"),
+        ("--seed 8 --minutes 3", "--super-learners"),
+        ("--seeds 0 9 --timeline t.json", "--seed and --scenario"),
+        ("--explore two --workers 2", "--seeds"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    arguments: str, belongs_to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"but to {belongs_to}." in printed.err
+
+
+@pytest.mark.parametrize("lines", [0, -3])
+def test_a_chart_of_no_lines_is_refused(lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--seed", "8", "--chart", "--lines", str(lines)]) == 2
+    assert f"--lines is {lines}, allowed is" in capsys.readouterr().err
+
+
+def test_a_scenario_that_cannot_be_names_its_fields() -> None:
+    good = json.loads(EIGHT.to_json())
+    learner = {**good["learners"][0], "more": 1}
+    for text, said in (
+        ("[]", "is no JSON object"),
+        ('{"seed": 3, "a": 1}', "missing fields: bytes_per_s.*unknown fields: a"),
+        (json.dumps({**good, "learners": [learner]}), "a learner: unknown fields: more"),
+    ):
+        with pytest.raises(ConfigError, match=f"not a scenario.*{said}"):
+            Scenario.from_json(text)
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "report.json"
+    monkeypatch.setattr(campaign, "BLOCK", 4)
+    blocks = iter([campaign.run_block, campaign.run_block])
+
+    def stopped(seeds: range) -> campaign.Report:
+        try:
+            return next(blocks)(seeds)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(campaign, "run_block", stopped)
+    command = ["--seeds", "0", "20", "--workers", "1", "--keep", str(kept)]
+    assert simulate.main(command) == 130
+    said = f"8 of 20 seeds are in {kept}; the same command runs the others"
+    assert said in capsys.readouterr().err
+
+
 def test_output_that_nobody_reads_ends_quietly() -> None:
     command = [sys.executable, "-m", "hvd_adpsgd", "simulate", "--seed", "8", "--chart"]
     reading, writing = os.pipe()

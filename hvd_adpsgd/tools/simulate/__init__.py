@@ -12,20 +12,19 @@ import argparse
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adpsgd.errors import AdpsgdError
-from hvd_adpsgd.simulation import exploration
+from hvd_adpsgd.simulation import campaign, exploration
 from hvd_adpsgd.simulation.calibration import Calibration
-from hvd_adpsgd.simulation.campaign import BLOCK, Report, explore
 from hvd_adpsgd.simulation.chart import chart, write_timeline
 from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.simulation.planner import Cluster, Outcome, draw, plan
 from hvd_adpsgd.simulation.scenario import LONGEST_S, Scenario, job_of
 from hvd_adpsgd.simulation.shrink import shrink
-from hvd_adpsgd.tools.simulate import units
+from hvd_adpsgd.tools.simulate import progress, units
+from hvd_adpsgd.tools.simulate.arguments import parsed
 from hvd_adpsgd.tools.simulate.files import check_image, check_writable
 
 __all__ = ["main"]
@@ -33,9 +32,8 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 if every promise was kept, 1 if one is broken, 2 for a wrong argument."""
-    args = _parser().parse_args(arguments)
     try:
-        status = _run(args)
+        status = _run(parsed(__doc__, arguments))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # who has read the output has gone, as `head` does
@@ -60,91 +58,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.explore is not None:
         return _every_interleaving(args.explore)
     return _replay(args)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hvd_adpsgd simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, metavar="N", help="replay the scenario of a seed")
-    what.add_argument(
-        "--scenario", metavar="JSON", help="replay a scenario that simulate has printed"
-    )
-    what.add_argument("--seeds", type=int, nargs=2, metavar=("A", "B"), help="run seeds A to B - 1")
-    what.add_argument(
-        "--explore", nargs="*", metavar="JOB", help="explore every interleaving of small jobs"
-    )
-    what.add_argument("--super-learners", type=int, metavar="N", help="plan a cluster of so many")
-    parser.add_argument(
-        "--keep",
-        metavar="FILE",
-        help="of --seeds: the report so far; the same call again continues it",
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
-    parser.add_argument(
-        "--chart", action="store_true", help="draw the messages as a sequence chart"
-    )
-    parser.add_argument("--lines", type=int, metavar="N", help="only the last N lines of the chart")
-    parser.add_argument("--timeline", metavar="FILE", help="write a Chrome trace, as training does")
-    parser.add_argument(
-        "--no-shrink", action="store_true", help="do not look for the smallest failure"
-    )
-    _add_plan_arguments(parser.add_argument_group("a cluster"))
-    return parser
-
-
-def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", default="100M", metavar="350M", help="float32 parameters (default 100M)"
-    )
-    group.add_argument(
-        "--step", default="0.35s", metavar="0.35s", help="time of a step (default 0.35s)"
-    )
-    group.add_argument(
-        "--network",
-        default="10Gb/s,50us",
-        metavar="10Gb/s,50us",
-        help="of each host's link (default 10Gb/s,50us)",
-    )
-    group.add_argument(
-        "--slow", default="0x1", metavar="1x10", help="one is ten times slower (default: none)"
-    )
-    group.add_argument(
-        "--fail",
-        default="0/h",
-        metavar="0.01/h",
-        help="failures of one super learner (default: none)",
-    )
-    group.add_argument(
-        "--strategy",
-        default="random_pairs",
-        metavar="SPEC",
-        help="as averaging= (default random_pairs)",
-    )
-    group.add_argument(
-        "--rate", type=float, default=1.0, metavar="R", help="exchanges per step (default 1)"
-    )
-    group.add_argument(
-        "--share",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="of the model that an exchange moves (default 1)",
-    )
-    group.add_argument(
-        "--minutes", type=float, default=10.0, metavar="M", help="of training (default 10)"
-    )
-    group.add_argument("--json", metavar="FILE", help="write all numbers")
-    group.add_argument(
-        "--figure", metavar="FILE", help="draw decay, staleness and steps (needs matplotlib)"
-    )
-    group.add_argument(
-        "--calibration", metavar="FILE", help="costs of averaging on a host, of `bench calibrate`"
-    )
-    group.add_argument("--random-seed", type=int, default=0, metavar="N")
 
 
 # ---- one run ------------------------------------------------------------------------------------
@@ -188,13 +101,23 @@ def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
 
 def _explore(args: argparse.Namespace) -> int:
     first, last = args.seeds
-    report = explore(
-        first,
-        last,
-        workers=args.workers,
-        progress=_progress(last - first),
-        kept=Path(args.keep) if args.keep else None,
-    )
+    kept = Path(args.keep) if args.keep else None
+    try:
+        report = campaign.explore(
+            first,
+            last,
+            workers=args.workers,
+            progress=progress.of_seeds(last - first),
+            kept=kept,
+        )
+    except KeyboardInterrupt:
+        if kept is not None and kept.exists():
+            done = campaign.Report.from_json(kept.read_text()).runs
+            print(
+                f"\n{done} of {last - first} seeds are in {kept}; the same command runs the others",
+                file=sys.stderr,
+            )
+        raise
     print(report)
     for failure in report.failures[:1]:
         if not args.no_shrink:
@@ -204,29 +127,6 @@ def _explore(args: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
-def _progress(runs: int) -> Callable[[Report], None]:
-    """A line that counts, rewritten on a terminal and every ten seconds elsewhere."""
-    began = shown = time.monotonic()
-    before: int | None = None  # runs of earlier calls
-
-    def show(report: Report) -> None:
-        nonlocal shown, before
-        before = max(report.runs - BLOCK, 0) if before is None else before
-        now = time.monotonic()
-        if now - shown < (0.2 if sys.stderr.isatty() else 10) and report.runs < runs:
-            return
-        shown = now
-        rate = max(report.runs - before, 1) / max(now - began, 1e-9)
-        line = (
-            f"{report.runs} of {runs} seeds, {rate:.0f}/s, {(runs - report.runs) / rate:.0f} s left, "
-            f"{len(report.failures)} broken"
-        )
-        end = "\r" if sys.stderr.isatty() and report.runs < runs else "\n"
-        print(line.ljust(78), end=end, file=sys.stderr, flush=True)
-
-    return show
-
-
 # ---- every interleaving -------------------------------------------------------------------------
 
 
@@ -234,29 +134,13 @@ def _every_interleaving(names: Sequence[str]) -> int:
     explored = []
     for job in exploration.chosen(names):
         try:
-            explored.append(job.run(_counting(job.name)))
+            explored.append(job.run(progress.of_states(job.name)))
         except BrokenPromise as broken:
             print(f"{job.name}: BROKEN: {broken}")
             return 1
         print(f"{job.name}: {explored[-1].states:,} states, every promise kept", flush=True)
     print(f"\n{exploration.table(explored)}")
     return 0
-
-
-def _counting(name: str) -> Callable[[int], None]:
-    """A line that counts states, rewritten on a terminal and every ten seconds elsewhere."""
-    shown = time.monotonic()
-
-    def show(states: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown < (0.5 if sys.stderr.isatty() else 10):
-            return
-        shown = now
-        end = "\r" if sys.stderr.isatty() else "\n"
-        print(f"{name}: {states:,} states so far", end=end, file=sys.stderr, flush=True)
-
-    return show
 
 
 # ---- a cluster ----------------------------------------------------------------------------------
@@ -282,7 +166,7 @@ def _plan(args: argparse.Namespace) -> int:
         calibration=Calibration.read(args.calibration) if args.calibration else None,
     )
     print(_told_cluster(cluster), flush=True)  # before a simulation that may take minutes
-    outcome = plan(cluster)
+    outcome = plan(cluster, progress.of_plan())
     print(_told_plan(cluster, outcome))
     if args.json:
         Path(args.json).write_text(outcome.to_json(cluster))

@@ -1,0 +1,66 @@
+"""How far a long simulation is: one line, rewritten on a terminal and every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from hvd_adpsgd.simulation.campaign import BLOCK, Report
+
+__all__ = ["of_plan", "of_seeds", "of_states"]
+
+
+class _Line:
+    """The line, on stderr."""
+
+    def __init__(self) -> None:
+        self.began = self._shown = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, text: Callable[[], str], last: bool = False) -> None:
+        """Show it if it is time to, or if it is the last one."""
+        now = time.monotonic()
+        if now - self._shown < (0.2 if self._terminal else 10) and not last:
+            return
+        self._shown = now
+        end = "\r" if self._terminal and not last else "\n"
+        print(text().ljust(78), end=end, file=sys.stderr, flush=True)
+
+
+def of_seeds(runs: int) -> Callable[[Report], None]:
+    """For so many seeds: how many have run, and how long the others will take."""
+    line = _Line()
+    before: int | None = None  # runs of earlier calls
+
+    def show(report: Report) -> None:
+        nonlocal before
+        before = max(report.runs - BLOCK, 0) if before is None else before
+        rate = max(report.runs - before, 1) / max(time.monotonic() - line.began, 1e-9)
+        line.show(
+            lambda: (
+                f"{report.runs} of {runs} seeds, {rate:.0f}/s, {(runs - report.runs) / rate:.0f} s left, "
+                f"{len(report.failures)} broken"
+            ),
+            last=report.runs >= runs,
+        )
+
+    return show
+
+
+def of_states(name: str) -> Callable[[int], None]:
+    """For an exploration: how many states were met."""
+    line = _Line()
+    return lambda states: line.show(lambda: f"{name}: {states:,} states so far")
+
+
+def of_plan() -> Callable[[float], None]:
+    """For a plan: the share of its time that is over. A short one shows nothing."""
+    line = _Line()
+
+    def show(share: float) -> None:
+        took = time.monotonic() - line.began
+        left = f", {took * (1 - share) / share:.0f} s left" if share > 0 else ""
+        line.show(lambda: f"simulated {share:.0%}{left}")
+
+    return show
