@@ -22,6 +22,7 @@ from hvd_adpsgd.engine.interfaces import addresses
 from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
 from tests.faults.test_replacement import joinings
 from tests.launcher import launch
+from tests.launchers.grown import require_grown
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
 TIMEOUT_S = 240.0
@@ -110,24 +111,6 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     made = Launches(tmp_path)
     yield made
     made.end()
-
-
-def require_grown(facts: list[dict[str, Any]], sizes: list[int], learners: int) -> None:
-    """All have seen the same super learners come, each with the exact mean, and average with them."""
-    assert [f["rank"] for f in facts] == list(range(learners))
-    leaders = range(sizes[-1])  # the newcomer that has several learners comes last
-    for each in facts:
-        assert each["size"] == learners and each["sum"] == learners
-        assert each["super_size"] == sizes[-1]
-        assert [len(after[1]) for _, _, after in each["told"]] == sizes
-        for _, before, after in each["told"]:
-            assert math.isclose(before[0], after[0], rel_tol=1e-12)
-        assert each["changes"][-1] == list(range(learners))
-        assert len(each["changes"]) == len(sizes) or each["new"]
-        assert each["averagings"] > 0 or each["rank"] not in leaders
-    for each in (f for f in facts if f["new"]):
-        means = [after[0] for _, _, after in each["told"]]
-        assert all(any(math.isclose(v, m, rel_tol=1e-12) for m in means) for v in each["first"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""A super learner from a host that the job does not know joins it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import Cluster, unavailable
+from tests.cluster.test_replaced import facts
+from tests.launcher import QUICK, environment
+from tests.launchers.grown import require_grown
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]
+REASON = unavailable()
+if REASON:
+    pytest.skip(REASON, allow_module_level=True)
+
+PROGRAM = Path(__file__).parents[1] / "launchers" / "programs" / "growing.py"
+TIMEOUT_S = 120.0
+
+
+@pytest.mark.parametrize("by_ssh", [False, True], ids=["started-there", "started-by-ssh"])
+def test_a_newcomer_from_another_host_makes_two_three(tmp_path: Path, by_ssh: bool) -> None:
+    """With the address that the job prints, and the file with its secret."""
+    secret = f"HVD_ADPSGD_JOIN_SECRET_FILE={tmp_path / 'secret'}"
+    program = [sys.executable, str(PROGRAM), "--size", "3"]
+    env = environment({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}, [QUICK])
+    job = ["horovodrun", "--gloo", "-np", "2", "-H", "node1:1,node2:1", "env", secret, *program]
+    log = tmp_path / "log"
+    with Cluster(3) as cluster, open(log, "a") as file:
+        out = {"env": env, "stdout": file, "stderr": subprocess.STDOUT}
+        with cluster.started(job, **out) as running:
+            doors = printed(r"HVD_ADPSGD_JOIN=(\S+)", log, running)
+            told = ["env", f"HVD_ADPSGD_JOIN={doors}", secret, *program]
+            command = ["ssh", "node3", f"cd {Path.cwd()};", *told] if by_ssh else told
+            with cluster.started(command, host="node1" if by_ssh else "node3", **out) as newcomer:
+                assert newcomer.wait(TIMEOUT_S) == 0, log.read_text()
+                assert running.wait(TIMEOUT_S) == 0, log.read_text()
+    said = log.read_text()
+    assert "127.0.0.1" not in doors, said
+    require_grown(sorted(facts(said), key=lambda one: one["rank"]), [3], 3)
+
+
+def printed(pattern: str, log: Path, job: subprocess.Popen[bytes]) -> str:
+    """What the pattern's group finds in the log of a job that runs."""
+    ends = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < ends and job.poll() is None:
+        match = re.search(pattern, log.read_text())
+        if match:
+            return match.group(1)
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
