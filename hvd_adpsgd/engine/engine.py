@@ -110,6 +110,7 @@ class Engine:
         self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
         self._seen_void = 0  # chunks
         self._told_void: set[str] = set()  # names of tensors
+        self._told_malformed = False
         self._metrics = ExchangeMetrics(len(self._names))
         self._final: dict[str, Any] = {}
         self._stopping = threading.Lock()
@@ -273,6 +274,9 @@ class Engine:
         if self.loop.void_chunks() != self._seen_void:
             self._seen_void = self.loop.void_chunks()
             self._warn_left_out()
+        if not self._told_malformed and self.loop.malformed()[0]:
+            self._told_malformed = True
+            self._warn_malformed()
 
     def wants_copy(self, step: int) -> bool:
         """See ModelMemory.wants."""
@@ -300,6 +304,16 @@ class Engine:
             f" and {len(names) - _NAMES} more tensors" if len(names) > _NAMES else "",
             f" in {wire}" if wire else "",
             cure,
+        )
+
+    def _warn_malformed(self) -> None:
+        assert self.loop is not None
+        peer = self.loop.malformed()[1]
+        who = f"super learner {self._members[peer]}" if peer >= 0 else "a super learner"
+        log.warning(
+            "%s sent a message that no engine sends; such messages are ignored. Its memory or network may be "
+            "faulty: look at its host.",
+            who,
         )
 
     def pause(self, seconds: float) -> bool:

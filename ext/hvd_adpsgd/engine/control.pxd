@@ -8,6 +8,7 @@ cdef Message* take_message(Core* e, int* peer) noexcept nogil
 cdef void send_ask(Core* e, int peer, int exchange, int first) noexcept nogil
 cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
 cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil
+cdef void note_malformed(Core* e, int peer) noexcept nogil
 cdef bint owes_answers(Core* e) noexcept nogil
 cdef void tell_reports(Core* e) noexcept nogil
 cdef bint reap(Core* e, Letter** link) noexcept nogil

@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
-from hvd_adpsgd.engine.port cimport FAULT_MEMORY, FAULT_MPI, latch, load
+from hvd_adpsgd.engine.port cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
 from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
 from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
 
@@ -46,9 +46,10 @@ cdef void listen(Core* e) noexcept nogil:
 cdef Message* take_message(Core* e, int* peer) noexcept nogil:
     """The next message that has arrived, until the next call; NULL if there is none.
 
-    Reports are kept on the way to it. They are no work: else an engine at rest would poll often after each."""
+    Reports are kept on the way to it, and what no engine sends is ignored. Neither is work: else an engine at rest would
+    poll often after each."""
     cdef Message* message = next_message(e, peer)
-    while message != NULL and message.kind == REPORT:
+    while message != NULL and (message.kind == REPORT or message.kind == NONE):
         message = next_message(e, peer)
     return message
 
@@ -63,23 +64,47 @@ cdef Message* next_message(Core* e, int* peer) noexcept nogil:
     status = test_once(e.wire, &c.listening)
     if status == PENDING:
         return NULL
-    if status == WIRE_DOWN or status == TOO_LONG:
+    if status == WIRE_DOWN:
         latch(&e.port, FAULT_MPI, c.listening.code, NOBODY)
-    if status != DONE:
+    if status != DONE and status != TOO_LONG:
         return NULL
-    memcpy(c.taken, c.inbox, c.listening.nbytes)
     peer[0] = c.listening.peer
+    if status == DONE and is_sound(e, c.inbox, c.listening.nbytes):
+        memcpy(c.taken, c.inbox, c.listening.nbytes)
+    else:
+        c.taken.kind = NONE
+        note_malformed(e, peer[0])
     if c.taken.kind == REPORT:
         take_reports(e)
     listen(e)
     return c.taken
 
 
+cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
+    """Whether an engine sends such a message: fields of others would lead out of the memory of the model."""
+    cdef int64_t behind = nbytes - <int64_t>sizeof(Message)
+    if behind < 0 or m.exchange < 0 or m.nchunks < 0 or m.first < 0 or m.generation < 0:
+        return False
+    if m.kind == REPORT:
+        return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
+    if m.kind == BYE or m.kind == NEWS:
+        return behind == departed_nbytes(e.wire.size) and m.exchange <= e.wire.size
+    if m.kind == BYE_SEEN and m.exchange > e.wire.size or m.kind == YES and m.nchunks > generation(e).nchunks:
+        return False
+    return ASK <= m.kind <= CUT_SEEN and behind == 0
+
+
+cdef void note_malformed(Core* e, int peer) noexcept nogil:
+    """It is ignored; the trainer is told."""
+    store(&e.port.counters.malformed_from, peer)
+    add(&e.port.counters.malformed, 1)
+
+
 cdef void take_reports(Core* e) noexcept nogil:
     """Keep the reports of the message that has arrived."""
     cdef Parcel* parcel = <Parcel*>e.control.taken
-    cdef int64_t i, came = (e.control.listening.nbytes - <int64_t>sizeof(Message)) // <int64_t>sizeof(Report)
-    for i in range(min(came, <int64_t>parcel.message.nchunks)):
+    cdef int i
+    for i in range(parcel.message.nchunks):
         note_report(&e.reports, &e.port, &parcel.reports[i], now(e))
 
 

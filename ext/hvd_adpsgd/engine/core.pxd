@@ -27,6 +27,7 @@ cdef enum:
 # ---- control -------------------------------------------------------------------------------
 
 cdef enum Kind:
+    NONE = 0                # what no engine sends
     ASK = 1
     YES = 2
     NO = 3

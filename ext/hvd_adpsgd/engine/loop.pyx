@@ -563,6 +563,11 @@ cdef class Loop:
         """Chunks that an exchange or a mean could not average, so far."""
         return load(&self.core.port.counters.void_chunks)
 
+    def malformed(self):
+        """(how many, peer that sent the last) of messages that no engine sends, and that were ignored."""
+        cdef Counters* c = &self.core.port.counters
+        return load(&c.malformed), load(&c.malformed_from)
+
     def counters(self):
         return counters_of(&self.core)
 

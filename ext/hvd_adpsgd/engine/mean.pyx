@@ -19,7 +19,7 @@ from libc.string cimport memset
 from hvd_adpsgd.engine.agreement cimport (agreement_failed, agreement_free, agreement_message_size, agreement_new,
                                           agreement_receive, agreement_take, agreement_vote)
 from hvd_adpsgd.engine.butterfly cimport network_open, sum_nbytes_sent, sum_post, sum_test
-from hvd_adpsgd.engine.control cimport reap
+from hvd_adpsgd.engine.control cimport note_malformed, reap
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.exchange cimport transfer_failed
 from hvd_adpsgd.engine.membership cimport LEFT, is_gone
@@ -362,9 +362,10 @@ cdef bint read_letter(Core* e) noexcept nogil:
     cdef Status status = test_once(e.wire, &m.listening)
     if status == PENDING:
         return False
-    if status == DONE:
-        agreement_receive(m.agreement, m.listening.peer, m.inbox, m.listening.nbytes)
-    elif status != PEER_DOWN:
+    if status == TOO_LONG or (status == DONE and agreement_receive(
+            m.agreement, m.listening.peer, m.inbox, m.listening.nbytes) != 0):
+        note_malformed(e, m.listening.peer)
+    elif status != DONE and status != PEER_DOWN:
         transfer_failed(e, NOBODY, &m.listening)
         return False
     listen_mean(e)

@@ -79,6 +79,8 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     int64_t parked
     int64_t broken          # exchanges ended by a peer's failure
     int64_t void_chunks
+    int64_t malformed       # control messages and messages of the agreement that no engine sends
+    int64_t malformed_from  # peer that sent the last of them
     int64_t compared        # exchanges of which at least one chunk was merged
     int64_t chunks
     int64_t bytes_sent

@@ -425,11 +425,11 @@ cdef bint begin_message(Sockets* s, Link* link) noexcept nogil:
     """A head has come: where do its bytes go? False if it is none that a peer sends."""
     cdef Head* head = &link.head
     if head.channel == REST:
-        link.rested = True
-        return link.incoming and head.nbytes == 0
-    if head.channel == CLOSE:
+        link.rested = link.incoming and head.nbytes == 0
+        return link.rested
+    if head.channel == CLOSE and head.nbytes == 0:
         s.peers[link.peer].closed = True
-        return head.nbytes == 0
+        return True
     if not link.incoming or head.nbytes < 0 or head.channel < 0:
         return False
     link.into = receive_for(&s.posts, link.peer, head.channel)
@@ -575,7 +575,7 @@ cdef Status tcp_test(Wire* wire, Transfer* t) noexcept nogil:
     cdef Status status = post.status
     if status == PENDING:
         return PENDING
-    if t.receives and status == DONE:
+    if t.receives and (status == DONE or status == TOO_LONG):
         t.peer = post.peer
         t.nbytes = post.nbytes
     t.in_use = False

@@ -155,7 +155,7 @@ cdef int make_engines(JobState job) except -1:
         how = job.given[q % m.n]        # the newcomer's is that of the first
         how.weight = weight
         model = job.models[q] if q < m.n else np.zeros_like(job.models[0])
-        make_engine(job, schedule, model, &how)
+        make_engine(job, schedule, model, &how, q if q < m.n else -1)
         if job.tables is not None:
             job.tables.append(table)
         a = &job.actors[at]

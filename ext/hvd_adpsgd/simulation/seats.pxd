@@ -14,6 +14,6 @@ cdef struct Make:           # an engine, but for whom it asks and its model
     double deadline_s
     double leave_deadline_s
 
-cdef int make_engine(JobState job, schedule, model, Make* how) except -1
+cdef int make_engine(JobState job, schedule, model, Make* how, int before=*) except -1
 cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) except -1
 cdef int show_models(JobState job, int first, int size) except -1

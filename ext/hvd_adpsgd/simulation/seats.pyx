@@ -13,22 +13,30 @@ from hvd_adpsgd.simulation.network cimport MOST_TORN, Link, Net, SimulatedClock,
 from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
 
 
-cdef int make_engine(JobState job, schedule, model, Make* how) except -1:
-    """The engine of the next place, which the network knows."""
+cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) except -1:
+    """The engine of the next place, which the network knows.
+
+    In place of the engine `before`, if there is one, whose memory it goes on with: what that merges to its end is not
+    lost."""
     cdef int at = len(job.loops)
     cdef Actor* a = &job.actors[at]
     cdef Link* link = &job.net.links[at]
     cdef int nslots = 3 if how.in_node else 2
-    cdef Loop loop = Loop(SimulatedWire(job.network, at), SimulatedClock(job.network), Store(nslots),
+    cdef Loop loop = Loop(SimulatedWire(job.network, at), SimulatedClock(job.network),
+                          Store(nslots) if before < 0 else job.stores[before],
                           np.ascontiguousarray(schedule, dtype=np.intc), how.weight, how.rate, how.wire_type,
                           how.offered_only, how.deadline_s, how.leave_deadline_s, how.lane_nbytes, job.checks)
-    job.areas.append((*job.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
-    job.followers.append(Store(nslots) if how.in_node and job.checks else None)
     job.late.append(None)
     job.models.append(model)
     job.stores.append(loop.keep[2])
     job.loops.append(loop)
-    job.add_chunks(at, 0, job.nchunks)
+    if before < 0:
+        job.areas.append((*job.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
+        job.followers.append(Store(nslots) if how.in_node and job.checks else None)
+        job.add_chunks(at, 0, job.nchunks)
+    else:
+        job.areas.append(job.areas[before])
+        job.followers.append(job.followers[before])
     loop.extend(job.nchunks, 17)
     loop.move_share(job.exchange_share)
     if job.reports_s > 0:
@@ -62,13 +70,16 @@ cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) ex
 cdef int show_models(JobState job, int first, int size) except -1:
     """... and read each other's models where they lie."""
     cdef int i, j
-    job.lives += [np.zeros(Store.live_nbytes(job.nchunks), np.uint8) for _ in range(size)]
+    for i in range(first, first + size):
+        before = job.stores.index(job.stores[i])
+        job.lives.append(job.lives[before] if before < i else np.zeros(Store.live_nbytes(job.nchunks), np.uint8))
     lives = [each.ctypes.data for each in job.lives[first:]]
     areas = [mirror.ctypes.data for mirror, *_ in job.areas[first:]]
     for i in range(size):
         near = near_by(job, first, i, size)
         if any(near):
-            job.stores[first + i].show(lives[i], areas[i])
+            if not (<Store>job.stores[first + i]).memory.shown:
+                job.stores[first + i].show(lives[i], areas[i])
             job.loops[first + i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
             for j in range(size):
                 job.actors[first + i].core.pairs.shown[j].meanwhile = change_while_read

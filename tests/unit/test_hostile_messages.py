@@ -1,0 +1,267 @@
+"""Control messages of a member that is broken: what no engine sends is ignored, and disturbs nobody.
+
+Engine 0 exchanges with engine 1, over sockets, while member 2 sends it messages with bits flipped, bytes
+dropped, added or exchanged. Some are still what an engine might send: those that say who has left, or that
+another model is averaged, are not sent here, as nobody can tell them from true ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.engine.agreement import Agreement
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.loop import Loop
+from hvd_adpsgd.engine.wire import SystemClock
+from hvd_adpsgd.engine.wire_tcp import TcpWire
+from tests.unit.test_handshake import mutated
+from tests.unit.test_shown_models import CHUNK_NBYTES, Shown
+
+CONTROL, AGREEMENT = 1, 2  # channels
+ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT = range(1, 10)
+MESSAGE = struct.Struct("=5i4xQdq")  # Message of core.pxd
+HEAD = struct.Struct("=2i")
+NEWS_RECORD, RANK = struct.Struct("=3i"), struct.Struct("=i")
+REPORT_OF = struct.Struct("=qii200s")  # Report of reports.pxd
+REPORTS = 16  # in one message
+BATCH = 500
+MEMBERS, BROKEN = 3, 2
+ELEMENTS = 5000
+GROWTH_KIB = 2048
+DEADLINE_S = 60.0
+WEIGHT = 0.5
+
+
+class Member:
+    """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.news, self._news = os.pipe2(os.O_NONBLOCK)
+        self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
+        self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 64, 1e6, 1e6)
+        self.model = Shown(np.full(ELEMENTS, float(rank)))
+        part = self.model.memory.layout.parts[0]
+        self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
+        schedule = np.array([1 - rank], np.int32)
+        self.loop = Loop(
+            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, 1.0, -1, False),
+            *(0.2, 0.5, CHUNK_NBYTES, False),
+        )
+        self.loop.extend(self.chunks, self.fingerprint)
+        self.loop.average_all(True, True)
+        self.loop.share_reports(1.0)
+
+    def connect(self, kind: int, peer: int, end: socket.socket) -> None:
+        end.setblocking(False)
+        os.write(self._news, NEWS_RECORD.pack(kind, peer, end.detach()))
+
+    def dialed(self) -> Iterator[int]:
+        """Peers to which this one wants a connection."""
+        try:
+            while data := os.read(self.dials, RANK.size):
+                yield RANK.unpack(data)[0]
+        except BlockingIOError:
+            return
+
+    def step(self) -> None:
+        """The trainer's: apply corrections, offer the model."""
+        self.model.apply()
+        self.loop.offer(self.model.step, True)
+
+
+class Job:
+    """Both engines, and what the broken member reads and writes."""
+
+    def __init__(self) -> None:
+        self.members = [Member(rank) for rank in (0, 1)]
+        self.heard: list[socket.socket] = []
+        mine, theirs = socket.socketpair()
+        self.members[0].connect(TcpWire.ACCEPTED, BROKEN, theirs)
+        self.broken = mine
+        for member in self.members:
+            member.loop.start()
+
+    def open_connections(self) -> None:
+        for member in self.members:
+            for peer in member.dialed():
+                mine, theirs = socket.socketpair()
+                if peer == BROKEN:
+                    theirs.setblocking(False)
+                    self.heard.append(theirs)
+                else:
+                    self.members[peer].connect(TcpWire.ACCEPTED, member.rank, theirs)
+                member.connect(TcpWire.DIALED, peer, mine)
+
+    def turn(self) -> None:
+        """Both trainers make a step; the broken member reads what it was sent."""
+        self.open_connections()
+        for member in self.members:
+            member.step()
+        for end in self.heard:
+            try:
+                while end.recv(1 << 20):
+                    pass
+            except BlockingIOError:
+                pass
+
+    def until(self, condition: object) -> None:
+        ends = time.monotonic() + DEADLINE_S
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < ends, [member.loop.view() for member in self.members]
+            self.turn()
+
+    def send(self, channel: int, data: bytes) -> None:
+        self.broken.sendall(HEAD.pack(len(data), channel) + data)
+
+    def settle(self, number: int) -> None:
+        """Until engine 0 has read all that it was sent: a report with this number comes behind."""
+        head = MESSAGE.pack(REPORT, 0, 1, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
+        self.send(CONTROL, head + REPORT_OF.pack(number, BROKEN, 1, b"x"))
+        self.until(lambda: self.members[0].loop.reports().get(BROKEN, (0,))[0] == number)
+
+    def end(self) -> None:
+        for member in self.members:
+            member.loop.stop(within=0.1)
+            member.wire.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.end()
+
+
+def templates(member: Member, draw: random.Random) -> bytes:
+    """A message that an engine might send."""
+    kind = draw.choice([ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT])
+    count = draw.randint(1, REPORTS) if kind == REPORT else draw.randint(0, member.chunks)
+    number = draw.randint(0, MEMBERS) if kind in (BYE, NEWS, BYE_SEEN) else draw.randrange(2**30)
+    head = MESSAGE.pack(kind, number, count, 0, 0, member.fingerprint, WEIGHT, 0)
+    if kind == REPORT:
+        return head + b"".join(draw.randbytes(REPORT_OF.size) for _ in range(count))
+    return head + (bytes(1) if kind in (BYE, NEWS) else b"")
+
+
+def is_believed(data: bytes, member: Member) -> bool:
+    """Whether an engine may take the message for one of an engine, and must act on what it says of others."""
+    if len(data) < MESSAGE.size:
+        return False
+    kind, *_, fingerprint, weight, _ = MESSAGE.unpack(data[: MESSAGE.size])
+    another = (fingerprint, weight) != (member.fingerprint, WEIGHT)
+    return (kind in (BYE, NEWS) and any(data[MESSAGE.size :])) or (
+        kind in (ASK, YES, NO) and another
+    )
+
+
+def disturbing(member: Member, draw: random.Random) -> bytes:
+    while is_believed(message := mutated(templates(member, draw), draw), member):
+        pass
+    return message
+
+
+def memory_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.extended)])
+def test_no_mutated_control_message_disturbs_an_engine(job: Job, count: int) -> None:
+    """It goes on exchanging, loses nothing, and its memory does not grow."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    draw, (engine, other) = random.Random(seed), job.members
+    job.until(lambda: engine.loop.finished() > 2)
+    before, batches = 0, count // BATCH
+    for batch in range(batches):
+        for _ in range(BATCH):
+            job.send(CONTROL, disturbing(engine, draw))
+        job.settle(batch + 1)
+        before = before if batch > batches // 10 else memory_kib()
+    exchanges = engine.loop.met(1)
+    job.until(lambda: engine.loop.met(1) > exchanges + 20)
+    assert not engine.loop.view()["ended"] and engine.loop.fault()[0] == 0
+    malformed, peer = engine.loop.malformed()
+    assert 0.3 * count < malformed <= count and peer == BROKEN
+    assert memory_kib() - before < GROWTH_KIB
+    for end in (job.broken, *job.heard):  # an exchange that it has begun would not end
+        end.close()
+    job.heard.clear()
+    for member in job.members:
+        member.loop.pause(True)
+    job.until(lambda: all(member.loop.wait_quiet(0.0) for member in job.members))
+    total = engine.model.state() + other.model.state()
+    np.testing.assert_allclose(total, 1.0, rtol=1e-5)
+
+
+def test_no_message_of_the_agreement_that_is_none_disturbs_a_mean(job: Job) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    draw, engine = random.Random(seed), job.members[0]
+    judge = Agreement(MEMBERS, 0)
+    speaker = Agreement(MEMBERS, BROKEN)
+    speaker.vote(1)
+    votes = [data for _, data in speaker.take_outgoing()]
+    sent = 0
+    while sent < 5000:
+        message = mutated(draw.choice(votes), draw)
+        try:
+            judge.copy().receive(BROKEN, message)
+        except ValueError:
+            job.send(AGREEMENT, message)
+            sent += 1
+        if sent % BATCH == 0:
+            job.turn()
+    job.until(lambda: engine.loop.malformed()[0] == sent)
+    assert engine.loop.fault()[0] == 0
+
+
+@pytest.mark.parametrize("longer", [1, 100_000])
+def test_a_message_that_is_longer_than_any_is_ignored(job: Job, longer: int) -> None:
+    engine = job.members[0]
+    longest = MESSAGE.size + REPORTS * REPORT_OF.size
+    job.send(CONTROL, bytes(longest + longer))
+    job.send(AGREEMENT, bytes(longest + longer))
+    job.until(lambda: engine.loop.malformed()[0] == 2)
+    assert engine.loop.malformed()[1] == BROKEN and engine.loop.fault()[0] == 0
+    job.until(lambda: engine.loop.met(1) > 2)
+
+
+def test_the_log_names_who_sent_it(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.send(CONTROL, b"x")
+    job.until(lambda: job.members[0].loop.malformed()[0] == 1)
+    engine = Engine.__new__(Engine)  # that of another world, in which member 2 is super learner 7
+    engine.loop, engine._members = job.members[0].loop, [3, 5, 7]
+    engine._warn_malformed()
+    assert "super learner 7 sent a message that no engine sends" in caplog.text
+
+
+def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
+    """Of whoever sends them: it counts as failed; the other two go on."""
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for head in (
+        HEAD.pack(-1, CONTROL),
+        HEAD.pack(8, -3),
+        HEAD.pack(-(2**31), 0),
+        HEAD.pack(5, -1),
+    ):
+        job = Job()
+        engine = job.members[0]
+        job.until(lambda engine=engine: engine.loop.finished() > 0)
+        job.broken.sendall(head + draw.randbytes(64))
+        job.until(lambda engine=engine: engine.loop.peers()[BROKEN] == 3)
+        exchanges = engine.loop.met(1)
+        job.until(lambda engine=engine, e=exchanges: engine.loop.met(1) > e + 2)
+        assert engine.loop.fault()[0] == 0
+        job.end()
