@@ -113,8 +113,8 @@ def enter(world: World, process_sets: Any = None) -> World:
 
 
 def _watch_preemption(world: World) -> None:
-    """One super learner alone is plain Horovod: SIGTERM ends it."""
-    preemption.watch(world.departure if world.super_size > 1 else None)
+    """Plain Horovod is ended by SIGTERM."""
+    preemption.watch(None if world.is_plain else world.departure)
     world.collectives.before.append(preemption.hold)
 
 

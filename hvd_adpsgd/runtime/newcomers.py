@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
@@ -306,7 +307,7 @@ def open_door(world: World) -> None:
 
     Raises:
         LaunchError: on all learners, if the secret cannot be read or written.
-        InnerOnlyError: on all learners, in a job of one super learner.
+        InnerOnlyError: on all learners, if HVD_ADPSGD_AVERAGING=synchronous makes them one super learner.
     """
     name = world.config.join_secret_file
     if not any(world.collectives.gather("init", name is not None)):
@@ -342,10 +343,10 @@ def open_own_door(world: World, address: str, secret: bytes) -> None:
 
 
 def _require_open(world: World) -> None:
-    if world.super_size == 1:
+    if strategies.parse(world.config.averaging).averages == "nothing":
         raise InnerOnlyError(
-            f"init(): {JOIN_SECRET_FILE} is set, and this job has one super learner: it has nobody to "
-            "average with, and others cannot join it. Start two or more, or leave it out."
+            f"init(): {JOIN_SECRET_FILE} is set with averaging={world.config.averaging}, which makes one "
+            "super learner of all: others cannot join it. Choose another strategy, or leave the file out."
         )
 
 

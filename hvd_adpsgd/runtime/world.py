@@ -145,7 +145,8 @@ class World:
         super_rank = next(i for i, group in enumerate(groups) if rank in group)
         names = names_of(groups, placements)
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
-        done, departure, left, minority = _flags(comms.inner, len(groups))
+        plain = _is_plain(config, len(groups))
+        done, departure, left, minority = _flags(comms.inner, len(groups), plain)
         membership = Membership(groups, names, super_rank, left, minority)
         is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
@@ -189,6 +190,11 @@ class World:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether this is plain Horovod: one super learner, which others cannot join."""
+        return _is_plain(self.config, self.super_size)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this learner is the leader of its super learner."""
         return self.inner_rank == 0
@@ -210,15 +216,19 @@ def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -
     return [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
 
 
-def _flags(inner: Any, super_size: int) -> list[NDArray[np.uint8]]:
-    """Bytes that the learners of a super learner share; unshared if it is single, as it may span hosts.
+def _is_plain(config: Config, super_size: int) -> bool:
+    return super_size == 1 and config.join_secret_file is None
+
+
+def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
+    """Bytes that the learners of a super learner share; unshared in plain Horovod, which may span hosts.
 
     Returns:
         A byte per learner for the barrier of shutdown(); those of Departure; one per super learner and
         another one for Membership.
     """
     sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM, 1
-    if super_size == 1:
+    if plain:
         return [
             np.ones(sizes[0], dtype=np.uint8),
             *(np.zeros(n, dtype=np.uint8) for n in sizes[1:]),

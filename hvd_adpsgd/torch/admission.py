@@ -90,7 +90,7 @@ def admit(
         state = _arrive(world, model, optimizers)
         tell_membership(worlds.current(), joined=True)
         return state
-    if world.super_size == 1:
+    if world.is_plain:
         return state
     with on_failure("continue"):
         chosen = _survey(world, patience_s)

@@ -179,7 +179,7 @@ def inner_process_set(process_set: Any, doing: str) -> Any | None:
         return super_learner
     if everyone:
         return None
-    if world.super_size == 1:
+    if world.is_plain:
         return process_set
     raise InnerOnlyError(
         f"{doing}(process_set={process_set}) on learner {world.rank}: with {world.super_size} super "

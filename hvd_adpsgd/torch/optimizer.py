@@ -139,7 +139,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense=sparse_as_dense,
         process_set=_inner_process_set(process_set, world),
     )
-    if world.super_size == 1:
+    if world.is_plain:
         _say_nothing_to_average(world, spec.strategy)
         type(wrapped).close = _unhook
         if world.config.timeline is not None:
@@ -168,7 +168,8 @@ def _spec(
     require_supported(optimizer)
     _require_named("named_parameters", named)
     strategy = _strategy(averaging, world.config.averaging)
-    if world.super_size > 1 and strategy.averages != "nothing":
+    _require_joinable(strategy, world)
+    if not world.is_plain and strategy.averages != "nothing":
         require_models(optimizer, named)
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
@@ -218,6 +219,18 @@ def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
         raise ConfigError(
             f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "
             "in full precision. Leave wire_dtype out, or use a strategy of pairs."
+        )
+
+
+def _require_joinable(strategy: Strategy, world: World) -> None:
+    """Raise StrategyMismatchError if others may join the job, and cannot with this strategy."""
+    if world.config.join_secret_file is None:
+        return
+    if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
+        one = " that begins with one super learner" if strategy.averages != "nothing" else ""
+        raise StrategyMismatchError(
+            f"averaging={strategy.spec()} in a job{one} with HVD_ADPSGD_JOIN_SECRET_FILE: others cannot join "
+            "it. Use random_pairs, fixed_ring or random_ring, or leave the file out."
         )
 
 
@@ -286,7 +299,7 @@ def _unhook(wrapped: Any) -> None:
 def _inner_process_set(process_set: Any, world: World) -> Any:
     if process_set is None or process_set is global_process_set:
         return horovod.global_process_set
-    if world.super_size > 1 and process_set is not horovod.global_process_set:
+    if not world.is_plain and process_set is not horovod.global_process_set:
         raise InnerOnlyError(
             f"process_set={process_set} with {world.super_size} super learners: gradients are "
             "averaged in a whole super learner. Leave process_set out, pass hvd.super_learner, or "

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
-def require_grown(facts: list[dict[str, Any]], sizes: list[int], learners: int) -> None:
+def require_grown(
+    facts: list[dict[str, Any]],
+    sizes: list[int],
+    learners: int,
+    leaders: Sequence[int] | None = None,
+) -> None:
     """All have seen the same super learners come, each with the exact mean, and average with them."""
     assert [f["rank"] for f in facts] == list(range(learners))
-    leaders = range(sizes[-1])  # the newcomer that has several learners comes last
+    if leaders is None:
+        leaders = range(sizes[-1])  # the newcomer that has several learners comes last
     for each in facts:
         assert each["size"] == learners and each["sum"] == learners
         assert each["super_size"] == sizes[-1]

@@ -71,9 +71,16 @@ class Launches:
             time.sleep(0.02)
         raise AssertionError(self.report())
 
-    def start_job(self, size: int, launcher: str, *args: object, of: int = 2) -> dict[str, str]:
-        """Start one `of` super learners that ends with `size`; what newcomers must be told."""
-        self.start(of, launcher, {}, "--size", size, *args)
+    def start_job(
+        self,
+        size: int,
+        launcher: str,
+        *args: object,
+        of: int = 2,
+        told: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        """Start one `of` learners that ends with `size` super learners; what newcomers must be told."""
+        self.start(of, launcher, told or {}, "--size", size, *args)
         return {"HVD_ADPSGD_JOIN": self.doors_of(0)}
 
     def errors(self, number: int) -> str:
@@ -131,6 +138,38 @@ def test_a_super_learner_that_was_not_there_joins(
     launches.start(np, "srun" if np > 1 else None, told, "--size", 3)
     require_grown(launches.facts(), [3], 2 + np)
     assert "super learner 2 has joined" in launches.report()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "np"),
+    [
+        ("srun", 1),
+        pytest.param("mpirun", 2, marks=pytest.mark.extended),
+        pytest.param("gloo", 1, marks=pytest.mark.extended),
+    ],
+)
+def test_a_job_of_one_super_learner_becomes_one_of_two(
+    launches: Launches, launcher: str, np: int
+) -> None:
+    """Of one learner, or of several, whose gradients Horovod averages."""
+    size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(np)}
+    told = launches.start_job(2, launcher, of=np, told=size)
+    launches.start(1, None, told, "--size", 2)
+    require_grown(launches.facts(), [2], np + 1, leaders=(0, np))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("averaging", "error"),
+    [("synchronous", "InnerOnlyError"), ("delay_by_one", "StrategyMismatchError")],
+)
+def test_what_one_super_learner_cannot_let_in(
+    launches: Launches, averaging: str, error: str
+) -> None:
+    told = {"HVD_ADPSGD_AVERAGING": averaging}
+    launches.start(1, "srun", told, "--size", 2, "--averaging", averaging)
+    assert launches.started[0].wait(TIMEOUT_S) != 0
+    assert error in launches.errors(0) and "others cannot join it" in launches.errors(0)
 
 
 @pytest.mark.extended
