@@ -28,13 +28,13 @@ from hvd_adpsgd.errors import (
     TransportError,
 )
 from hvd_adpsgd.runtime import preemption
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.global_operations import Caller, counted
 from hvd_adpsgd.runtime.host_memory import Sharing, alone
 from hvd_adpsgd.runtime.membership import Membership
 from hvd_adpsgd.runtime.messages import (
     COMPLETE,
     NO_ERROR,
-    Attempt,
     AttemptAbandonedError,
     Messages,
 )

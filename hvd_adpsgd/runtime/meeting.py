@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import PeerFailedError, TransportError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.door import Conversation
-from hvd_adpsgd.runtime.messages import COMPLETE, Attempt, AttemptAbandonedError, Messages
+from hvd_adpsgd.runtime.messages import COMPLETE, AttemptAbandonedError, Messages
 from hvd_adpsgd.runtime.newcomers import Invitation, Newcomer
 from hvd_adpsgd.runtime.shutdown import ShutdownBarrier, exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from hvd_adpsgd.engine.failures import mpi_exceptions, mpi_failures, ulfm_enabled
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
+from hvd_adpsgd.runtime.attempt import gather_once
 from hvd_adpsgd.runtime.membership import Membership
-from hvd_adpsgd.runtime.messages import Messages, gather_once
+from hvd_adpsgd.runtime.messages import Messages
 from hvd_adpsgd.runtime.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 

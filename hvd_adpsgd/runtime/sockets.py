@@ -22,7 +22,8 @@ import numpy as np
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.errors import PeerFailedError
-from hvd_adpsgd.runtime.messages import Messages, gather_once
+from hvd_adpsgd.runtime.attempt import gather_once
+from hvd_adpsgd.runtime.messages import Messages
 from hvd_adpsgd.runtime.mpi_transport import Bytes
 
 __all__ = ["Communicator", "Hub"]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.collectives import Call
 from hvd_adpsgd.runtime.global_operations import counted
-from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same

@@ -237,7 +237,8 @@ def test_collectives_against_numpy(n: int) -> None:
         from mpi4py import MPI
         import numpy as np
         from hvd_adpsgd.runtime.host_memory import Sharing
-        from hvd_adpsgd.runtime.messages import COMPLETE, Attempt, Messages
+        from hvd_adpsgd.runtime.attempt import Attempt
+        from hvd_adpsgd.runtime.messages import COMPLETE, Messages
         comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         messages = Messages(comm)

@@ -13,7 +13,8 @@ import pytest
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import PeerFailedError
-from hvd_adpsgd.runtime.messages import Attempt, AttemptAbandonedError, Messages
+from hvd_adpsgd.runtime.attempt import Attempt
+from hvd_adpsgd.runtime.messages import AttemptAbandonedError, Messages
 from hvd_adpsgd.runtime.mpi_transport import SEGMENT, failed_comm_ranks
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.collectives import Call, Collectives, barrier
 from hvd_adpsgd.runtime.membership import Membership
-from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.sockets import Hub
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 

@@ -14,8 +14,8 @@ from horovod.torch import Average
 
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.collectives import Call
-from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (

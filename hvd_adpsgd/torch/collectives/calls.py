@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.collectives import Call
-from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.node import horovods
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, InnerOnlyError
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.collectives import Call
-from hvd_adpsgd.runtime.messages import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
 from hvd_adpsgd.torch.collectives.calls import (
     described,
