@@ -197,6 +197,7 @@ class Engine:
             nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
             near = Neighbours(nbytes, self._outer.Get_rank(), gather, self.memory.shown)
             loop.share(near.own, near.outboxes)
+            loop.hear(near.own, near.outboxes)
             loop.show(near.models, near.areas)
             self._neighbours = near
 

@@ -7,7 +7,6 @@ another model is averaged, are not sent here, as nobody can tell them from true 
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import socket
@@ -20,63 +19,20 @@ import pytest
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.loop import Loop
-from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
+from tests.members import MEMBERS, WEIGHT, Member
 from tests.unit.test_handshake import mutated
-from tests.unit.test_shown_models import CHUNK_NBYTES, Shown
 
 CONTROL, AGREEMENT = 1, 2  # channels
 ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT = range(1, 10)
 MESSAGE = struct.Struct("=5i4xQdq")  # Message of core.pxd
 HEAD = struct.Struct("=2i")
-NEWS_RECORD, RANK = struct.Struct("=3i"), struct.Struct("=i")
 REPORT_OF = struct.Struct("=qii200s")  # Report of reports.pxd
 REPORTS = 16  # in one message
 BATCH = 500
-MEMBERS, BROKEN = 3, 2
-ELEMENTS = 5000
+BROKEN = 2
 GROWTH_KIB = 2048
 DEADLINE_S = 60.0
-WEIGHT = 0.5
-
-
-class Member:
-    """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.news, self._news = os.pipe2(os.O_NONBLOCK)
-        self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
-        self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 64, 1e6, 1e6)
-        self.model = Shown(np.full(ELEMENTS, float(rank)))
-        part = self.model.memory.layout.parts[0]
-        self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
-        schedule = np.array([1 - rank], np.int32)
-        self.loop = Loop(
-            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, 1.0, -1, False),
-            *(0.2, 0.5, CHUNK_NBYTES, False),
-        )
-        self.loop.extend(self.chunks, self.fingerprint)
-        self.loop.average_all(True, True)
-        self.loop.share_reports(1.0)
-
-    def connect(self, kind: int, peer: int, end: socket.socket) -> None:
-        end.setblocking(False)
-        os.write(self._news, NEWS_RECORD.pack(kind, peer, end.detach()))
-
-    def dialed(self) -> Iterator[int]:
-        """Peers to which this one wants a connection."""
-        try:
-            while data := os.read(self.dials, RANK.size):
-                yield RANK.unpack(data)[0]
-        except BlockingIOError:
-            return
-
-    def step(self) -> None:
-        """The trainer's: apply corrections, offer the model."""
-        self.model.apply()
-        self.loop.offer(self.model.step, True)
 
 
 class Job:

@@ -154,6 +154,7 @@ cdef struct Pairs:
     char* spares[SPARES]
     char* shared            # our memory that peers on this host map, or NULL
     int64_t shared_nbytes
+    bint changing           # a chunk that this side compares was changing in this turn: it is tried again soon
     char** mapped           # theirs, by peer; NULL: chunks go over the wire. NULL if nothing is shared
     Neighbour* shown        # their models, by peer. NULL if no model is shown
     bint taken[SETS]

@@ -12,7 +12,6 @@ cdef void close_pairs(Pairs* p) noexcept
 cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil
 cdef bint advance_pairs(Core* e) noexcept nogil
 cdef bint ask_if_due(Core* e) noexcept nogil
-cdef bint due(Core* e, Orders* orders) noexcept nogil
 cdef bint under_way(Core* e, Exchange* x) noexcept nogil
 cdef bint any_under_way(Core* e) noexcept nogil
 cdef void cut(Core* e, Exchange* x) noexcept nogil

@@ -630,6 +630,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
                            e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.lane_nbytes, &lane.step,
                            &lane.here.step, &square)
     if found == CHANGING:
+        e.pairs.changing = True
         return False
     lane.here.nbytes = lane.nbytes = <int>(nbytes if found == MERGED else 0)
     if found == MERGED:
@@ -662,6 +663,7 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
     cdef Exchange* x = e.pairs.running
     cdef bint moved = False
     cdef int64_t oldest = NO_STEP
+    e.pairs.changing = False
     while x != NULL:
         if x.phase == BROKEN:
             moved |= retire(e, x)

@@ -12,10 +12,11 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
+from hvd_adpsgd.engine.bell cimport BELL_NBYTES, Bell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.exchange cimport (advance_pairs, any_under_way, ask_if_due, close_pairs, cut, due, handle_control,
+from hvd_adpsgd.engine.exchange cimport (advance_pairs, any_under_way, ask_if_due, close_pairs, cut, handle_control,
                                          open_pairs, take_failures, under_way)
 from hvd_adpsgd.engine.goodbye cimport has_said_goodbye, pass_on, say_goodbye
 from hvd_adpsgd.engine.look cimport counters_of, exchanges_under_way, stand_still, view_of
@@ -32,20 +33,12 @@ cdef extern from "<time.h>" nogil:
         long tv_sec
         long tv_nsec
     int clock_gettime(clockid_t, timespec*)
-    clockid_t CLOCK_MONOTONIC
 
 cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_condattr_t:
-        pass
     int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
     int pthread_join(pthread_t, void**)
     int pthread_getcpuclockid(pthread_t, clockid_t*)
     int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_condattr_init(pthread_condattr_t*)
-    int pthread_condattr_setclock(pthread_condattr_t*, clockid_t)
-    int pthread_cond_init(pthread_cond_t*, pthread_condattr_t*)
-    int pthread_cond_signal(pthread_cond_t*)
-    int pthread_cond_timedwait(pthread_cond_t*, pthread_mutex_t*, const timespec*)
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -66,7 +59,8 @@ cdef double IDLE_SHARE = 0.02       # of the time since something moved, in betw
 cdef double LULL_S = 0.2
 cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6     # or half of the time of a chunk, on a slow network
-cdef double SLOW_POLL_S = 1e-3      # at most, and when nothing moved for LULL_S
+cdef double SLOW_POLL_S = 1e-3      # at most, when nothing moved for LULL_S, and where peers ring
+cdef double RING_FROM_S = 30e-6     # a shorter pause is slept through: waking costs about as much
 
 
 # ---- a turn --------------------------------------------------------------------------------
@@ -156,9 +150,19 @@ cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
         r.paced_at = r.moved
 
 
-cdef double longest_poll(Rhythm* r, double lull) noexcept nogil:
+cdef bint is_rung(Core* e) noexcept nogil:
+    """Whether all that the engine waits for rings its bell: messages of peers that share memory."""
+    cdef Exchange* x = e.pairs.running
+    if e.wire.bells == NULL or e.pairs.changing or e.mean.running or e.port.orders.leaving:
+        return False
+    while x != NULL and (x.phase == IDLE or x.phase == BROKEN or e.wire.bells[x.peer] != NULL):
+        x = x.next_one
+    return x == NULL
+
+
+cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
     """The longest pause between polls: with LANES chunks in flight, two polls per chunk saturate a slow link."""
-    if lull > LULL_S:
+    if lull > LULL_S or lull > 0 and is_rung(e):
         return SLOW_POLL_S
     return min(max(POLL_LAST_S, r.pace / 2), SLOW_POLL_S)
 
@@ -180,10 +184,10 @@ cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
         r.paced_at = t + r.pause_s
         return SLEEP
     if r.polls_s == 0:
-        r.polls_s = max(POLL_FIRST_S, longest_poll(r, 0) / LANES)
+        r.polls_s = max(POLL_FIRST_S, longest_poll(e, r, 0) / LANES)
         return AGAIN
     r.pause_s = r.polls_s
-    r.polls_s = min(2 * r.polls_s, longest_poll(r, t - r.moved))
+    r.polls_s = min(2 * r.polls_s, longest_poll(e, r, t - r.moved))
     return POLL
 
 
@@ -203,32 +207,23 @@ cdef void end_turns(Core* e) noexcept nogil:
 
 # ---- the thread ----------------------------------------------------------------------------
 
-cdef void sleep_until_woken(Core* e, double seconds) noexcept nogil:
-    cdef double ends = now(e) + seconds
-    cdef timespec until
-    until.tv_sec = <long>ends
-    until.tv_nsec = <long>((ends - until.tv_sec) * 1e9)
-    pthread_mutex_lock(&e.port.gate)
-    if not due(e, &e.port.given) and e.mean.finished >= load(&e.mean.wanted):
-        pthread_cond_timedwait(&e.port.wake, &e.port.gate, &until)
-    pthread_mutex_unlock(&e.port.gate)
-
-
 cdef void* engine_main(void* argument) noexcept nogil:
     """The thread: turns until it has left, or the wire is down."""
     cdef Core* e = <Core*>argument
     cdef Rhythm rhythm
     cdef Rest rest = AGAIN
+    cdef uint32_t heard
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     begin_turns(e, &rhythm)
     while rest != OVER and e.port.fault != FAULT_MPI and not load(&e.port.halted):
         stand_still(e)
+        heard = times_rung(e.port.bell)
         rest = turn(e, &rhythm)
-        if rest == SLEEP:
-            sleep_until_woken(e, rhythm.pause_s)
-        elif rest == POLL:
+        if rest == POLL and rhythm.pause_s < RING_FROM_S:
             e.clock.sleep(e.clock, rhythm.pause_s)
+        elif rest == POLL or rest == SLEEP:
+            await_ring(e.port.bell, heard, rhythm.pause_s)
         elif rhythm.polls_s > 0:
             sched_yield()
     end_turns(e)
@@ -236,6 +231,11 @@ cdef void* engine_main(void* argument) noexcept nogil:
 
 
 # ---- the trainer's side --------------------------------------------------------------------
+
+cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
+    """Of the shared memory; behind the buffers is the bell."""
+    return 2 * SETS * LANES * (lane_nbytes + STAMP)
+
 
 cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noexcept:
     """Wait until the engine has counted so far. False after `seconds`, and after a fault or the end."""
@@ -257,7 +257,6 @@ cdef class Loop:
                  int64_t lane_nbytes, bint timeline):
         cdef Core* e = &self.core
         cdef Port* p = &e.port
-        cdef pthread_condattr_t attributes
         cdef int n = wire.calls.size
         self.keep = (wire, clock, chunks)
         e.wire = &wire.calls
@@ -285,9 +284,7 @@ cdef class Loop:
             raise MemoryError("engine")
         pthread_mutex_init(&p.gate, NULL)
         pthread_mutex_init(&p.looks, NULL)
-        pthread_condattr_init(&attributes)
-        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC)
-        pthread_cond_init(&p.wake, &attributes)
+        p.bell = &p.own_bell
         self.open = True
 
     def __dealloc__(self):
@@ -301,6 +298,8 @@ cdef class Loop:
         close_membership(&e.membership)
         close_control(&e.control)
         close_reports(&e.reports)
+        free(e.wire.bells)
+        e.wire.bells = NULL
         free(e.port.met)
         free(e.port.events)
         free(e.generations)
@@ -324,9 +323,22 @@ cdef class Loop:
         if p.mapped == NULL:
             raise MemoryError("engine")
         p.shared = <char*>own
-        p.shared_nbytes = Loop.shared_nbytes(p.lane_nbytes)
+        p.shared_nbytes = buffers_nbytes(p.lane_nbytes)
         for i in range(self.core.wire.size):
             p.mapped[i] = <char*><uintptr_t>addresses[i]
+
+    def hear(self, uintptr_t own, addresses):
+        """Peers that share memory wake this engine when they send it something, and it wakes them; as `share`, before start."""
+        cdef Core* e = &self.core
+        cdef int64_t at = buffers_nbytes(e.pairs.lane_nbytes)
+        cdef int i
+        e.wire.bells = <Bell**>calloc(e.wire.size, sizeof(Bell*))
+        if e.wire.bells == NULL:
+            raise MemoryError("engine")
+        if own:
+            e.port.bell = <Bell*>(own + at)
+        for i in range(e.wire.size):
+            e.wire.bells[i] = <Bell*><uintptr_t>(addresses[i] + at) if addresses[i] and i != e.wire.rank else NULL
 
     def show(self, lives, areas):
         """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
@@ -344,7 +356,7 @@ cdef class Loop:
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
         """Size of the memory that an engine shares with its peers on the host."""
-        return 2 * SETS * LANES * (lane_nbytes + STAMP)
+        return buffers_nbytes(lane_nbytes) + BELL_NBYTES
 
     def start(self):
         cdef Core* e = &self.core
@@ -360,8 +372,8 @@ cdef class Loop:
             e.port.given.step = step
             e.port.given.fit = fit
             e.port.given.credit = min(e.port.given.credit + e.port.rate, max(e.port.rate, 1.0))
-            pthread_cond_signal(&e.port.wake)
             pthread_mutex_unlock(&e.port.gate)
+            ring(e.port.bell)
 
     def due(self):
         """Whether the engine asks a peer after the next offer."""
@@ -376,8 +388,8 @@ cdef class Loop:
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.port.gate)
         e.port.given.wanted = peer
-        pthread_cond_signal(&e.port.wake)
         pthread_mutex_unlock(&e.port.gate)
+        ring(e.port.bell)
 
     def begin_round(self, int64_t round, int peer):
         """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
@@ -385,8 +397,8 @@ cdef class Loop:
         pthread_mutex_lock(&e.port.gate)
         e.port.given.round = round
         e.port.given.wanted = peer
-        pthread_cond_signal(&e.port.wake)
         pthread_mutex_unlock(&e.port.gate)
+        ring(e.port.bell)
 
     def average_all(self, bint survives, bint butterfly):
         """Take part in means of all; before start.
@@ -447,8 +459,8 @@ cdef class Loop:
         store(&e.mean.replace, replace)
         store(&e.mean.wanted, e.mean.wanted + 1)
         store(&e.port.at_rest, 0)
-        pthread_cond_signal(&e.port.wake)
         pthread_mutex_unlock(&e.port.gate)
+        ring(e.port.bell)
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
@@ -461,8 +473,8 @@ cdef class Loop:
         pthread_mutex_lock(&e.port.gate)
         e.port.given.paused = paused
         store(&e.port.at_rest, 0)
-        pthread_cond_signal(&e.port.wake)
         pthread_mutex_unlock(&e.port.gate)
+        ring(e.port.bell)
 
     def wait_quiet(self, double seconds):
         """After pause(True): wait until no exchange is running. False after `seconds` without a chunk.
@@ -504,8 +516,8 @@ cdef class Loop:
             e.port.given.broken = broken
             e.port.given.leave_within = within
             e.port.given.leaving = True
-            pthread_cond_signal(&e.port.wake)
             pthread_mutex_unlock(&e.port.gate)
+            ring(e.port.bell)
             pthread_join(self.thread, NULL)
         self.running = False
 

@@ -1,11 +1,10 @@
 # The trainer's port: what the trainer tells the engine's thread, and what the thread tells the trainer.
 from libc.stdint cimport int64_t, uint32_t
 
+from hvd_adpsgd.engine.bell cimport Bell
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
 
 cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_cond_t:
-        pass
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
 
@@ -108,7 +107,8 @@ cdef struct Orders:         # of the trainer
 
 cdef struct Port:
     pthread_mutex_t gate    # of `given`
-    pthread_cond_t wake
+    Bell* bell              # wakes the thread: rung by the trainer, and by peers that share memory
+    Bell own_bell           # ... if there are none
     Orders given            # by the trainer, at any time; the thread spends credit
     Orders orders           # what the thread has read of them at the beginning of its poll
     double rate             # exchanges that are due per step

@@ -1,0 +1,85 @@
+"""Engines of one process, over wires of sockets whose connections a test opens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from hvd_adpsgd.engine.loop import Loop
+from hvd_adpsgd.engine.wire import SystemClock
+from hvd_adpsgd.engine.wire_tcp import TcpWire
+from tests.unit.test_shown_models import CHUNK_NBYTES, Shown
+
+NEWS_RECORD, RANK = struct.Struct("=3i"), struct.Struct("=i")
+MEMBERS = 3  # of which two or three are made
+ELEMENTS = 5000
+WEIGHT = 0.5
+
+
+class Member:
+    """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.news, self._news = os.pipe2(os.O_NONBLOCK)
+        self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
+        self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 64, 1e6, 1e6)
+        self.model = Shown(np.full(ELEMENTS, float(rank)))
+        part = self.model.memory.layout.parts[0]
+        self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
+        schedule = np.array([1 - rank], np.int32)
+        self.loop = Loop(
+            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, 1.0, -1, False),
+            *(0.2, 0.5, CHUNK_NBYTES, False),
+        )
+        self.loop.extend(self.chunks, self.fingerprint)
+        self.loop.average_all(True, True)
+        self.loop.share_reports(1.0)
+
+    def connect(self, kind: int, peer: int, end: socket.socket) -> None:
+        end.setblocking(False)
+        os.write(self._news, NEWS_RECORD.pack(kind, peer, end.detach()))
+
+    def dialed(self) -> Iterator[int]:
+        """Peers to which this one wants a connection."""
+        try:
+            while data := os.read(self.dials, RANK.size):
+                yield RANK.unpack(data)[0]
+        except BlockingIOError:
+            return
+
+    def step(self) -> None:
+        """The trainer's: apply corrections, offer the model."""
+        self.model.apply()
+        self.loop.offer(self.model.step, True)
+
+
+def connect_all(members: list[Member]) -> None:
+    """Open what they have asked for."""
+    for member in members:
+        for peer in member.dialed():
+            mine, theirs = socket.socketpair()
+            members[peer].connect(TcpWire.ACCEPTED, member.rank, theirs)
+            member.connect(TcpWire.DIALED, peer, mine)
+
+
+def share_memory(members: list[Member], rings: bool) -> list[np.ndarray]:
+    """As on one host; keep what is returned as long as they run.
+
+    Args:
+        members: of which two share memory.
+        rings: whether they wake each other.
+    """
+    memory = [np.zeros(Loop.shared_nbytes(CHUNK_NBYTES), np.uint8) for _ in range(MEMBERS)]
+    for member in members:
+        own = memory[member.rank].ctypes.data
+        near = [m.rank for m in members if m is not member]
+        places = [memory[rank].ctypes.data if rank in near else 0 for rank in range(MEMBERS)]
+        member.loop.share(own, places)
+        if rings:
+            member.loop.hear(own, places)
+    return memory
