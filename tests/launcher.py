@@ -75,6 +75,7 @@ class Result:
 
     def by_rank(self) -> list[dict[str, Any]]:
         """All that each learner said (its lines must carry `rank`), merged, by rank."""
+        assert self.said, f"no learner said anything: {self.report()}"
         merged: dict[int, dict[str, Any]] = {}
         for facts in self.said:
             merged.setdefault(facts["rank"], {}).update(facts)

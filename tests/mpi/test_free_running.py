@@ -4,6 +4,8 @@ A tiny model and many exchanges: the leader is often a step ahead of the others,
 corrections of the step before. Comparing after every step would hide what goes wrong then.
 """
 
+import pytest
+
 from tests.launcher import run_learners
 
 PROGRAM = """
@@ -37,8 +39,12 @@ def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait() -> None
     assert sum(facts["exchanges"] for facts in said) > 5
 
 
-def test_tensors_that_are_never_averaged_are_named_once() -> None:
-    """Values above 65504 do not fit into a float16 wire: their chunks are left out, and their peers' too."""
+@pytest.mark.parametrize("same_host", ["memory", "mpi"])
+def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
+    """Values above 65504 do not fit into a float16 wire: their chunks are left out, and their peers' too.
+
+    Nor does half of their difference, which is all that peers of one host exchange.
+    """
     program = """
         import logging, torch
         import hvd_adpsgd.torch as hvd
@@ -50,7 +56,7 @@ def test_tensors_that_are_never_averaged_are_named_once() -> None:
         rank = hvd.rank()
         model = torch.nn.ParameterDict({
             "small": torch.nn.Parameter(torch.ones(16384)),  # 64 KiB: a chunk
-            "huge": torch.nn.Parameter(torch.full((16384,), 1e5)),
+            "huge": torch.nn.Parameter(torch.full((16384,), 1e5 + 3e5 * rank)),
         })
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
@@ -70,8 +76,9 @@ def test_tensors_that_are_never_averaged_are_named_once() -> None:
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
         "HVD_ADPSGD_WIRE_DTYPE": "float16",
         "HVD_ADPSGD_CHUNK_KIB": "64",
+        "HVD_ADPSGD_SAME_HOST": same_host,
     }
-    for facts in run_learners(2, program, env=env).by_rank():
+    for facts in run_learners(2, program, env=env).checked().by_rank():
         (line,) = facts["told"]
         assert "with huge: here or at the peer" in line
         assert "not finite in float16" in line
