@@ -122,6 +122,8 @@ class _Coming:
 
 
 _failures: dict[int, int] = {}  # by super_rank
+_told_given_up: set[int] = set()
+_joined: set[int] = set()  # in the call before: whether they live is not known yet
 
 
 def _survey(world: World, patience_s: float) -> _Coming | None:
@@ -134,6 +136,7 @@ def _survey(world: World, patience_s: float) -> _Coming | None:
         [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)],
     )
     _require_whole(world)
+    _judge_joined(world)
     coming = [one for each in told for one in each if one.rank in world.collectives.ranks]
     for newcomer, state in zip(mine, states, strict=True):
         if state == "failed":
@@ -151,6 +154,25 @@ def _failed_groups(world: World) -> list[int]:
     """The super learners without a learner in collectives."""
     living = set(world.collectives.ranks)
     return [i for i, group in enumerate(world.groups) if not living & set(group)]
+
+
+def _judge_joined(world: World) -> None:
+    """One that has failed directly after it joined counts as a failed start; one that lives begins anew."""
+    failed = set(_failed_groups(world))
+    for number in _joined:
+        if number in failed:
+            _count_failure(number)
+        else:
+            _failures.pop(number, None)
+    _joined.clear()
+
+
+def _count_failure(number: int) -> str:
+    """Count it; what the log says of further attempts."""
+    _failures[number] = _failures.get(number, 0) + 1
+    if _failures[number] < ATTEMPTS:
+        return ""
+    return f"; no more after {ATTEMPTS} attempts"
 
 
 def _require_whole(world: World) -> None:
@@ -172,6 +194,13 @@ def _starter(world: World, number: int) -> int:
 
 def _start(here: Reception, world: World, number: int, patience_s: float) -> None:
     if _failures.get(number, 0) >= ATTEMPTS:
+        if number not in _told_given_up:
+            _told_given_up.add(number)
+            log.error(
+                "super learner %d has failed in all of %d attempts; no other one is started.",
+                number,
+                ATTEMPTS,
+            )
         return
     log.warning("super learner %d is gone; starting another one in its place.", number)
     here.start(world, number, terms(), patience_s)
@@ -201,12 +230,11 @@ def _give_up(here: Reception, newcomer: Newcomer) -> None:
     number = newcomer.number
     if number is None:
         return
-    _failures[number] = _failures.get(number, 0) + 1
     log.error(
         "super learner %d has not joined: %s. The others go on%s.",
         number,
         newcomer.problem,
-        "" if _failures[number] < ATTEMPTS else f"; no more after {ATTEMPTS} attempts",
+        _count_failure(number),
     )
 
 
@@ -233,7 +261,7 @@ def _admit(
                 newcomer.problem = "it failed, or did not come, when all met"
                 _give_up(here, newcomer)
             return
-        _failures.pop(chosen.number, None)
+        _joined.add(chosen.number)
         if newcomer is not None:
             here.remove(newcomer)
         data = JoinState(optimizers, state).pack() if newcomer is not None else b""

@@ -65,6 +65,7 @@ class Averaging:
         restart: the rule resets to the model at the next step.
         trained: ids of the tensors that the optimizer trains.
         specs: the averaged tensors, as they were added.
+        added: (name, tensor) of those that parameter groups have added.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: called by `stop`.
         pauses: depth of nested pauses.
@@ -93,6 +94,7 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self._ahead: ModelMemory | None = None
+        self.added: list[tuple[str, torch.Tensor]] = []
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.engine = self.make_engine(
             world.outer, world.members, functools.partial(_gather_from_leaders, world)
@@ -210,8 +212,12 @@ class Averaging:
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 
-    def require_running(self) -> None:
-        """Raise NotInitializedError if this optimizer has been retired."""
+    def require_running(self, also_before_joining: bool = False) -> None:
+        """Raise NotInitializedError if this optimizer has been retired.
+
+        Args:
+            also_before_joining: a super learner that has not joined yet may do this.
+        """
         preemption.hold()
         if self.stopped:
             raise NotInitializedError(
@@ -224,10 +230,10 @@ class Averaging:
                 "get their own values back after it. Leave the block before backward(), step(), "
                 "average_model or averaging_paused."
             )
-        if self.world.collectives.joining:
+        if self.world.collectives.joining and not also_before_joining:
             raise NotInitializedError(
-                "this learner replaces a failed one, and has not joined: call hvd.admit("
-                "model, optimizer) before the first step."
+                "this super learner has not joined the job yet: call hvd.admit(model, optimizer) before "
+                "the first step."
             )
 
     # ---- the step, in order ----------------------------------------------------------------
@@ -461,6 +467,7 @@ class Averaging:
         named = list(named)
         require_same_in_node(self.world, "add_param_group", named)
         self.trained.update(id(tensor) for _, tensor in named)
+        self.added += named
         self.settle()
         self.specs.append(self.parameters.add(named))
         self.engine.memory.extend(self.specs[-1])

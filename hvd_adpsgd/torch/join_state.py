@@ -22,7 +22,7 @@ def terms() -> list[Any]:
 
 
 def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
-    return averaging.spec.strategy.spec(), described(averaging.spec.named)
+    return averaging.spec.strategy.spec(), described([*averaging.spec.named, *averaging.added])
 
 
 def shares(model: torch.nn.Module, givers: int) -> list[range]:

@@ -502,7 +502,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more group, from the next step on; on all learners, in one order."""
-    self._averaging.require_running()
+    self._averaging.require_running(also_before_joining=True)
     if self._averaging.plan.rule is not None:
         raise UnsupportedOptimizerError(
             f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "

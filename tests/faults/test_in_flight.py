@@ -69,7 +69,9 @@ def killed(
     arguments = ["--folder", folder, "--victim", victim, "--elements", ELEMENTS, "--seed", seed]
     side = ("--asking",) if asking else ()
     result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120)
-    return result, [json.loads((folder / f"{r}.json").read_text()) for r in range(N) if r != victim]
+    files = [folder / f"{r}.json" for r in range(N) if r != victim]
+    assert all(file.exists() for file in files), result.report()
+    return result, [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize(

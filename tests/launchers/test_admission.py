@@ -254,6 +254,17 @@ def test_another_model_is_not_let_in(launches: Launches) -> None:
     require_grown(launches.facts(passed_over=1), [3], 3)
 
 
+@pytest.mark.extended
+def test_a_newcomer_has_the_parameter_groups_of_the_job(launches: Launches) -> None:
+    """One that lacks a group is not let in; one that has added it before it joins is."""
+    told = launches.start_job(2, "srun", "--adds", of=1)
+    launches.start(1, None, told, "--size", 2)
+    assert launches.started[1].wait(TIMEOUT_S) != 0
+    assert "was not let in" in launches.errors(1) and "allreduce.added" in launches.errors(1)
+    launches.start(1, None, told, "--size", 2, "--adds")
+    require_grown(launches.facts(passed_over=1), [2], 2)
+
+
 def test_a_secret_that_others_can_read_is_refused(launches: Launches) -> None:
     launches.secret.write_text("00" * 32)
     launches.secret.chmod(0o644)

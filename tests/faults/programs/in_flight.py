@@ -89,13 +89,12 @@ class Learner:
     def survive(self) -> None:
         self.step = 0
         self.turns(lambda: PeerState.FAILED not in dict(self.engine.report()).values())
-        self.leave("after")
+        exchanges = self.leave("after")
         neighbours = self.engine._neighbours
         if neighbours is not None and neighbours.models[self.args.victim]:
             shown = neighbours._models[self.args.victim]
             shown.tofile(self.args.folder / f"{self.rank}.shown")
-        finished = self.engine.metrics()["exchanges"] + MORE
-        self.turns(lambda: self.engine.metrics()["exchanges"] < finished)
+        self.turns(lambda: self.engine.metrics()["exchanges"] < exchanges + MORE)
         self.leave("end")
         held = sum(x["broken"] for x in self.engine.loop.under_way())
         facts = {"rank": self.rank, "broken": self.engine.loop.counters()["broken"], "held": held}
@@ -115,8 +114,8 @@ class Learner:
         self.engine.offer(self.step)
         self.step += 1
 
-    def leave(self, name: str) -> None:
-        """The model with all that is owed to it, when nobody exchanges."""
+    def leave(self, name: str) -> int:
+        """The model with all that is owed to it, when nobody exchanges. How many exchanges there were."""
         assert self.engine.pause(DEADLINE_S)
         self.survivors.Barrier()
         assert self.engine.pause(DEADLINE_S)
@@ -124,8 +123,12 @@ class Learner:
         self.turn()
         self.turn()
         np.save(self.args.folder / f"{self.rank}.{name}.npy", self.model)
+        exchanges = int(
+            self.engine.metrics()["exchanges"]
+        )  # before any survivor begins another one
         self.survivors.Barrier()
         self.engine.resume()
+        return exchanges
 
 
 def draw(seed: int, rank: int, elements: int) -> np.ndarray:

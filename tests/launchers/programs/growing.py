@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1000, help="of the model")
     parser.add_argument("--seconds", type=float, default=200.0, help="then all give up")
     parser.add_argument("--dies", default="", help="when: see die_at")
+    parser.add_argument(
+        "--adds", action="store_true", help="a parameter group, before the first step"
+    )
     args = parser.parse_args()
     die_at(args.dies)
     hvd.init()
@@ -94,6 +97,10 @@ def main() -> None:
         named_parameters=model.named_parameters(),
         averaging=args.averaging,
     )
+    if args.adds:
+        bias = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        optimizer.add_param_group({"params": [bias]})
+        bias.grad = torch.zeros_like(bias)
     changes: list[tuple[int, ...]] = []
     hvd.on_membership_change(changes.append)
     state = hvd.admit(model, optimizer, {"epoch": 0, "after": 0, "before": None, "told": []})
