@@ -287,7 +287,7 @@ class Collectives:
     # ---- attempts -----------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
-        """Take part in no operation any more: each raises. The others go on when this process ends."""
+        """Every later operation on this learner raises. The others continue when this process ends."""
         self._left = why
 
     def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:

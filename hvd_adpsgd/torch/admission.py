@@ -122,7 +122,6 @@ class _Coming:
 
 
 _failures: dict[int, int] = {}  # by super_rank
-_told_given_up: set[int] = set()
 _joined: set[int] = set()  # in the call before: whether they live is not known yet
 
 
@@ -161,7 +160,9 @@ def _judge_joined(world: World) -> None:
     failed = set(_failed_groups(world))
     for number in _joined:
         if number in failed:
-            _count_failure(number)
+            more = _count_failure(number)
+            if world.rank == _starter(world, number):
+                log.error("super learner %d failed directly after it had joined%s.", number, more)
         else:
             _failures.pop(number, None)
     _joined.clear()
@@ -194,13 +195,6 @@ def _starter(world: World, number: int) -> int:
 
 def _start(here: Reception, world: World, number: int, patience_s: float) -> None:
     if _failures.get(number, 0) >= ATTEMPTS:
-        if number not in _told_given_up:
-            _told_given_up.add(number)
-            log.error(
-                "super learner %d has failed in all of %d attempts; no other one is started.",
-                number,
-                ATTEMPTS,
-            )
         return
     log.warning("super learner %d is gone; starting another one in its place.", number)
     here.start(world, number, terms(), patience_s)
@@ -231,7 +225,7 @@ def _give_up(here: Reception, newcomer: Newcomer) -> None:
     if number is None:
         return
     log.error(
-        "super learner %d has not joined: %s. The others go on%s.",
+        "super learner %d has not joined: %s. Training continues%s.",
         number,
         newcomer.problem,
         _count_failure(number),

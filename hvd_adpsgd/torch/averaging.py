@@ -65,7 +65,6 @@ class Averaging:
         restart: the rule resets to the model at the next step.
         trained: ids of the tensors that the optimizer trains.
         specs: the averaged tensors, as they were added.
-        added: (name, tensor) of those that parameter groups have added.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: called by `stop`.
         pauses: depth of nested pauses.
@@ -94,7 +93,6 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self._ahead: ModelMemory | None = None
-        self.added: list[tuple[str, torch.Tensor]] = []
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.engine = self.make_engine(
             world.outer, world.members, functools.partial(_gather_from_leaders, world)
@@ -467,7 +465,6 @@ class Averaging:
         named = list(named)
         require_same_in_node(self.world, "add_param_group", named)
         self.trained.update(id(tensor) for _, tensor in named)
-        self.added += named
         self.settle()
         self.specs.append(self.parameters.add(named))
         self.engine.memory.extend(self.specs[-1])

@@ -21,8 +21,14 @@ def terms() -> list[Any]:
     return [_terms_of(averaging) for averaging in live()]
 
 
-def _terms_of(averaging: Averaging) -> tuple[str, list[str]]:
-    return averaging.spec.strategy.spec(), described([*averaging.spec.named, *averaging.added])
+def _terms_of(averaging: Averaging) -> tuple[str, list[str], list[str]]:
+    """Strategy, parameters, and what parameter groups have added since."""
+    _, *added = averaging.specs
+    return (
+        averaging.spec.strategy.spec(),
+        described(averaging.spec.named),
+        [str(spec) for specs in added for spec in specs],
+    )
 
 
 def shares(model: torch.nn.Module, givers: int) -> list[range]:

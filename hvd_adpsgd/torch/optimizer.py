@@ -227,10 +227,9 @@ def _require_joinable(strategy: Strategy, world: World) -> None:
     if world.config.join_secret_file is None:
         return
     if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
-        one = " that begins with one super learner" if strategy.averages != "nothing" else ""
         raise StrategyMismatchError(
-            f"averaging={strategy.spec()} in a job{one} with HVD_ADPSGD_JOIN_SECRET_FILE: others cannot join "
-            "it. Use random_pairs, fixed_ring or random_ring, or leave the file out."
+            f"averaging={strategy.spec()} with HVD_ADPSGD_JOIN_SECRET_FILE and "
+            f"super_size()={world.super_size}: others cannot join this job. Use random_pairs, fixed_ring or random_ring, or leave the file out."
         )
 
 

@@ -117,7 +117,7 @@ GOES_ON = """
 
 
 def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> None:
-    """It goes on after the error: its operations raise, and are compared with nobody's."""
+    """After the error its operations raise, and are not compared with those of the others."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
     said = run_learners(4, GOES_ON, env=env, timeout=60).by_rank()
     assert [facts["rank"] for facts in said] == [0, 1, 2], said

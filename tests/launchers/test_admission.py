@@ -169,7 +169,7 @@ def test_what_one_super_learner_cannot_let_in(
     told = {"HVD_ADPSGD_AVERAGING": averaging}
     launches.start(1, "srun", told, "--size", 2, "--averaging", averaging)
     assert launches.started[0].wait(TIMEOUT_S) != 0
-    assert error in launches.errors(0) and "others cannot join it" in launches.errors(0)
+    assert error in launches.errors(0) and "others cannot join" in launches.errors(0)
 
 
 @pytest.mark.extended
@@ -243,6 +243,21 @@ def test_a_newcomer_that_dies_when_all_have_agreed_is_a_member_that_fails(
     assert all(f["size"] == 3 and f["averagings"] > 0 for f in facts), facts
     assert max(f["slowest_s"] for f in facts) < WAITS_S, facts
     assert "super learner 2 is gone; starting another one in its place" in launches.report()
+
+
+@pytest.mark.extended
+def test_one_that_always_dies_directly_after_it_has_joined_is_started_three_times(
+    launches: Launches,
+) -> None:
+    """In all: the job does not spend its time on it."""
+    args = ("--dies-if-new", "received", "--seconds", 60)
+    told = launches.start_job(2, "srun", "--after", 10**6, *args, of=1)
+    launches.start(1, None, told, "--size", 2, *args)
+    launches.started[0].wait(TIMEOUT_S)
+    said = launches.errors(0)
+    assert said.count("failed directly after it had joined") == 3, said
+    assert said.count("starting another one in its place") == 2, said
+    assert "failed directly after it had joined; no more after 3 attempts" in said
 
 
 def test_another_model_is_not_let_in(launches: Launches) -> None:

@@ -69,6 +69,11 @@ def test_a_chunk_that_came_between_the_share_in_a_mean_and_the_mean() -> None:
     run(Scenario.from_json(Path(__file__).with_name("late_chunk.json").read_text()))
 
 
+@pytest.mark.parametrize("seed", [489068, 517560])
+def test_a_late_chunk_that_an_engine_merges_while_its_place_is_taken(seed: int) -> None:
+    run(Scenario.random(seed))
+
+
 def four(join: int, *faults: Fault) -> Scenario:
     """Of four super learners, and a newcomer of that number."""
     network = {"latency_s": 1e-4, "jitter": 1.0, "late": 0.0, "bytes_per_s": 1e8, "slack": 2.0}

@@ -11,7 +11,7 @@ EXT = Path(__file__).parents[2] / "ext" / "hvd_adpsgd"
 # Each may cimport what stands before it.
 ORDER = (
     "kernels",
-    "bell",
+    "doorbell",
     "store",
     "port",
     "wire",

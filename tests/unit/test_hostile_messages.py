@@ -1,8 +1,8 @@
 """Control messages of a member that is broken: what no engine sends is ignored, and disturbs nobody.
 
 Engine 0 exchanges with engine 1, over sockets, while member 2 sends it messages with bits flipped, bytes
-dropped, added or exchanged. Some are still what an engine might send: those that say who has left, or that
-another model is averaged, are not sent here, as nobody can tell them from true ones.
+dropped, added or exchanged. Some of these are still valid. Those that announce a departure or another model
+are left out, because no receiver can tell them from true ones.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def memory_kib() -> int:
 
 @pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.extended)])
 def test_no_mutated_control_message_disturbs_an_engine(job: Job, count: int) -> None:
-    """It goes on exchanging, loses nothing, and its memory does not grow."""
+    """It keeps exchanging, loses nothing, and its memory does not grow."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     draw, (engine, other) = random.Random(seed), job.members
@@ -202,7 +202,7 @@ def test_the_log_names_who_sent_it(job: Job, caplog: pytest.LogCaptureFixture) -
 
 
 def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
-    """Of whoever sends them: it counts as failed; the other two go on."""
+    """The sender counts as failed; the other two keep exchanging."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     draw = random.Random(seed)

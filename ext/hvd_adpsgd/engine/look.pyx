@@ -15,7 +15,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.bell cimport ring
+from hvd_adpsgd.engine.doorbell cimport ring
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.port cimport *
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
@@ -85,7 +85,7 @@ cdef bint take_look(Core* e, bint running, Look* seen) noexcept nogil:
     pthread_mutex_lock(&e.port.looks)
     number = load(&e.port.look_wanted) + 1
     store(&e.port.look_wanted, number)
-    ring(e.port.bell)                   # it may sleep
+    ring(e.port.doorbell)               # it may sleep
     while running and load(&e.port.look_begun) < number and not load(&e.port.ended) and now(e) < until:
         e.clock.sleep(e.clock, 20e-6)
     copied = copy_state(e, seen)

@@ -12,7 +12,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from hvd_adpsgd.engine.bell cimport BELL_NBYTES, Bell, await_ring, ring, times_rung
+from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
@@ -151,11 +151,11 @@ cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
 
 
 cdef bint is_rung(Core* e) noexcept nogil:
-    """Whether all that the engine waits for rings its bell: messages of peers that share memory."""
+    """Whether all that the engine waits for rings its doorbell: messages of peers that share memory."""
     cdef Exchange* x = e.pairs.running
-    if e.wire.bells == NULL or e.pairs.changing or e.mean.running or e.port.orders.leaving:
+    if e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.port.orders.leaving:
         return False
-    while x != NULL and (x.phase == IDLE or x.phase == BROKEN or e.wire.bells[x.peer] != NULL):
+    while x != NULL and (x.phase == IDLE or x.phase == BROKEN or e.wire.doorbells[x.peer] != NULL):
         x = x.next_one
     return x == NULL
 
@@ -218,12 +218,12 @@ cdef void* engine_main(void* argument) noexcept nogil:
     begin_turns(e, &rhythm)
     while rest != OVER and e.port.fault != FAULT_MPI and not load(&e.port.halted):
         stand_still(e)
-        heard = times_rung(e.port.bell)
+        heard = times_rung(e.port.doorbell)
         rest = turn(e, &rhythm)
         if rest == POLL and rhythm.pause_s < RING_FROM_S:
             e.clock.sleep(e.clock, rhythm.pause_s)
         elif rest == POLL or rest == SLEEP:
-            await_ring(e.port.bell, heard, rhythm.pause_s)
+            await_ring(e.port.doorbell, heard, rhythm.pause_s)
         elif rhythm.polls_s > 0:
             sched_yield()
     end_turns(e)
@@ -233,7 +233,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
 # ---- the trainer's side --------------------------------------------------------------------
 
 cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
-    """Of the shared memory; behind the buffers is the bell."""
+    """Of the shared memory; behind the buffers is the doorbell."""
     return 2 * SETS * LANES * (lane_nbytes + STAMP)
 
 
@@ -284,7 +284,7 @@ cdef class Loop:
             raise MemoryError("engine")
         pthread_mutex_init(&p.gate, NULL)
         pthread_mutex_init(&p.looks, NULL)
-        p.bell = &p.own_bell
+        p.doorbell = &p.own_doorbell
         self.open = True
 
     def __dealloc__(self):
@@ -298,8 +298,8 @@ cdef class Loop:
         close_membership(&e.membership)
         close_control(&e.control)
         close_reports(&e.reports)
-        free(e.wire.bells)
-        e.wire.bells = NULL
+        free(e.wire.doorbells)
+        e.wire.doorbells = NULL
         free(e.port.met)
         free(e.port.events)
         free(e.generations)
@@ -332,13 +332,13 @@ cdef class Loop:
         cdef Core* e = &self.core
         cdef int64_t at = buffers_nbytes(e.pairs.lane_nbytes)
         cdef int i
-        e.wire.bells = <Bell**>calloc(e.wire.size, sizeof(Bell*))
-        if e.wire.bells == NULL:
+        e.wire.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
+        if e.wire.doorbells == NULL:
             raise MemoryError("engine")
         if own:
-            e.port.bell = <Bell*>(own + at)
+            e.port.doorbell = <Doorbell*>(own + at)
         for i in range(e.wire.size):
-            e.wire.bells[i] = <Bell*><uintptr_t>(addresses[i] + at) if addresses[i] and i != e.wire.rank else NULL
+            e.wire.doorbells[i] = <Doorbell*><uintptr_t>(addresses[i] + at) if addresses[i] and i != e.wire.rank else NULL
 
     def show(self, lives, areas):
         """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
@@ -356,7 +356,7 @@ cdef class Loop:
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
         """Size of the memory that an engine shares with its peers on the host."""
-        return buffers_nbytes(lane_nbytes) + BELL_NBYTES
+        return buffers_nbytes(lane_nbytes) + DOORBELL_NBYTES
 
     def start(self):
         cdef Core* e = &self.core
@@ -373,7 +373,7 @@ cdef class Loop:
             e.port.given.fit = fit
             e.port.given.credit = min(e.port.given.credit + e.port.rate, max(e.port.rate, 1.0))
             pthread_mutex_unlock(&e.port.gate)
-            ring(e.port.bell)
+            ring(e.port.doorbell)
 
     def due(self):
         """Whether the engine asks a peer after the next offer."""
@@ -389,7 +389,7 @@ cdef class Loop:
         pthread_mutex_lock(&e.port.gate)
         e.port.given.wanted = peer
         pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.bell)
+        ring(e.port.doorbell)
 
     def begin_round(self, int64_t round, int peer):
         """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
@@ -398,7 +398,7 @@ cdef class Loop:
         e.port.given.round = round
         e.port.given.wanted = peer
         pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.bell)
+        ring(e.port.doorbell)
 
     def average_all(self, bint survives, bint butterfly):
         """Take part in means of all; before start.
@@ -460,7 +460,7 @@ cdef class Loop:
         store(&e.mean.wanted, e.mean.wanted + 1)
         store(&e.port.at_rest, 0)
         pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.bell)
+        ring(e.port.doorbell)
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
@@ -474,7 +474,7 @@ cdef class Loop:
         e.port.given.paused = paused
         store(&e.port.at_rest, 0)
         pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.bell)
+        ring(e.port.doorbell)
 
     def wait_quiet(self, double seconds):
         """After pause(True): wait until no exchange is running. False after `seconds` without a chunk.
@@ -517,7 +517,7 @@ cdef class Loop:
             e.port.given.leave_within = within
             e.port.given.leaving = True
             pthread_mutex_unlock(&e.port.gate)
-            ring(e.port.bell)
+            ring(e.port.doorbell)
             pthread_join(self.thread, NULL)
         self.running = False
 

@@ -1,7 +1,7 @@
 # The trainer's port: what the trainer tells the engine's thread, and what the thread tells the trainer.
 from libc.stdint cimport int64_t, uint32_t
 
-from hvd_adpsgd.engine.bell cimport Bell
+from hvd_adpsgd.engine.doorbell cimport Doorbell
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
 
 cdef extern from "<pthread.h>" nogil:
@@ -107,8 +107,8 @@ cdef struct Orders:         # of the trainer
 
 cdef struct Port:
     pthread_mutex_t gate    # of `given`
-    Bell* bell              # wakes the thread: rung by the trainer, and by peers that share memory
-    Bell own_bell           # ... if there are none
+    Doorbell* doorbell      # wakes the thread: rung by the trainer, and by peers that share memory
+    Doorbell own_doorbell   # ... if there are none
     Orders given            # by the trainer, at any time; the thread spends credit
     Orders orders           # what the thread has read of them at the beginning of its poll
     double rate             # exchanges that are due per step

@@ -1,7 +1,7 @@
 # What the engine is handed: a wire that moves bytes between super learners, and a clock.
 from libc.stdint cimport int64_t, uint64_t
 
-from hvd_adpsgd.engine.bell cimport Bell, ring
+from hvd_adpsgd.engine.doorbell cimport Doorbell, ring
 
 cdef enum:
     NOBODY = -1             # as the peer of a receive: from anybody
@@ -34,7 +34,7 @@ cdef struct Wire:
     void* own
     int rank
     int size
-    Bell** bells            # by peer: rung when something was sent to it; NULL: it has none. NULL: no peer has
+    Doorbell** doorbells    # by peer: rung when something was sent to it; NULL: it has none. NULL: no peer has
     # Post a transfer. PENDING, or why it could not be posted (then it is not in use).
     Status (*send)(Wire*, Transfer*, const void* buffer, int nbytes, int peer, int channel) noexcept nogil
     Status (*receive)(Wire*, Transfer*, void* buffer, int nbytes, int peer, int channel) noexcept nogil
@@ -52,8 +52,8 @@ cdef struct Wire:
 
 cdef inline Status send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:
     t.status = wire.send(wire, t, buffer, nbytes, peer, channel)
-    if wire.bells != NULL and wire.bells[peer] != NULL:
-        ring(wire.bells[peer])
+    if wire.doorbells != NULL and wire.doorbells[peer] != NULL:
+        ring(wire.doorbells[peer])
     return t.status
 
 

@@ -16,8 +16,8 @@ from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
 cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) except -1:
     """The engine of the next place, which the network knows.
 
-    In place of the engine `before`, if there is one, whose memory it goes on with: what that merges to its end is not
-    lost."""
+    It replaces the engine `before`, if there is one, and keeps its memory: a chunk that the old engine merges before it
+    ends is not lost."""
     cdef int at = len(job.loops)
     cdef Actor* a = &job.actors[at]
     cdef Link* link = &job.net.links[at]

@@ -20,6 +20,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
 from hvd_adpsgd.runtime import door, joining, meeting
 from hvd_adpsgd.torch import admission
+from hvd_adpsgd.torch.join_state import JoinState
 
 STEPS = 5
 
@@ -69,6 +70,7 @@ def die_at(moment: str) -> None:
         "met": (meeting, "meet", False),
         "engines": (admission, "_prepare", False),  # all have met, and know it
         "agreed": (joining.JoiningLearner, "is_in", True),
+        "received": (JoinState, "give", True),
     }
     if moment in places:
         dies_around(*places[moment])
@@ -83,10 +85,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0, help="then all give up")
     parser.add_argument("--dies", default="", help="when: see die_at")
     parser.add_argument(
+        "--dies-if-new", default="", help="the same, where this learner joins a job"
+    )
+    parser.add_argument(
         "--adds", action="store_true", help="a parameter group, before the first step"
     )
     args = parser.parse_args()
     die_at(args.dies)
+    if "HVD_ADPSGD_JOIN" in os.environ:
+        die_at(args.dies_if_new)
     hvd.init()
     ends = time.monotonic() + args.seconds
     model = torch.nn.Linear(args.inputs, 1, bias=False, dtype=torch.float64)

@@ -1,4 +1,4 @@
-# The bell of an engine: its thread sleeps until somebody rings it, or for some time. It may lie in memory that other
+# The doorbell of an engine: its thread sleeps until somebody rings it, or for some time. It may lie in memory that other
 # processes of the host map.
 from libc.stdint cimport uint32_t
 
@@ -34,23 +34,23 @@ cdef extern from *:
     void adpsgd_await_ring(uint32_t* rung, uint32_t* asleep, uint32_t heard, double seconds) nogil
 
 cdef enum:
-    BELL_NBYTES = 64        # one cache line
+    DOORBELL_NBYTES = 64        # one cache line
 
-cdef struct Bell:
+cdef struct Doorbell:
     uint32_t rung           # counts
     uint32_t asleep
 
 
-cdef inline void ring(Bell* bell) noexcept nogil:
+cdef inline void ring(Doorbell* doorbell) noexcept nogil:
     """Wake the engine, or let its next sleep end at once."""
-    adpsgd_ring(&bell.rung, &bell.asleep)
+    adpsgd_ring(&doorbell.rung, &doorbell.asleep)
 
 
-cdef inline uint32_t times_rung(Bell* bell) noexcept nogil:
+cdef inline uint32_t times_rung(Doorbell* doorbell) noexcept nogil:
     """How often so far; to be read before one looks whether there is something to do."""
-    return adpsgd_rung(&bell.rung)
+    return adpsgd_rung(&doorbell.rung)
 
 
-cdef inline void await_ring(Bell* bell, uint32_t heard, double seconds) noexcept nogil:
+cdef inline void await_ring(Doorbell* doorbell, uint32_t heard, double seconds) noexcept nogil:
     """Sleep until it has been rung more often than `heard`, or for some time."""
-    adpsgd_await_ring(&bell.rung, &bell.asleep, heard, seconds)
+    adpsgd_await_ring(&doorbell.rung, &doorbell.asleep, heard, seconds)

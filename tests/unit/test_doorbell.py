@@ -53,10 +53,10 @@ def seconds(rings: bool) -> float:
 
 
 def test_a_message_wakes_an_idle_engine_of_the_host() -> None:
-    """It need not poll to be quick: without the bell an ASK waits for its next look, up to 10 ms."""
+    """It need not poll to be quick: without the doorbell an ASK waits for its next look, up to 10 ms."""
     for _ in range(ATTEMPTS):
-        with_bell, without = seconds(True), seconds(False)
-        print(f"{1e3 * with_bell:.2f} ms, without {1e3 * without:.2f} ms")
-        if with_bell < 0.5 * without:
+        with_doorbell, without = seconds(True), seconds(False)
+        print(f"{1e3 * with_doorbell:.2f} ms, without {1e3 * without:.2f} ms")
+        if with_doorbell < 0.5 * without:
             return
     pytest.fail("a message does not wake the engine")
