@@ -229,7 +229,8 @@ def _require_joinable(strategy: Strategy, world: World) -> None:
     if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
         raise StrategyMismatchError(
             f"averaging={strategy.spec()} with HVD_ADPSGD_JOIN_SECRET_FILE and "
-            f"super_size()={world.super_size}: others cannot join this job. Use random_pairs, fixed_ring or random_ring, or leave the file out."
+            f"super_size()={world.super_size}: others cannot join this job. Use random_pairs, fixed_ring or "
+            "random_ring, or leave the file out."
         )
 
 

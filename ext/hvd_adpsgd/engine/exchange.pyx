@@ -153,6 +153,7 @@ cdef void close_pairs(Pairs* p) noexcept:
     cdef int i
     free(p.schedule)
     free(p.mapped)
+    free(p.doorbells)
     free(p.shown)
     for i in range(SPARES):
         free(p.spares[i])

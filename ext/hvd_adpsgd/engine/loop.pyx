@@ -12,10 +12,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.exchange cimport (advance_pairs, any_under_way, ask_if_due, close_pairs, cut, handle_control,
                                          open_pairs, take_failures, under_way)
 from hvd_adpsgd.engine.goodbye cimport has_said_goodbye, pass_on, say_goodbye
@@ -298,8 +298,6 @@ cdef class Loop:
         close_membership(&e.membership)
         close_control(&e.control)
         close_reports(&e.reports)
-        free(e.wire.doorbells)
-        e.wire.doorbells = NULL
         free(e.port.met)
         free(e.port.events)
         free(e.generations)
@@ -332,8 +330,8 @@ cdef class Loop:
         cdef Core* e = &self.core
         cdef int64_t at = buffers_nbytes(e.pairs.lane_nbytes)
         cdef int i
-        e.wire.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
-        if e.wire.doorbells == NULL:
+        e.wire.doorbells = e.pairs.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
+        if e.pairs.doorbells == NULL:
             raise MemoryError("engine")
         if own:
             e.port.doorbell = <Doorbell*>(own + at)
