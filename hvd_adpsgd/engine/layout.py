@@ -77,7 +77,7 @@ class LayoutPart:
         spans: shape (n, 5), int64; row: tensor, first element in it, chunk, first element there,
             count. Tensors and chunks count through all parts; sorted by chunk.
         last_chunk: number of chunks up to and with this part.
-        fingerprint: 63 bits over the names, shapes and dtypes of all parts up to this one.
+        fingerprint: 63 bits over the chunk size, and names, shapes and dtypes of all parts up to this one.
     """
 
     chunks: tuple[ChunkSpec, ...]
@@ -98,7 +98,7 @@ class Layout:
         self.chunk_nbytes = chunk_nbytes
         self.parts: list[LayoutPart] = []
         self.tensors: list[TensorSpec] = []
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256(f"{chunk_nbytes}\n".encode())
 
     @property
     def nchunks(self) -> int:

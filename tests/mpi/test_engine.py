@@ -130,7 +130,7 @@ def test_a_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other() 
 
 
 def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
-    """Chunks of another size than the peer's are not merged, and whoever notices says so."""
+    """Chunks of another size than the peer's are not even asked for: no buffer gets more than it holds."""
     said = learners(2, "quiet.py", "--elsewhere")
     errors = {facts["error"] for facts in said}
     assert "ModelMismatchError" in errors, said

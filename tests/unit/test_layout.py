@@ -70,6 +70,14 @@ def test_fingerprints_tell_models_apart(other):
     assert one.parts[0].fingerprint != two.parts[0].fingerprint
 
 
+def test_fingerprints_tell_sizes_of_chunks_apart():
+    """Else a chunk could be sent that is longer than the buffer for it."""
+    one, two = Layout(64), Layout(128)
+    for layout in (one, two):
+        layout.extend([TensorSpec("a", (4,), "float32")])
+    assert one.parts[0].fingerprint != two.parts[0].fingerprint
+
+
 def test_a_name_is_used_once():
     layout = Layout(64)
     layout.extend([TensorSpec("a", (), "float32")])
