@@ -119,7 +119,8 @@ cdef struct Exchange:
     bint cut ""               # this side has asked for an early end
     bint held               # ... and begins no chunk until CUT_SEEN says how many there are
     double began
-    double moved            # when something last arrived from the peer
+    double moved            # when something last arrived from the peer, or the wire took something of ours
+    bint heard              # ... whether something arrived in this turn
     double square           # sum of squared differences
     int64_t elements
     int64_t nbytes

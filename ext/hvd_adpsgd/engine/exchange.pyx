@@ -169,8 +169,7 @@ cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
     if e.membership.states[peer] == FAILED:
         return                      # sent before it failed
     e.membership.mute[peer] = False
-    if e.membership.states[peer] == SUSPECT:
-        answers_again(e, peer)
+    answers_again(e, peer)
     if m.kind == ASK:
         handle_ask(e, peer, m)
     elif m.kind == YES:
@@ -188,7 +187,10 @@ cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
 
 
 cdef void answers_again(Core* e, int peer) noexcept nogil:
-    cdef Exchange* x = find(e, peer)
+    cdef Exchange* x
+    if e.membership.states[peer] != SUSPECT:
+        return
+    x = find(e, peer)
     set_peer(&e.membership, peer, ALIVE)
     if x != NULL:
         x.moved = now(e)
@@ -412,7 +414,7 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
     become(e, x, RUNNING)
     for i in range(LANES):
         x.lanes[i].busy = False
-    x.cut = x.held = False
+    x.cut = x.held = x.heard = False
     x.active = active
     x.parked = active and e.pairs.asking != x.peer
     x.number = number
@@ -550,7 +552,7 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
             transfer_failed(e, x.peer, &lane.receiving)
             return True
         if status == DONE:
-            lane.received = True
+            lane.received = x.heard = True
             moved = True
             note_received(e, x, lane)
         earlier[0] = status == PENDING
@@ -690,14 +692,16 @@ cdef int64_t oldest_step(Exchange* x) noexcept nogil:
 
 cdef bint advance(Core* e, Exchange* x) noexcept nogil:
     """Do what can be done now for one exchange. True if anything was."""
-    cdef bint over, moved = advance_lanes(e, x) if x.phase == RUNNING else False
+    cdef bint over, moved
+    x.heard = False
+    moved = advance_lanes(e, x) if x.phase == RUNNING else False
     if x.phase == RUNNING and x.done == x.nchunks:
         close(e, x)
     over = x.phase == CLOSING and closed(e, x)
     if moved or over:
         x.moved = now(e)
-        if e.membership.states[x.peer] == SUSPECT:  # also at the end: nothing else may come from it, nor be asked of it
-            set_peer(&e.membership, x.peer, ALIVE)
+    if x.heard or over:         # a chunk that the wire has taken says nothing of the peer, unless it ends the
+        answers_again(e, x.peer)    # exchange: nothing else may come from the peer then, nor be asked of it
     elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > e.pairs.deadline_s:
         park(e, x)                          # again, if it was parked and answered in between
     if over:

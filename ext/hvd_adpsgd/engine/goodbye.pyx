@@ -90,6 +90,6 @@ cdef void note_answer(Core* e, int peer, Message* message) noexcept nogil:
     """BYE_SEEN: the listener knows as many departures as our message held."""
     cdef Listener* listener = listener_of(&e.membership, peer)
     if listener != NULL:
-        listener.acknowledged = max(listener.acknowledged, message.exchange)
+        listener.acknowledged = max(listener.acknowledged, min(message.exchange, listener.sent))
         e.membership.answer_s = max(e.membership.answer_s, now(e) - listener.told_at)
         e.membership.unchecked = True
