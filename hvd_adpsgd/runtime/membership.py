@@ -95,6 +95,12 @@ class Membership:
         return sum(state not in gone for state in self.states)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other super learner trains: all have left or failed."""
+        gone = (PeerState.LEFT, PeerState.FAILED)
+        return all(state in gone for i, state in enumerate(self.states) if i != self.own)
+
+    @property
     def is_minority(self) -> bool:
         """Whether half or more of the super learners have failed, as the leader knew before the last step."""
         return bool(self._minority[0])

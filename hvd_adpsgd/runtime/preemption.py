@@ -51,6 +51,7 @@ class Departure:
         name: of the super learner, for the line in the log.
         is_leader: this learner is its leader.
         flags: bytes that its learners share, 0 at first.
+        is_alone: whether no other super learner trains.
         ends_last: whether all other learners of the job end within so many seconds; False at once on others
             than the first.
     """
@@ -62,10 +63,11 @@ class Departure:
         name: str,
         is_leader: bool,
         flags: NDArray[np.uint8],
+        is_alone: Callable[[], bool],
         ends_last: Callable[[float], bool],
     ):
         self._name, self._is_leader, self._flags = name, is_leader, flags
-        self._ends_last = ends_last
+        self._is_alone, self._ends_last = is_alone, ends_last
         self._last_acts: list[Callable[[], object]] = []
 
     def at_leave(self, act: Callable[[], object]) -> None:
@@ -92,9 +94,8 @@ class Departure:
         ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:
-            log.warning(
-                "SIGTERM: super learner %s leaves; the others train on without it.", self._name
-            )
+            rest = "no other trains" if self._is_alone() else "the others train on without it"
+            log.warning("SIGTERM: super learner %s leaves; %s.", self._name, rest)
         shutdown.returns(self._act, SAID_S - SPREAD_S)
         if self._is_leader:
             time.sleep(SPREAD_S)

@@ -186,7 +186,9 @@ class World:
                 quorum=config.quorum,
             ),
             teardown=teardown,
-            departure=Departure(name, is_leader, departure, teardown.ends_last),
+            departure=Departure(
+                name, is_leader, departure, lambda: membership.is_alone, teardown.ends_last
+            ),
         )
 
     @property

@@ -116,6 +116,20 @@ def test_the_first_learner_leaves_and_the_mean_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+def test_the_last_one_says_that_no_other_trains(tmp_path: Path) -> None:
+    def one_by_one(pids: dict[int, int]) -> float:
+        preempt(pids, [1])
+        wait_for(lambda: 1 in facts(tmp_path, "status"), "the first one has left")
+        return preempt(pids, [0])
+
+    result, at = run(tmp_path, 2, 1, one_by_one, "--steps", "2000")
+    lines = [line for line in result.stderr.splitlines() if NOTICE in line]
+    assert ["the others train on" in line for line in lines] == [True, False], result.report()
+    assert "leaves; no other trains" in lines[1], result.report()
+    assert facts(tmp_path, "status")[0]["at"] - at < ENDS_S
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("asked", [2, 3])
 def test_a_learner_that_sleeps_leaves_in_time(tmp_path: Path, asked: int) -> None:
     """Learner 2 sleeps, so learner 3 waits for it in Horovod's all-reduce."""

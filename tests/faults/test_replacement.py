@@ -123,6 +123,15 @@ def test_newcomer_without_mpi_that_dies_keeps_nobody_waiting(tmp_path, where, to
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_newcomer_that_dies_as_soon_as_it_has_joined_keeps_nobody_waiting(tmp_path, launcher):
+    result = train(tmp_path, 3, "2", "--fails", "joined", launcher=launcher)
+    require_replaced(result, 3, 1, joined=1, new={2})
+    assert "super learner 2 failed directly after it had joined." in result.stderr
+    assert max(f["slowest_s"] for f in result.said) < 3.0
+
+
+@pytest.mark.extended
 def test_super_learner_of_two(tmp_path):
     """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
     result = train(tmp_path, 4, "1", "--after", 10, of=2).checked()

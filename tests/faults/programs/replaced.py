@@ -119,6 +119,7 @@ class Run:
         state = self.replace({"epoch": 0, "whole": 0, "part": 0, "alone": 0, "told": []})
         self.facts |= {"began": state["epoch"], "first": self.values()}
         if NEW:
+            fail(self.args, "joined")
             saved = self.optimizer.state_dict()["state"]
             self.facts["momentum"] = [v["momentum_buffer"] is not None for v in saved.values()]
         while True:
@@ -190,9 +191,11 @@ class Run:
 
     def exact_mean(self) -> tuple[float, list[int]]:
         """Of the super learners' models, which stay as they are; and the numbers of those that live."""
+        began = time.monotonic()
         with hvd.averaging_paused():
             mine = (hvd.super_rank(), float(self.model.weight.detach().mean()))
             means = dict(hvd.allgather_object(mine))
+        self.slowest = max(self.slowest, time.monotonic() - began)
         return sum(means.values()) / len(means), sorted(means)
 
     def late(self) -> bool:
