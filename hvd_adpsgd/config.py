@@ -159,6 +159,15 @@ class Config:
         low_open=True,
         high=1,
     )
+    shard: str | None = _option(
+        None,
+        str,
+        "",
+        "auto: each learner of a super learner averages a shard of the model with its counterparts in the "
+        "others, where that is possible; None: the leader averages all of it",
+        choices=("auto",),
+        optional=True,
+    )
     max_staleness: int | None = _option(
         None,
         int,

@@ -56,7 +56,7 @@ class Member:
         self.node.barrier.wait(30)
         return told
 
-    def bcast(self, value: object) -> object:
+    def bcast(self, value: object, root: int = 0) -> object:
         return self.allgather(value)[0]
 
 

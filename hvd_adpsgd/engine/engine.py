@@ -10,6 +10,9 @@ One step on a leader (L) and on the other learners of its node (O):
 
 The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
 the mirror, and what it returns is a correction, so concurrent local updates are kept.
+
+With shards (model_shards.py) every learner is the leader of its own: its thread averages that shard with the
+threads of its counterparts, the learners with the same place in the other super learners.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.engine.neighbours import Neighbours
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
@@ -63,7 +67,8 @@ class Engine:
     Args:
         inner: communicator of the super learner (mpi4py), None for a learner alone.
         outer: communicator of the leaders, with errors returned; None on learners that are not leaders.
-            Engines share it, and its tags but 0: all leaders make theirs in the same order.
+            Engines share it, and its tags but 0: all leaders make theirs in the same order. With shards that
+            of this learner and its counterparts; None on learners without a shard.
         plan: which peers to ask, and with which weight.
         config: the options.
         names: of each super learner in messages, by super_rank.
@@ -72,6 +77,7 @@ class Engine:
         has_neighbours: whether there may be other super learners on this host, which read the model where
             it lies.
         memory: of an earlier engine, paused, with the same tensors; None: new memory, see `memory.extend`.
+        shards: into how many the model is cut.
 
     Attributes:
         memory: the tensors.
@@ -89,13 +95,14 @@ class Engine:
         names: Sequence[str] = (),
         members: Sequence[int] = (),
         has_neighbours: bool = True,
-        memory: ModelMemory | None = None,
+        memory: ModelMemory | ModelShards | None = None,
+        shards: int = 1,
     ):
         self.config = config
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
-        self.memory = memory or ModelMemory(
-            config.chunk_kib * 1024, inner, outer is not None, shows
+        self.memory = memory or make_memory(
+            config.chunk_kib * 1024, inner, outer is not None, shows, shards
         )
         self._outer = outer
         self._plan = plan
@@ -267,8 +274,8 @@ class Engine:
         A model that is not `fit` is not sent to peers. In rounds, where peers wait for an answer, its
         non-finite chunks are sent as empty messages.
         """
-        if self.loop is None:
-            return
+        if self.loop is None or not self.memory.layout.nchunks:
+            return  # there may be fewer chunks than shards
         if self.memory.landing is None:
             self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)

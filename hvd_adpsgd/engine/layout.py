@@ -10,17 +10,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["DTYPE_CODES", "ChunkSpec", "Layout", "LayoutPart", "TensorSpec"]
+__all__ = ["DTYPE_CODES", "WHOLE", "ChunkSpec", "Layout", "LayoutPart", "Shard", "TensorSpec"]
 
 # Codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+class Shard(NamedTuple):
+    """Part `number` of `of` parts of a model: whole chunks, about as many bytes as in the others."""
+
+    number: int
+    of: int
+
+
+WHOLE = Shard(0, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,8 @@ class LayoutPart:
         spans: shape (n, 5), int64; row: tensor, first element in it, chunk, first element there,
             count. Tensors and chunks count through all parts; sorted by chunk.
         last_chunk: number of chunks up to and with this part.
-        fingerprint: 63 bits over the chunk size, and names, shapes and dtypes of all parts up to this one.
+        fingerprint: 63 bits over the chunk size, the shard, and names, shapes and dtypes of all parts up to
+            this one.
     """
 
     chunks: tuple[ChunkSpec, ...]
@@ -92,13 +104,15 @@ class Layout:
 
     Args:
         chunk_nbytes: largest size of a chunk.
+        shard: chunks of the other shards of each part are left out.
     """
 
-    def __init__(self, chunk_nbytes: int):
+    def __init__(self, chunk_nbytes: int, shard: Shard = WHOLE):
         self.chunk_nbytes = chunk_nbytes
+        self._shard = shard
         self.parts: list[LayoutPart] = []
         self.tensors: list[TensorSpec] = []
-        self._digest = hashlib.sha256(f"{chunk_nbytes}\n".encode())
+        self._digest = hashlib.sha256(f"{chunk_nbytes} {shard}\n".encode())
 
     @property
     def nchunks(self) -> int:
@@ -132,6 +146,7 @@ class Layout:
                 if t.dtype == dtype and t.count
             ]
             offset = self._pack(members, dtype, offset, chunks, spans)
+        chunks, spans, offset = self._mine(chunks, spans, offset)
         self.tensors += tensors
         self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
         part = LayoutPart(
@@ -143,6 +158,31 @@ class Layout:
         )
         self.parts.append(part)
         return part
+
+    def _mine(
+        self, chunks: list[ChunkSpec], spans: list[tuple[int, int, int, int, int]], nbytes: int
+    ) -> tuple[list[ChunkSpec], list[tuple[int, int, int, int, int]], int]:
+        """Of the chunks of a part those of the shard, and its spans and bytes, as if there were no others.
+
+        A chunk belongs to the shard in which its middle lies.
+        """
+        number, of = self._shard
+        if of == 1:
+            return chunks, spans, nbytes
+        ends = [*(c.offset for c in chunks[1:]), nbytes]
+        shards = [
+            (c.offset + end) * of // (2 * nbytes) for c, end in zip(chunks, ends, strict=True)
+        ]
+        first, last = shards.index(number) if number in shards else 0, shards.count(number)
+        base = chunks[first].offset if last else 0
+        mine = [ChunkSpec(c.offset - base, c.count, c.dtype) for c in chunks[first : first + last]]
+        start = self.nchunks + first
+        kept = [
+            (tensor, at, chunk - first, offset, n)
+            for tensor, at, chunk, offset, n in spans
+            if start <= chunk < start + last
+        ]
+        return mine, kept, ends[first + last - 1] - base if last else 0
 
     def _check_names(self, tensors: Sequence[TensorSpec]) -> None:
         names = {t.name for t in self.tensors}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
@@ -73,6 +73,7 @@ class ModelMemory:
         leads: whether this learner has the mirror.
         shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
             tensors of the first `extend`, if there is room for them in shared memory.
+        shard: the chunks of it only; the learner with its number is what is called the leader here.
 
     Attributes:
         layout: where each element lies.
@@ -86,8 +87,16 @@ class ModelMemory:
         filled: parts of the layout whose mirror has been filled.
     """
 
-    def __init__(self, chunk_nbytes: int, inner: Any, leads: bool, shows: bool = False):
-        self.layout = Layout(chunk_nbytes)
+    def __init__(
+        self,
+        chunk_nbytes: int,
+        inner: Any,
+        leads: bool,
+        shows: bool = False,
+        shard: Shard = WHOLE,
+    ):
+        self.layout = Layout(chunk_nbytes, shard)
+        self._leader = shard.number
         self._nslots = slots_of(inner)
         self.store = Store(self._nslots)
         self.published = False
@@ -126,7 +135,8 @@ class ModelMemory:
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
         shows = self._shows and not self.areas
-        mailbox = Mailbox(places[-1], len(part.chunks), self.inner, shows * (lives + part.nbytes))
+        front = shows * (lives + part.nbytes)
+        mailbox = Mailbox(places[-1], len(part.chunks), self.inner, front, self._leader)
         mirror = None
         if self._leads:
             mirror = (

@@ -60,6 +60,7 @@ class Mailbox:
             together. None for a learner alone.
         front: bytes before the slots; with them the leader's `file` is kept for peers on the host that map
             it. The leader's choice counts, and the room in SHARED_FOLDER: all takes at most half of it.
+        leader: its rank in `inner`.
 
     Attributes:
         slots: the memory of each slot.
@@ -72,7 +73,9 @@ class Mailbox:
         WorldError: on every learner, if the shared memory cannot be allocated or mapped.
     """
 
-    def __init__(self, nbytes: int, nflags: int, inner: Any = None, front: int = 0):
+    def __init__(
+        self, nbytes: int, nflags: int, inner: Any = None, front: int = 0, leader: int = 0
+    ):
         row = -(-nflags // 64) * 64
         slot = _pages(nbytes)
         n = slots_of(inner)
@@ -81,8 +84,9 @@ class Mailbox:
         if inner is None or inner.Get_size() == 1:
             front = self._map_alone(_pages(front), total)
         else:
-            front = inner.bcast(_pages(front) if _has_room(_pages(front) + total) else 0)
-            self.memory, self.file = _shared_memory(front + total, inner, bool(front))
+            front = _pages(front) if _has_room(_pages(front) + total) else 0
+            front = inner.bcast(front, root=leader)
+            self.memory, self.file = _shared_memory(front + total, inner, bool(front), leader)
         self.front = self.memory[:front] if front else None
         self.slots = [self.memory[front + i * slot :][:nbytes] for i in range(n)]
         flags = self.memory[front + n * slot :]
@@ -151,16 +155,18 @@ def _has_room(nbytes: int) -> bool:
     return free.f_bavail * free.f_frsize >= 2 * nbytes
 
 
-def _shared_memory(nbytes: int, inner: Any, keep: bool) -> tuple[NDArray[np.uint8], File | None]:
+def _shared_memory(
+    nbytes: int, inner: Any, keep: bool, leader: int
+) -> tuple[NDArray[np.uint8], File | None]:
     """Map the same zeroed memory in all processes of `inner`. The leader may `keep` its file open."""
     file, error = None, None
-    if inner.Get_rank() == 0:
+    if inner.Get_rank() == leader:
         try:
             file = _reserve(nbytes)
         except OSError as problem:
             error = f"{nbytes / 2**20:.0f} MiB of shared memory in {SHARED_FOLDER}: {problem}"
     own = file
-    file, error = inner.bcast((file, error))
+    file, error = inner.bcast((file, error), root=leader)
     area: mmap.mmap | None = None
     if error is None:
         try:

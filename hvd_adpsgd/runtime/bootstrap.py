@@ -31,7 +31,7 @@ from hvd_adpsgd.runtime.horovod_timeline import own_timeline
 from hvd_adpsgd.runtime.rendezvous import Place, Store
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator
-from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners
+from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners, shards_of
 
 __all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
 
@@ -209,7 +209,7 @@ def _cut(
     groups: tuple[tuple[int, ...], ...],
 ) -> World:
     rank = everyone.Get_rank()
-    inner, outer = communicators.split(everyone, groups)
+    inner, outer = communicators.split(everyone, groups, shards_of(config, groups))
     plain, goodbye = communicators.duplicate(everyone), communicators.duplicate(everyone)
     comms = Communicators(everyone, plain, goodbye, host, inner, outer)
     return World.make(config, placements, groups, rank, comms)

@@ -18,6 +18,7 @@ from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
 __all__ = [
+    "counterparts",
     "duplicate",
     "load_mpi",
     "of_host",
@@ -250,22 +251,31 @@ def of_host(everyone: Any) -> Any:
     return everyone.Split_type(MPI.COMM_TYPE_SHARED, key=everyone.Get_rank())
 
 
-def split(everyone: Any, groups: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """(inner, outer or None): the learners of this super learner, the leaders of all.
+def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tuple[Any, Any]:
+    """(inner, outer or None): the learners of this super learner, and this learner's counterparts.
 
     Args:
         everyone: all learners.
         groups: ranks of each super learner.
+        shards: so many learners of each super learner have counterparts; 1: the leaders.
     """
     rank = everyone.Get_rank()
     super_rank = next(i for i, group in enumerate(groups) if rank in group)
     if isinstance(everyone, Communicator):
         inner = everyone.hub.communicator(groups[super_rank])
-        return inner, everyone.hub.communicator([group[0] for group in groups])
+        return inner, counterparts(everyone.hub, groups, rank, shards)
 
     from mpi4py import MPI
 
-    leads = rank == groups[super_rank][0]
+    place = groups[super_rank].index(rank)
     inner = everyone.Split(super_rank, rank)
-    outer = everyone.Split(0 if leads else MPI.UNDEFINED, rank)
+    outer = everyone.Split(place if place < shards else MPI.UNDEFINED, rank)
     return inner, None if outer == MPI.COMM_NULL else outer
+
+
+def counterparts(
+    hub: Hub, groups: Sequence[Sequence[int]], rank: int, shards: int
+) -> Communicator | None:
+    """The learners with this one's place in their super learners; None behind the first `shards` places."""
+    place = next(group.index(rank) for group in groups if rank in group)
+    return hub.communicator([group[place] for group in groups] if place < shards else [])

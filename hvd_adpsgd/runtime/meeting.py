@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from hvd_adpsgd.errors import PeerFailedError, TransportError
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.attempt import Attempt
+from hvd_adpsgd.runtime.communicators import counterparts
 from hvd_adpsgd.runtime.door import Conversation
 from hvd_adpsgd.runtime.messages import COMPLETE, AttemptAbandonedError, Messages
 from hvd_adpsgd.runtime.newcomers import Invitation, Newcomer
@@ -136,7 +137,7 @@ def meet(
     new = groups[invitation.super_rank]
     everyone, plain, goodbye = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
-    outer = hub.communicator([groups[i][0] for i in members])
+    outer = counterparts(hub, [groups[i] for i in members], world.rank, world.shards)
     gifts = tuple(hub.communicator([giver, *new]) for giver in givers)
     comms = Communicators(everyone, plain, goodbye, host, inner, outer)
     merged = Merged(invitation, hub, comms, members, tuple(ranks), gifts)

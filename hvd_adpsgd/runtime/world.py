@@ -61,7 +61,8 @@ class Communicators:
             never match another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
-        outer: the leaders; None on learners that are not leaders.
+        outer: the leaders; None on learners that are not leaders. With shards the learners that have the
+            same place in their super learners; None behind the places with shards.
     """
 
     all: Any
@@ -82,7 +83,7 @@ class World:
         groups: ranks of the learners of each super learner, by super_rank; the first is the leader.
             Numbered by their smallest ranks.
         host, inner, outer: see Communicators.
-        members: the leaders' super learners, by rank in `outer`; () means all.
+        members: the super learners of `outer`, by rank there; () means all.
         rank, size: among all learners.
         local_rank, local_size: among the learners of the host.
         cross_rank, cross_size: among the learners with this local_rank, one per host at most.
@@ -93,6 +94,7 @@ class World:
         collectives: operations over all learners.
         teardown: what shutdown() runs and frees.
         departure: how its super learner leaves on SIGTERM.
+        shards: into how many shards models may be cut, as long as the job lasts.
         started: the super learners that a learner has started, and not the job's launcher.
     """
 
@@ -118,6 +120,7 @@ class World:
     collectives: Collectives
     teardown: Teardown
     departure: Departure
+    shards: int = 1
     started: frozenset[int] = frozenset()
 
     @classmethod
@@ -189,6 +192,7 @@ class World:
             departure=Departure(
                 name, is_leader, departure, lambda: membership.is_alone, teardown.ends_last
             ),
+            shards=shards_of(config, groups),
         )
 
     @property
@@ -216,6 +220,13 @@ class World:
 def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -> list[str]:
     """What to call each super learner in messages."""
     return [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
+
+
+def shards_of(config: Config, groups: Sequence[Sequence[int]]) -> int:
+    """Into how many shards models may be cut: each super learner has so many learners."""
+    if config.shard != "auto" or _is_plain(config, len(groups)):
+        return 1
+    return min(map(len, groups))
 
 
 def _is_plain(config: Config, super_size: int) -> bool:

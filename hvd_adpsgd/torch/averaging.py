@@ -16,6 +16,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import (
     ModelMismatchError,
@@ -32,6 +33,7 @@ from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
+from hvd_adpsgd.torch.devices import is_staged
 from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
@@ -65,6 +67,7 @@ class Averaging:
         restart: the rule resets to the model at the next step.
         trained: ids of the tensors that the optimizer trains.
         specs: the averaged tensors, as they were added.
+        shards: into how many the model is cut; 1: the leader averages all of it.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: called by `stop`.
         pauses: depth of nested pauses.
@@ -92,10 +95,14 @@ class Averaging:
         self._staging: Staging | None = None  # of parameters on devices
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
-        self._ahead: ModelMemory | None = None
+        self._ahead: ModelMemory | ModelShards | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
+        self.shards = _shards(world, spec, self.parameters.staged)
+        has_shard = world.inner_rank < self.shards
         self.engine = self.make_engine(
-            world.outer, world.members, functools.partial(_gather_from_leaders, world)
+            world.outer if has_shard else None,
+            world.members,
+            functools.partial(_gather_from_counterparts, world, has_shard),
         )
         self._stage()
         world.teardown.at_shutdown(self.stop)
@@ -114,8 +121,8 @@ class Averaging:
         """An engine for these tensors, started. All learners of all super learners make it together.
 
         Args:
-            outer: the leaders; None on learners that are not leaders, and on joining leaders until they
-                have joined: without it the engine has no thread.
+            outer: the leaders, with shards the counterparts; None on learners without a shard, and on joining
+                learners until they have joined: without it the engine has no thread.
             members: the leaders' super learners, by rank in `outer`; () means all.
             gather: see Engine.start.
         """
@@ -133,7 +140,7 @@ class Averaging:
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
         config: Config | None = None,
-        memory: ModelMemory | None = None,
+        memory: ModelMemory | ModelShards | None = None,
     ) -> Engine:
         engine = Engine(
             inner=inner,
@@ -144,6 +151,7 @@ class Averaging:
             members=members,
             has_neighbours=self.world.local_size > (inner.Get_size() if inner else 1),
             memory=memory,
+            shards=self.shards,
         )
         node = wrapping_failures(self.world, self.spec.config.deadline_s)
         with node, mpi_failures("averaging"):
@@ -159,15 +167,15 @@ class Averaging:
         names = names_of(invitation.groups, invitation.placements)
         comms, config = merged.comms, self.spec.config.replace(wire="tcp")
         memory = self._ahead or self.engine.memory
-        return self._make(
-            plan, names, comms.inner, comms.outer, merged.members, None, config, memory
-        )
+        outer = comms.outer if self.world.inner_rank < self.shards else None
+        return self._make(plan, names, comms.inner, outer, merged.members, None, config, memory)
 
     def prepare_memory(self) -> None:
         """On a newcomer, whose engine has had no thread: make its memory before others wait for it."""
         config, world = self.spec.config, self.world
-        shows = world.is_leader and config.same_host == "memory"
-        self._ahead = ModelMemory(config.chunk_kib * 1024, world.inner, world.is_leader, shows)
+        leads = world.inner_rank < self.shards
+        shows = leads and config.same_host == "memory"
+        self._ahead = make_memory(config.chunk_kib * 1024, world.inner, leads, shows, self.shards)
         for specs in self.specs:
             self._ahead.extend(specs)
 
@@ -185,6 +193,7 @@ class Averaging:
         """Copy parameters on devices from and to the memory of the engine, from now on."""
         if self.parameters.staged:
             self._staging = self._staging or Staging()
+            assert isinstance(self.engine.memory, ModelMemory)  # see _shards
             self._staging.bind(self.engine.memory, self.parameters.tensors)
 
     @property
@@ -340,7 +349,7 @@ class Averaging:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
         if not self._lands_later:  # else it is offered when it has come
             self.engine.offer(self.step, finite)
-        self.world.membership.update(self.engine.report(), self.step)
+        self.world.membership.update(self._peer_news(), self.step)
         if in_step:
             self._round()
             self.step += 1
@@ -446,6 +455,7 @@ class Averaging:
         places = [
             copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
         ]
+        assert isinstance(self.engine.memory, ModelMemory), "with shards nothing is pending then"
         self.engine.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -461,9 +471,15 @@ class Averaging:
 
         Raises:
             ModelMismatchError: on every learner of the node, if they add different tensors.
+        UnsupportedOptimizerError: if one is on a device, and the model is cut in shards.
         """
         named = list(named)
         require_same_in_node(self.world, "add_param_group", named)
+        if self.shards > 1 and any(is_staged(tensor.device) for _, tensor in named):
+            raise UnsupportedOptimizerError(
+                "add_param_group with a parameter on a device: the model is averaged in shards, which are of "
+                "parameters on the host. Unset HVD_ADPSGD_SHARD."
+            )
         self.trained.update(id(tensor) for _, tensor in named)
         self.settle()
         self.specs.append(self.parameters.add(named))
@@ -485,7 +501,7 @@ class Averaging:
         if self in _live:
             _live.remove(self)
         self.engine.stop(broken=world.teardown.fails)
-        world.membership.update(self.engine.report(), self.step)
+        world.membership.update(self._peer_news(), self.step)
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self.record.events(self.engine)
@@ -494,7 +510,8 @@ class Averaging:
         self.engine.release()
 
     def _peer_news(self) -> list[tuple[int, PeerState]]:
-        return self.engine.report()
+        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
+        return self.engine.report() if self.world.is_leader else []
 
     def _say_goodbye(self) -> None:
         """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
@@ -518,8 +535,39 @@ def _report_nonfinite(averaging: Averaging) -> None:
     log.warning("%s", message)
 
 
-def _gather_from_leaders(world: World, value: Any) -> list[Any]:
-    """The values of all leaders, by rank in `outer`; None for one that has failed. A collective."""
-    mine = (world.super_rank, value) if world.is_leader else None
-    told = dict(filter(None, world.collectives.gather("averaging", mine)))
+def _shards(world: World, spec: AveragingSpec, staged: bool) -> int:
+    """Into how many shards the model is cut, the same on all learners; says so where it was asked for.
+
+    Args:
+        world: as of Averaging.
+        spec: as of Averaging.
+        staged: whether a parameter is on a device.
+    """
+    if spec.config.shard is None:
+        return 1
+    why = ""
+    if not spec.strategy.is_gossip:
+        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
+    elif staged:
+        why = "parameters are on devices"
+    elif world.shards == 1:
+        why = "one super learner, or one learner in a super learner"
+    if world.rank == 0:
+        sizes = sorted({len(group) for group in world.groups})
+        log.info(
+            "HVD_ADPSGD_SHARD: %s (learners per super learner: %s).",
+            f"no shards, {why}" if why else f"{world.shards} shards",
+            ", ".join(map(str, sizes)),
+        )
+    return 1 if why else world.shards
+
+
+def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list[Any]:
+    """The values by rank in `outer`; None for one that has failed. A collective of all learners."""
+    mine = (world.inner_rank, world.super_rank, value) if has_shard else None
+    told = {
+        peer: given
+        for place, peer, given in filter(None, world.collectives.gather("averaging", mine))
+        if place == world.inner_rank
+    }
     return [told.get(peer) for peer in world.members or range(world.super_size)]

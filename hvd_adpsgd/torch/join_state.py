@@ -21,11 +21,12 @@ def terms() -> list[Any]:
     return [_terms_of(averaging) for averaging in live()]
 
 
-def _terms_of(averaging: Averaging) -> tuple[str, list[str], list[str]]:
-    """Strategy, parameters, and what parameter groups have added since."""
+def _terms_of(averaging: Averaging) -> tuple[str, int, list[str], list[str]]:
+    """Strategy, shards, parameters, and what parameter groups have added since."""
     _, *added = averaging.specs
     return (
         averaging.spec.strategy.spec(),
+        averaging.shards,
         described(averaging.spec.named),
         [str(spec) for specs in added for spec in specs],
     )

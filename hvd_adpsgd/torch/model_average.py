@@ -188,8 +188,12 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
     pending = [a for a in live() if not a.lent and any(t in a.parameters for t in named)]
     if world.collectives.joining:  # alone until it has joined
         pending = []
-    with at_rest("averaged", pending):
-        return _finite_means(world, "averaged", named, pending=pending)
+    cut = [
+        a for a in pending if a.shards > 1
+    ]  # the leader does not have what is pending of all shards
+    whole = [a for a in pending if a.shards == 1]
+    with paused("averaged", cut), at_rest("averaged", whole):
+        return _finite_means(world, "averaged", named, pending=whole)
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:

@@ -56,7 +56,7 @@ class Rank:
 class Node(Rank):
     """What the memory of a node asks of the communicator of its learners, all in this process."""
 
-    def bcast(self, value: Any) -> Any:
+    def bcast(self, value: Any, root: int = 0) -> Any:
         return value
 
     def allgather(self, value: Any) -> list[Any]:

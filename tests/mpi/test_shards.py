@@ -1,0 +1,93 @@
+"""Models in shards: each learner averages its own with its counterparts; all promises hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher import Result, run_learners
+
+pytestmark = pytest.mark.mpi
+
+SHARDS = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd.torch.averaging import live
+    hvd.init()
+    dtype = getattr(torch, sys.argv[1])
+    model = torch.nn.ModuleDict({
+        "a": torch.nn.Linear(1000, 300, bias=False), "b": torch.nn.Linear(300, 700)}).to(dtype)
+    torch.manual_seed(hvd.super_rank())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randint(-100, 100, p.shape) / 8)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
+    flat = lambda: torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
+    mean = lambda: hvd.allreduce(flat(), op=hvd.Average)
+    before, ends = mean(), time.monotonic() + 60
+    for k in range(400):
+        for _ in range(10):
+            optimizer.zero_grad()
+            sum(p.sum() for p in model.parameters()).backward()
+            optimizer.step()
+        with hvd.averaging_paused():
+            now = mean()
+            told = hvd.allgather_object((hvd.super_rank(), flat().sum().item(), flat().square().sum().item()))
+            same = len(set(told)) == hvd.super_size()
+            drift = (now - before).abs().max().item()
+            apart = (flat() - now).abs().max().item()
+            done = hvd.allgather_object(apart < float(sys.argv[2]) or time.monotonic() > ends)
+        if all(done):
+            break
+    with hvd.averaged(model):
+        exact = (flat() - now).abs().max().item()
+    hvd.average_model(model)
+    last = hvd.allgather_object(flat().sum().item())
+    averaging, = live()
+    metrics = hvd.metrics()
+    say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.shards,
+        same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"],
+        total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.layout.nchunks)
+"""
+
+
+def run(learners: int, of: str, *args: str, program: str = SHARDS, **env: str) -> Result:
+    options = {
+        "HVD_ADPSGD_SHARD": "auto",
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": of,
+        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "HVD_ADPSGD_LOG_LEVEL": "info",
+        **env,
+    }
+    return run_learners(learners, program, args=args, env=options, timeout=150)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "same_host"),
+    [
+        ("float32", "mpi", "memory"),
+        ("float32", "tcp", "mpi"),
+        pytest.param("bfloat16", "tcp", "memory", marks=pytest.mark.extended),
+        pytest.param("float64", "mpi", "mpi", marks=pytest.mark.extended),
+    ],
+)
+def test_every_learner_averages_its_shard_and_the_mean_is_kept(
+    dtype: str, wire: str, same_host: str
+) -> None:
+    env = {"HVD_ADPSGD_WIRE": wire, "HVD_ADPSGD_SAME_HOST": same_host}
+    near = 2.0 if dtype == "bfloat16" else 0.5
+    result = run(4, "2", dtype, str(near), **env).checked()
+    told = result.by_rank()
+    assert "2 shards (learners per super learner: 2)" in result.stderr, result.report()
+    rounding = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}[dtype]
+    for facts in told:
+        assert facts["shards"] == 2
+        assert facts["same"], "learners of a super learner have different models"
+        assert facts["drift"] < rounding, facts
+        assert facts["apart"] < near, facts
+        assert facts["exact"] < rounding, facts
+        assert len(set(facts["last"])) == 1, "average_model has made them equal"
+        assert facts["exchanges"] > 0, "this learner carries a shard"
+        assert 0.4 < facts["nbytes"] / facts["exchanges"] / facts["total"] < 0.6, facts
+    sizes = [facts["mirror"] for facts in told]
+    assert sizes[0] == sizes[2] and sizes[1] == sizes[3] and abs(sizes[0] - sizes[1]) <= 1
