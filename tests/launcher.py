@@ -117,6 +117,7 @@ def run_learners(
             those that horovodrun does not start are forked by QUICK's server.
 
     With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py).
+    With TEST_SHARD=auto in the environment their models are cut in shards where that is possible.
     """
     env = env or {}
     if launcher == "mpirun":
@@ -213,6 +214,8 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     env["OMPI_MCA_btl"] = "^ofi"  # which sleeps a second in each MPI_Init
     env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # also where np <= cores: other tests share them
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each learner compiles this tree: 0.1 CPU s
+    if "TEST_SHARD" in env:
+        env["HVD_ADPSGD_SHARD"] = env["TEST_SHARD"]
     return {**env, **extra}
 
 

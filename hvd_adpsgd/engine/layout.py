@@ -164,25 +164,25 @@ class Layout:
     ) -> tuple[list[ChunkSpec], list[tuple[int, int, int, int, int]], int]:
         """Of the chunks of a part those of the shard, and its spans and bytes, as if there were no others.
 
-        A chunk belongs to the shard in which its middle lies.
+        A chunk belongs to the shard in which its first byte lies.
         """
         number, of = self._shard
         if of == 1:
             return chunks, spans, nbytes
         ends = [*(c.offset for c in chunks[1:]), nbytes]
-        shards = [
-            (c.offset + end) * of // (2 * nbytes) for c, end in zip(chunks, ends, strict=True)
-        ]
-        first, last = shards.index(number) if number in shards else 0, shards.count(number)
-        base = chunks[first].offset if last else 0
-        mine = [ChunkSpec(c.offset - base, c.count, c.dtype) for c in chunks[first : first + last]]
+        shards = [c.offset * of // nbytes for c in chunks]
+        if number not in shards:
+            return [], [], 0
+        first, count = shards.index(number), shards.count(number)
+        base, end = chunks[first].offset, ends[first + count - 1]
+        mine = [ChunkSpec(c.offset - base, c.count, c.dtype) for c in chunks[first : first + count]]
         start = self.nchunks + first
         kept = [
             (tensor, at, chunk - first, offset, n)
             for tensor, at, chunk, offset, n in spans
-            if start <= chunk < start + last
+            if start <= chunk < start + count
         ]
-        return mine, kept, ends[first + last - 1] - base if last else 0
+        return mine, kept, end - base
 
     def _check_names(self, tensors: Sequence[TensorSpec]) -> None:
         names = {t.name for t in self.tensors}

@@ -120,6 +120,11 @@ class ModelMemory:
         )  # were they not? Shared in the node once there is memory
 
     @property
+    def shards(self) -> list[ModelMemory]:
+        """As of ModelShards: the model is whole."""
+        return [self]
+
+    @property
     def leads(self) -> bool:
         """Whether this learner has the mirror."""
         return self._leads

@@ -33,11 +33,10 @@ from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
-from hvd_adpsgd.torch.devices import is_staged
 from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.torch.shard_staging import ShardStaging
 from hvd_adpsgd.torch.timeline import StepRecord
 from hvd_adpsgd.torch.update_rules import make_rule
 
@@ -92,12 +91,12 @@ class Averaging:
         self.pauses = self.lent = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
-        self._staging: Staging | None = None  # of parameters on devices
+        self._staging: ShardStaging | None = None  # of parameters on devices
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
         self._ahead: ModelMemory | ModelShards | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
-        self.shards = _shards(world, spec, self.parameters.staged)
+        self.shards = _shards(world, spec)
         has_shard = world.inner_rank < self.shards
         self.engine = self.make_engine(
             world.outer if has_shard else None,
@@ -192,8 +191,8 @@ class Averaging:
     def _stage(self) -> None:
         """Copy parameters on devices from and to the memory of the engine, from now on."""
         if self.parameters.staged:
-            self._staging = self._staging or Staging()
-            assert isinstance(self.engine.memory, ModelMemory)  # see _shards
+            own = min(self.world.inner_rank, self.shards - 1)
+            self._staging = self._staging or ShardStaging(self.shards, own)
             self._staging.bind(self.engine.memory, self.parameters.tensors)
 
     @property
@@ -471,15 +470,9 @@ class Averaging:
 
         Raises:
             ModelMismatchError: on every learner of the node, if they add different tensors.
-        UnsupportedOptimizerError: if one is on a device, and the model is cut in shards.
         """
         named = list(named)
         require_same_in_node(self.world, "add_param_group", named)
-        if self.shards > 1 and any(is_staged(tensor.device) for _, tensor in named):
-            raise UnsupportedOptimizerError(
-                "add_param_group with a parameter on a device: the model is averaged in shards, which are of "
-                "parameters on the host. Unset HVD_ADPSGD_SHARD."
-            )
         self.trained.update(id(tensor) for _, tensor in named)
         self.settle()
         self.specs.append(self.parameters.add(named))
@@ -535,21 +528,13 @@ def _report_nonfinite(averaging: Averaging) -> None:
     log.warning("%s", message)
 
 
-def _shards(world: World, spec: AveragingSpec, staged: bool) -> int:
-    """Into how many shards the model is cut, the same on all learners; says so where it was asked for.
-
-    Args:
-        world: as of Averaging.
-        spec: as of Averaging.
-        staged: whether a parameter is on a device.
-    """
+def _shards(world: World, spec: AveragingSpec) -> int:
+    """Into how many shards the model is cut, the same on all learners; says so where it was asked for."""
     if spec.config.shard is None:
         return 1
     why = ""
     if not spec.strategy.is_gossip:
         why = f"averaging={spec.strategy.spec()} is not of pairs alone"
-    elif staged:
-        why = "parameters are on devices"
     elif world.shards == 1:
         why = "one super learner, or one learner in a super learner"
     if world.rank == 0:

@@ -49,10 +49,11 @@ import torch
 from hvd_adpsgd.engine.model_memory import NO_SLOT, Area, ModelMemory
 from hvd_adpsgd.torch.devices import Device, Event, Host, device_of
 
-__all__ = ["Staging"]
+__all__ = ["PIECE_NBYTES", "Staging"]
 
 log = logging.getLogger("hvd_adpsgd")
 
+PIECE_NBYTES = 8 * 2**20
 _REPLACES = 2  # as in store.pxd: the slot holds the parameters themselves
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -66,17 +67,19 @@ class Staging:
         devices: the device of a tensor.
         piece_nbytes: of corrections that are copied at once, if a chunk is not larger. A device holds two
             buffers of that size.
+        checks: look whether parameters are finite; without, nothing is copied down and `nonfinite` is empty.
     """
 
     def __init__(
         self,
         submit: Submit | None = None,
         devices: Callable[[torch.Tensor], Device] = device_of,
-        piece_nbytes: int = 8 * 2**20,
+        piece_nbytes: int = PIECE_NBYTES,
+        checks: bool = True,
     ):
         self._threads = None if submit else ThreadPoolExecutor(1, "hvd_adpsgd-landing")
         self._submit: Submit = submit or self._threads.submit  # type: ignore[union-attr]
-        self._devices, self._piece_nbytes = devices, piece_nbytes
+        self._devices, self._piece_nbytes, self._looks = devices, piece_nbytes, checks
         self._lanes: dict[Device, _Lane] = {}
         self._table: _Table | None = None
         self._landing: Future[None] | None = None
@@ -131,6 +134,8 @@ class Staging:
             memory.depart(slot, step)
         for lane in self._lanes.values():
             lane.absorb(corrected, others, slot, copies)
+        if not self._looks:
+            return
         check = _Check(step, [lane.check() for lane in self._lanes.values()])
         self._checks.append(check)
         if copies:

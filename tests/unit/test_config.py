@@ -16,6 +16,7 @@ DEFAULTS = {
     "averaging": "random_pairs",
     "exchanges_per_step": 1.0,
     "exchange_share": 1.0,
+    "shard": None,
     "max_staleness": None,
     "wire_dtype": None,
     "all_reduce": "mpi",
