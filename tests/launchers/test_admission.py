@@ -159,6 +159,18 @@ def test_a_job_of_one_super_learner_becomes_one_of_two(
 
 
 @pytest.mark.extended
+def test_models_in_shards(launches: Launches) -> None:
+    """A newcomer needs a learner for each shard, and may have more."""
+    cut = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_SHARD": "auto"}
+    args = ("--size", 3, "--inputs", 100_000)
+    told = launches.start_job(3, "srun", *args[2:], of=4, told=cut)
+    launches.start(1, None, told, *args)
+    launches.await_line(r"(has not joined: it averages .*, the others)")
+    launches.start(3, "srun", told, *args)
+    require_grown(launches.facts(passed_over=1), [3], 7, leaders=range(6))
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("averaging", "error"),
     [("synchronous", "InnerOnlyError"), ("delay_by_one", "StrategyMismatchError")],

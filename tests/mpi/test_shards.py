@@ -91,3 +91,71 @@ def test_every_learner_averages_its_shard_and_the_mean_is_kept(
         assert 0.4 < facts["nbytes"] / facts["exchanges"] / facts["total"] < 0.6, facts
     sizes = [facts["mirror"] for facts in told]
     assert sizes[0] == sizes[2] and sizes[1] == sizes[3] and abs(sizes[0] - sizes[1]) <= 1
+
+
+KILLED = """
+    import signal
+    import torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd.engine.peers import PeerState
+    from hvd_adpsgd.torch.averaging import live
+    hvd.init()
+    model = torch.nn.Linear(1000, 100, bias=False).double()
+    torch.manual_seed(hvd.super_rank())
+    with torch.no_grad():
+        model.weight.copy_(torch.randint(-100, 100, model.weight.shape) / 8)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
+    flat = model.weight.detach().reshape(-1)
+    def steps(n):
+        for _ in range(n):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+    steps(20)
+    if hvd.rank() == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine = live()[0].engine
+    seen = 0
+    while not seen:
+        steps(1)
+        mine = torch.tensor([float(PeerState.FAILED in map(PeerState, engine.loop.peers()))])
+        seen = hvd.allreduce(mine, op=hvd.Min, process_set=hvd.super_learner).item()
+    with hvd.averaging_paused():
+        before = hvd.allreduce(flat, op=hvd.Average)
+    steps(100)
+    with hvd.averaging_paused():
+        drift = (hvd.allreduce(flat, op=hvd.Average) - before).abs().max().item()
+    say(rank=hvd.rank(), states=[PeerState(s).name for s in engine.loop.peers()], drift=drift,
+        failed=hvd.failed_ranks(), met=hvd.metrics()["peers"])
+"""
+
+
+@pytest.mark.parametrize("victim", [pytest.param(2, marks=pytest.mark.extended), 3])
+def test_a_killed_learner_takes_its_super_learner_along_in_every_shard(victim: int) -> None:
+    result = run(6, "2", str(victim), program=KILLED)
+    told = result.by_rank()
+    assert [facts["rank"] for facts in told] == [0, 1, 4, 5], result.report()
+    for facts in told:
+        assert facts["states"][1] == "FAILED" and facts["states"].count("FAILED") == 1, facts
+        assert facts["failed"] == [2, 3], facts
+        assert facts["drift"] < 1e-9, facts
+        assert sum(facts["met"]) > 0, facts
+
+
+def test_where_there_are_no_shards_the_log_says_why() -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.torch.averaging import live
+        hvd.init()
+        model = torch.nn.Linear(3, 1)
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging=sys.argv[1],
+            named_parameters=model.named_parameters())
+        say(rank=hvd.rank(), shards=[a.shards for a in live()])
+    """
+    result = run(4, "2", "synchronous_gossip", program=program).checked()
+    assert [facts["shards"] for facts in result.said] == [[1]] * 4
+    assert "no shards, averaging=synchronous_gossip" in result.stderr, result.report()
+    result = run(2, "1", "random_pairs", program=program).checked()
+    assert "no shards, one super learner, or one learner in a super learner" in result.stderr
