@@ -75,6 +75,13 @@ def test_wires() -> None:
     assert result["tcp"]["speed_to_socket_min"] > 0
 
 
+def test_shards() -> None:
+    result = json.loads(bench("shards", "--json", "--mib=8", "--rounds=2", "--learners=4"))
+    whole, shards = result["whole"], result["shards"]
+    assert 0.4 < shards["private_mib"] / whole["private_mib"] < 0.7
+    assert all(shards[f"{name}_ms"] > 0 for name in ("exchange", "copies", "engine_cpu"))
+
+
 def test_kernels() -> None:
     result = json.loads(bench("kernels", "--json", "--mib=1", "--rounds=2"))
     assert result["memcpy_gb_per_s"] > 0

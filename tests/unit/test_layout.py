@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, TensorSpec
+from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, Shard, TensorSpec
 from hvd_adpsgd.errors import ModelMismatchError
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -35,6 +35,35 @@ def test_every_element_has_exactly_one_place(generations, chunk_nbytes):
     assert all((t == 1).all() for t in taken + seen)
     assert all(c.count * ITEMSIZE[c.dtype] <= chunk_nbytes for c in chunks)
     assert (np.diff(layout.spans[:, 2]) >= 0).all()
+
+
+@given(
+    st.lists(tensors, min_size=1, max_size=3), st.sampled_from([64, 128, 4096]), st.integers(2, 5)
+)
+def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nbytes, of):
+    whole = Layout(chunk_nbytes)
+    shards = [Layout(chunk_nbytes, Shard(number, of)) for number in range(of)]
+    for g, members in enumerate(generations):
+        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        part = whole.extend(specs)
+        parts = [shard.extend(specs) for shard in shards]
+        nbytes = [p.nbytes for p in parts]
+        assert sum(nbytes) == part.nbytes
+        assert max(nbytes) - min(nbytes) <= 2 * chunk_nbytes
+        assert [c.count for p in parts for c in p.chunks] == [c.count for c in part.chunks]
+        for p in parts:  # chunks lie one behind the other, and within the part
+            ends = [c.offset + c.count * ITEMSIZE[c.dtype] for c in p.chunks]
+            assert all(a <= c.offset for a, c in zip(ends, p.chunks[1:], strict=False))
+            assert not p.chunks or (p.chunks[0].offset == 0 and ends[-1] <= p.nbytes)
+    seen = [np.zeros(t.count, dtype=int) for t in whole.tensors]
+    for shard in shards:
+        sizes = [c.count for p in shard.parts for c in p.chunks]
+        for tensor, start, chunk, place, count in shard.spans:
+            seen[tensor][start : start + count] += 1
+            assert place + count <= sizes[chunk]
+    assert all((s == 1).all() for s in seen)
+    marks = {p.fingerprint for layout in (whole, *shards) for p in layout.parts[:1]}
+    assert len(marks) == of + 1, "a shard is never taken for another one"
 
 
 @given(st.lists(tensors, min_size=1, max_size=3))

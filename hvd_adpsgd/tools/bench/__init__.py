@@ -56,6 +56,12 @@ _MEANINGS = {
     "*.slow_loss_after_time": "after --seconds seconds, while one sleeps",
     "*.cpu_ms_per_exchange": "of one side's averaging thread (median of blocks)",
     "*.cpu_to_two": "the same, to that of two super learners in the same round",
+    "*.copies_ms": "of the learner that has most, per step: parameters to the mirror, corrections",
+    "*.private_mib": "of the learner that has most, for averaging",
+    "*.engine_cpu_ms": "of the learner that has most, per exchange",
+    "exchange_to_whole": "ratio of the two, median of rounds",
+    "copies_to_whole": "ratio of the two, median of rounds",
+    "engine_cpu_to_whole": "ratio of the two, median of rounds",
     "idle": "share of a core that an idle engine uses",
     "decay.from_law": "largest difference to the law, models of size 1",
     "*.theory": "rate of the expectation, or a ratio of two",
@@ -114,6 +120,14 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "steps": (20, "steps per block"),
             "straggler": (0.0, "one learner sleeps S seconds per step"),
             "averaging": ("random_pairs", "a strategy"),
+        },
+    ),
+    "shards": (
+        "an exchange of the whole model by the leaders, against one in shards by all learners",
+        {
+            "learners": (4, "of two super learners"),
+            "mib": (200.0, "size of the model"),
+            "rounds": (9, ""),
         },
     ),
     "scaling": (
