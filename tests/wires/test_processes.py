@@ -28,11 +28,17 @@ LONGEST_S = 30.0
 class Remote:
     """An engine in another process."""
 
-    def __init__(self, rank: int, size: int, options: dict[str, Any]):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        options: dict[str, Any],
+        popen: Callable[..., Any] = subprocess.Popen,
+    ):
         command = [sys.executable, str(PROGRAM), str(rank), str(size), json.dumps(options)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.rank = rank
-        self.process = subprocess.Popen(
+        self.process = popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.pid = self.process.pid
@@ -76,13 +82,7 @@ def engines() -> Iterator[Callable[..., list[Remote]]]:
     def start(n: int, **options: Any) -> list[Remote]:
         remotes = [Remote(i, n, options) for i in range(n)]
         made.extend(remotes)
-        for _ in range(2):
-            values = [remote.hear("gather") for remote in remotes]
-            for remote in remotes:
-                remote.say(values)
-        for remote in remotes:
-            remote.hear("started")
-        return remotes
+        return met(remotes)
 
     yield start
     for remote in made:
@@ -91,6 +91,17 @@ def engines() -> Iterator[Callable[..., list[Remote]]]:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+def met(remotes: list[Remote]) -> list[Remote]:
+    """They know each other's addresses, and their engines run."""
+    for _ in range(2):
+        values = [remote.hear("gather") for remote in remotes]
+        for remote in remotes:
+            remote.say(values)
+    for remote in remotes:
+        remote.hear("started")
+    return remotes
 
 
 def exchange(a: Remote, b: Remote) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import signal
 import sys
 import time
 from typing import Any
@@ -47,10 +48,11 @@ class Commands:
     """What the test may ask for; each returns what is told of it."""
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]):
+        elements = options.pop("elements", 100_000)
         config = Config(wire="tcp", same_host="mpi", report_s=0, leave_deadline_s=5.0, **options)
         plan = Plan.nobody(weight=1 / 2)
         self.engine = Engine(inner=None, outer=Rank(rank, size), plan=plan, config=config)
-        self.model = np.random.default_rng(rank).standard_normal(100_000)
+        self.model = np.random.default_rng(rank).standard_normal(elements)
         self.engine.memory.extend([TensorSpec("model", self.model.shape, "float64")])
         self.engine.start(gather)
         assert self.engine.loop is not None
@@ -96,6 +98,14 @@ class Commands:
         found = self.engine._connections
         assert found is not None
         return [address.incarnation for address in found._addresses if address is not None]
+
+    def merged(self) -> int:
+        """Chunks."""
+        return int(self.loop.counters()["chunks"])
+
+    def freeze(self) -> None:
+        """Stop this process."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def fork(self) -> int:
         """A child that lives on, as a worker of a data loader does."""

@@ -1,0 +1,49 @@
+"""A super learner that stops in the middle of an exchange over a thin link is suspected, and stays so."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+
+import pytest
+
+from hvd_adpsgd.engine.peers import PeerState
+from tests.cluster.machines import Cluster, unavailable
+from tests.wires.test_processes import LONGEST_S, Remote, met
+
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
+REASON = unavailable()
+if REASON:
+    pytest.skip(REASON, allow_module_level=True)
+
+RATE = "8mbit"  # 0.26 s for a chunk, of which the kernel holds several
+DEADLINE_S = 0.1
+WATCHED_S = 4.0
+
+
+def test_what_the_link_takes_is_no_sign_of_life() -> None:
+    """Chunks that wait here for the link are sent seconds after the other side has stopped."""
+    options = {"deadline_s": DEADLINE_S, "elements": 2_000_000}
+    with Cluster(2) as cluster, contextlib.ExitStack() as stack:
+
+        def popen(host: str, command: list[str], **how: object) -> object:
+            return stack.enter_context(cluster.started(command, host=host, **how))  # type: ignore[arg-type]
+
+        hosts = [functools.partial(popen, f"node{i + 1}") for i in range(2)]
+        a, b = met([Remote(i, 2, dict(options), hosts[i]) for i in range(2)])
+        cluster.shape("node2", RATE)
+        a.do("ask", 1)
+        ends = time.monotonic() + LONGEST_S
+        while a.do("merged") < 3:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        b.say(["freeze"])
+        time.sleep(0.2)  # what it sent before is on the link
+        a.do("wait_state", 1, PeerState.SUSPECT)
+        seen, ends = [], time.monotonic() + WATCHED_S
+        while time.monotonic() < ends:
+            seen.append(a.do("states")[1])
+            time.sleep(0.005)
+        later = seen[len(seen) // 2 :]
+        assert set(later) == {PeerState.SUSPECT}, [PeerState(s).name for s in seen]
