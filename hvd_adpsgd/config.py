@@ -168,6 +168,14 @@ class Config:
         choices=("auto",),
         optional=True,
     )
+    engine_cpus: str | None = _option(
+        None,
+        str,
+        "",
+        "cores for engines alone, as 3 or 2,5-7, which the learners' other threads leave alone; auto: one "
+        "for each engine where torch's threads need fewer than there are; None: the system decides",
+        optional=True,
+    )
     max_staleness: int | None = _option(
         None,
         int,

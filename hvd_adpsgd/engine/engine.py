@@ -18,10 +18,12 @@ threads of its counterparts, the learners with the same place in the other super
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,7 @@ class Engine:
             it lies.
         memory: of an earlier engine, paused, with the same tensors; None: new memory, see `memory.extend`.
         shards: into how many the model is cut.
+        cores: for the thread; () means those of the thread that starts it.
 
     Attributes:
         memory: the tensors.
@@ -97,8 +100,9 @@ class Engine:
         has_neighbours: bool = True,
         memory: ModelMemory | ModelShards | None = None,
         shards: int = 1,
+        cores: Sequence[int] = (),
     ):
-        self.config = config
+        self.config, self._cores = config, cores
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
         self.memory = memory or make_memory(
@@ -176,7 +180,8 @@ class Engine:
         with mpi_failures("averaging"):
             self._meet_leaders(self.loop, gather or self._outer.allgather)
         self._announce()
-        self.loop.start()
+        with _on(self._cores):
+            self.loop.start()
         atexit.register(self.stop)  # else MPI_Finalize at exit runs under the thread
 
     @property
@@ -415,6 +420,17 @@ class Engine:
             (kind, self._super_rank(rank), began, ended, nbytes, step)
             for kind, rank, began, ended, nbytes, step in self.loop.take_events()
         ]
+
+
+@contextlib.contextmanager
+def _on(cores: Sequence[int]) -> Iterator[None]:
+    """Inside, this thread, and those that it starts, run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 _wires_made: Any = None  # key of a communicator's attribute

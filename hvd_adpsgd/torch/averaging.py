@@ -33,6 +33,7 @@ from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
+from hvd_adpsgd.torch.cores import engine_cores
 from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
@@ -151,6 +152,7 @@ class Averaging:
             has_neighbours=self.world.local_size > (inner.Get_size() if inner else 1),
             memory=memory,
             shards=self.shards,
+            cores=engine_cores(),
         )
         node = wrapping_failures(self.world, self.spec.config.deadline_s)
         with node, mpi_failures("averaging"):

@@ -11,7 +11,7 @@ from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
 from hvd_adpsgd.runtime import bootstrap, joining, newcomers
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch import watching
+from hvd_adpsgd.torch import cores, watching
 from hvd_adpsgd.torch.rendezvous import tcp_store
 
 __all__ = [
@@ -64,6 +64,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     else:
         bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
         newcomers.open_door(worlds.current())
+    cores.reserve(worlds.current())
     _given = given
     watching.start(worlds.current())
 

@@ -17,6 +17,7 @@ DEFAULTS = {
     "exchanges_per_step": 1.0,
     "exchange_share": 1.0,
     "shard": None,
+    "engine_cpus": None,
     "max_staleness": None,
     "wire_dtype": None,
     "all_reduce": "mpi",
