@@ -32,7 +32,7 @@ def main() -> None:
     args = settings()
     torch.set_num_threads(1)
     hvd.init()
-    trial = Trial(args.averaging)
+    trial = Trial(args.averaging, args.device_ms / 1e3)
     trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, peers are met
     trial.block(False, args.steps, 0.0)
     rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
@@ -43,9 +43,15 @@ def main() -> None:
 
 
 class Trial:
-    """The same model trained by two optimizers, one of them averaged."""
+    """The same model trained by two optimizers, one of them averaged.
 
-    def __init__(self, averaging: str):
+    Args:
+        averaging: a strategy.
+        device_s: of each step on a device, for which the learner waits; then its batch is one sample.
+    """
+
+    def __init__(self, averaging: str, device_s: float = 0.0):
+        self._device_s = device_s
         torch.manual_seed(hvd.rank())
         layers: list[torch.nn.Module] = []
         for a, b in itertools.pairwise(SIZES):
@@ -58,8 +64,9 @@ class Trial:
             averaging=averaging,
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.x = torch.randn(BATCH, SIZES[0])
-        self.y = torch.randint(0, SIZES[-1], (BATCH,))
+        batch = 1 if device_s else BATCH
+        self.x = torch.randn(batch, SIZES[0])
+        self.y = torch.randint(0, SIZES[-1], (batch,))
         self.comm = worlds.current().collectives.comm
 
     def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
@@ -94,6 +101,8 @@ class Trial:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
+        if self._device_s:
+            time.sleep(self._device_s)  # the work of a device
         torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
         optimizer.step()
 
