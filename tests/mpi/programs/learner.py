@@ -71,7 +71,7 @@ def retired(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 def wait_exchanged(optimizer: Any) -> None:
     """On a loaded machine some steps may pass without an exchange: wait for the first, 30 s at most."""
     engine = optimizer._averaging.engine
-    if engine.loop is not None:
+    if engine.loop is not None and engine.memory.layout.nchunks:
         engine.loop.wait_finished(1, 30.0)
 
 
