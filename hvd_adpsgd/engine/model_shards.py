@@ -108,7 +108,7 @@ class ModelShards:
             shard.all_met()
 
     def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
-        """As of ModelMemory. Of parameters without a correction only those of the own shard are looked at."""
+        """As of ModelMemory. Every learner looks at all parameters: all of them find the same ones."""
         found = [shard.absorb(addresses, step) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)
 

@@ -9,6 +9,7 @@ failed      see `problem`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import subprocess
@@ -161,7 +162,7 @@ class Newcomer:
             for terms in self.conversation.heard() if self.conversation is not None else ():
                 self._is_ready = terms == self._terms
                 if not self._is_ready:
-                    self.problem = f"it averages {terms}, the others {self._terms}"
+                    self.problem = _difference(terms, self._terms)
         except PeerFailedError:
             self.problem = "it ended before it was ready; its own messages tell why"
         ended = [p.returncode for p in self._processes if p.poll() is not None]
@@ -192,6 +193,14 @@ class Newcomer:
                 process.wait(max(0.0, ends - time.monotonic()))
             process.kill()
             process.wait()
+
+
+def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
+    """The first of its terms that is another one than the job's."""
+    for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
+        if its_one != our_one:
+            return f"it averages {its_one}, the others {our_one}"
+    return ""
 
 
 class Reception:

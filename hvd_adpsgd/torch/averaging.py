@@ -537,6 +537,8 @@ def _shards(world: World, spec: AveragingSpec) -> int:
     why = ""
     if not spec.strategy.is_gossip:
         why = f"averaging={spec.strategy.spec()} is not of pairs alone"
+    elif spec.buffers:
+        why = "buffers= are those of the leader"
     elif world.shards == 1:
         why = "one super learner, or one learner in a super learner"
     if world.rank == 0:

@@ -16,20 +16,26 @@ from hvd_adpsgd.torch.consistency import described
 __all__ = ["JoinState", "shares", "terms"]
 
 
-def terms() -> list[Any]:
-    """What joining and surviving learners must agree on."""
-    return [_terms_of(averaging) for averaging in live()]
+def terms() -> list[str]:
+    """What joining and surviving learners must agree on, in words."""
+    return [term for averaging in live() for term in _terms_of(averaging)]
 
 
-def _terms_of(averaging: Averaging) -> tuple[str, int, list[str], list[str]]:
+def _terms_of(averaging: Averaging) -> list[str]:
     """Strategy, shards, parameters, and what parameter groups have added since."""
     _, *added = averaging.specs
-    return (
-        averaging.spec.strategy.spec(),
-        averaging.shards,
-        described(averaging.spec.named),
-        [str(spec) for specs in added for spec in specs],
-    )
+    shards = "a model that is not cut"
+    if averaging.shards > 1:
+        shards = (
+            f"a model in {averaging.shards} shards, which needs so many learners in a super learner "
+            "(HVD_ADPSGD_SHARD)"
+        )
+    return [
+        f"with {averaging.spec.strategy.spec()}",
+        shards,
+        *described(averaging.spec.named),
+        *(str(spec) for specs in added for spec in specs),
+    ]
 
 
 def shares(model: torch.nn.Module, givers: int) -> list[range]:

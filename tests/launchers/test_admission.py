@@ -165,7 +165,10 @@ def test_models_in_shards(launches: Launches) -> None:
     args = ("--size", 3, "--inputs", 100_000)
     told = launches.start_job(3, "srun", *args[2:], of=4, told=cut)
     launches.start(1, None, told, *args)
-    launches.await_line(r"(has not joined: it averages .*, the others)")
+    refused = (
+        r"(has not joined: it averages a model that is not cut, the others a model in 2 shards)"
+    )
+    launches.await_line(refused)
     launches.start(3, "srun", told, *args)
     require_grown(launches.facts(passed_over=1), [3], 7, leaders=range(6))
 

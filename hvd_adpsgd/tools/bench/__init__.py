@@ -119,7 +119,10 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "blocks": (5, ""),
             "steps": (20, "steps per block"),
             "straggler": (0.0, "one learner sleeps S seconds per step"),
-            "device-ms": (0.0, "learners sleep so long per step, as for a device, and compute one sample"),
+            "device-ms": (
+                0.0,
+                "learners sleep so long per step, as for a device, and compute one sample",
+            ),
             "averaging": ("random_pairs", "a strategy"),
         },
     ),
