@@ -75,6 +75,7 @@ def test_wires() -> None:
     assert result["tcp"]["speed_to_socket_min"] > 0
 
 
+@pytest.mark.extended
 def test_shards() -> None:
     result = json.loads(bench("shards", "--json", "--mib=8", "--rounds=2", "--learners=4"))
     whole, shards = result["whole"], result["shards"]

@@ -29,6 +29,7 @@ PROGRAM = """
         optimizer.zero_grad()
         model(torch.randn(8, 300)).square().mean().backward()
         optimizer.step()
+    optimizer._averaging.engine.loop.wait_finished(1, 30.0)  # on one core its peer may be late
     exchanges = hvd.metrics()["exchanges"]
     hvd.shutdown()
     say(rank=hvd.rank() if hvd.is_initialized() else 0, before=before, own=own, main=main,
@@ -47,6 +48,7 @@ def test_the_engine_runs_where_no_other_thread_does() -> None:
         assert facts["exchanges"] > 0
 
 
+@pytest.mark.extended
 def test_a_core_that_is_not_there_is_refused_on_all_learners() -> None:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_ENGINE_CPUS": "9999"}
     result = run_learners(2, PROGRAM, env=env)

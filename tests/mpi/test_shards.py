@@ -143,6 +143,7 @@ def test_a_killed_learner_takes_its_super_learner_along_in_every_shard(victim: i
         assert sum(facts["met"]) > 0, facts
 
 
+@pytest.mark.extended
 def test_where_there_are_no_shards_the_log_says_why() -> None:
     program = """
         import torch

@@ -21,7 +21,7 @@ START = """
     from hvd_adpsgd.runtime import preemption
     flags = np.zeros(preemption.Departure.FLAGS, dtype=np.uint8)
     def departure(is_leader=True, last=False):
-        made = preemption.Departure("0 (here)", is_leader, flags, lambda seconds: last)
+        made = preemption.Departure("0 (here)", is_leader, flags, lambda: False, lambda seconds: last)
         made.at_leave(lambda: print("first", flush=True))
         made.at_leave(lambda: print("last", flush=True))
         made.at_leave(lambda: 1 / 0)
