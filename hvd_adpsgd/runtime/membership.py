@@ -96,9 +96,8 @@ class Membership:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other super learner trains: all have left or failed."""
-        gone = (PeerState.LEFT, PeerState.FAILED)
-        return all(state in gone for i, state in enumerate(self.states) if i != self.own)
+        """Whether no other super learner trains: all others have left or failed."""
+        return self._staying(failed=False) <= 1
 
     @property
     def is_minority(self) -> bool:

@@ -98,11 +98,10 @@ class Averaging:
         self._ahead: ModelMemory | ModelShards | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.shards = _shards(world, spec)
-        has_shard = world.inner_rank < self.shards
         self.engine = self.make_engine(
-            world.outer if has_shard else None,
+            world.outer if self._has_shard else None,
             world.members,
-            functools.partial(_gather_from_counterparts, world, has_shard),
+            functools.partial(_gather_from_counterparts, world, self._has_shard),
         )
         self._stage()
         world.teardown.at_shutdown(self.stop)
@@ -168,15 +167,16 @@ class Averaging:
         names = names_of(invitation.groups, invitation.placements)
         comms, config = merged.comms, self.spec.config.replace(wire="tcp")
         memory = self._ahead or self.engine.memory
-        outer = comms.outer if self.world.inner_rank < self.shards else None
+        outer = comms.outer if self._has_shard else None
         return self._make(plan, names, comms.inner, outer, merged.members, None, config, memory)
 
     def prepare_memory(self) -> None:
         """On a newcomer, whose engine has had no thread: make its memory before others wait for it."""
         config, world = self.spec.config, self.world
-        leads = world.inner_rank < self.shards
-        shows = leads and config.same_host == "memory"
-        self._ahead = make_memory(config.chunk_kib * 1024, world.inner, leads, shows, self.shards)
+        shows = self._has_shard and config.same_host == "memory"
+        self._ahead = make_memory(
+            config.chunk_kib * 1024, world.inner, self._has_shard, shows, self.shards
+        )
         for specs in self.specs:
             self._ahead.extend(specs)
 
@@ -196,6 +196,11 @@ class Averaging:
             own = min(self.world.inner_rank, self.shards - 1)
             self._staging = self._staging or ShardStaging(self.shards, own)
             self._staging.bind(self.engine.memory, self.parameters.tensors)
+
+    @property
+    def _has_shard(self) -> bool:
+        """Whether this learner averages a shard of the model, or, as the leader, all of it."""
+        return self.world.inner_rank < self.shards
 
     @property
     def _lands_later(self) -> bool:
@@ -531,7 +536,7 @@ def _report_nonfinite(averaging: Averaging) -> None:
 
 
 def _shards(world: World, spec: AveragingSpec) -> int:
-    """Into how many shards the model is cut, the same on all learners; says so where it was asked for."""
+    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
     if spec.config.shard is None:
         return 1
     why = ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ def _bind(cores: Cores, before: tuple[int, ...]) -> str | None:
         if cores.engine:
             os.sched_setaffinity(0, cores.engine)  # of this thread: may the process use them?
             os.sched_setaffinity(0, before)
-        _bind_threads(dict.fromkeys(os.listdir("/proc/self/task"), cores.others))
+        _bind_threads(cores.others)
     except OSError as error:
         return f"core {_text(cores.engine)}: {error}"
     return None
@@ -166,12 +167,10 @@ def _release(before: tuple[int, ...]) -> None:
     """Let the threads use what they could use before."""
     global _engine
     _engine = ()
-    _bind_threads(dict.fromkeys(os.listdir("/proc/self/task"), before))
+    _bind_threads(before)
 
 
-def _bind_threads(cores: Mapping[str, Sequence[int]]) -> None:
-    for thread, its in cores.items():
-        try:
-            os.sched_setaffinity(int(thread), its)
-        except ProcessLookupError:  # it has ended
-            continue
+def _bind_threads(cores: Sequence[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)

@@ -414,7 +414,7 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
     become(e, x, RUNNING)
     for i in range(LANES):
         x.lanes[i].busy = False
-    x.cut = x.held = x.heard = False
+    x.cut = x.held = False
     x.active = active
     x.parked = active and e.pairs.asking != x.peer
     x.number = number
