@@ -156,6 +156,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
                 ["random_pairs", "horovod", "ddp", "post_local_sgd", "torchft", "hivemind"],
                 "which",
             ),
+            "hosts": ("", "as horovodrun -H: node1:2,node2:2; none: this one"),
         },
     ),
     "watching": (

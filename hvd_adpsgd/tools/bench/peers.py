@@ -2,7 +2,8 @@
 
 Run by `python -m hvd_adpsgd bench peers`. Each round runs every library that is installed three times: for
 --steps steps (the loss after as many samples), for --seconds seconds (samples per second, the loss after as
-much time), and for --seconds seconds with a learner that sleeps --slow seconds in every step.
+much time), and for --seconds seconds with a learner that sleeps --slow seconds in every step. With --hosts
+the learners are on several hosts, and what the libraries send crosses the network between them.
 """
 
 from __future__ import annotations
@@ -10,28 +11,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools.bench import MARK, machine, programs_path
+from hvd_adpsgd.tools.doctor.probes import bounded
 
 __all__ = ["measure"]
 
 LEARNER = "hvd_adpsgd.tools.bench.peers_learner"
-LAUNCHED_BY = {  # as Scheme.start of each needs it
-    "random_pairs": "horovodrun",
-    "horovod": "horovodrun",
-    "ddp": "torchrun",
-    "post_local_sgd": "torchrun",
-    "torchft": "torchrun",
-    "hivemind": "torchrun",
-}
 NEEDS = {"torchft": "torchft", "hivemind": "hivemind"}
+SCHEMES = ("random_pairs", "horovod", "ddp", "post_local_sgd", "torchft", "hivemind")
 BATCH, WARM_UP = 32, 12
 DEADLINE_S = 240.0
 
@@ -42,11 +35,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: for a scheme that there is not.
     """
-    if unknown := [name for name in args.schemes if name not in LAUNCHED_BY]:
+    if unknown := [name for name in args.schemes if name not in SCHEMES]:
         raise ConfigError(
-            f"--schemes {' '.join(unknown)}: there is no such scheme. Pass some of {', '.join(LAUNCHED_BY)}."
+            f"--schemes {' '.join(unknown)}: there is no such scheme. Pass some of {', '.join(SCHEMES)}."
         )
     result: dict[str, Any] = {"learners": args.learners, "rounds": args.rounds}
+    result |= {"hosts": args.hosts} if args.hosts else {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.schemes}
     absent: dict[str, str] = {}
     for number in range(args.rounds):
@@ -76,9 +70,9 @@ def _missing(name: str) -> str:
 
 
 def _round(name: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    by_steps = _run(name, args.learners, seed, steps=args.steps)
-    by_time = _run(name, args.learners, seed, seconds=args.seconds)
-    slow = _run(name, args.learners, seed, seconds=args.seconds, slow_s=args.slow)
+    by_steps = _run(name, args, seed, steps=args.steps)
+    by_time = _run(name, args, seed, seconds=args.seconds)
+    slow = _run(name, args, seed, seconds=args.seconds, slow_s=args.slow)
     steps = sum(each["steps"] for each in by_time["learners"])
     others = slow["learners"][:-1]
     return {
@@ -98,33 +92,26 @@ def _rate(learners: list[dict[str, float]]) -> float:
     return sum(each["steps"] / each["seconds"] for each in learners)
 
 
-def _run(name: str, learners: int, seed: int, **asked: float) -> dict[str, Any]:
+def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict[str, Any]:
     settings = {"scheme": name, "seed": seed, "warm_up": WARM_UP, "steps": 0, "seconds": 0.0}
-    settings |= {"batch": BATCH, "slow_s": 0.0, **asked}
+    settings |= {"batch": BATCH, "slow_s": 0.0, "hosts": args.hosts, **asked}
     path = programs_path()
-    launcher = LAUNCHED_BY[name]
-    found = shutil.which(launcher, path=path)
-    if found is None:
-        raise _Failed(f"no {launcher} in {path}")
-    program = ["-m", LEARNER, json.dumps(settings)]
-    if launcher == "torchrun":
-        command = [found, "--standalone", f"--nproc-per-node={learners}", *program]
-    else:
-        command = [found, "-np", str(learners), sys.executable, *program]
-    variables = {"PATH": path, "OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
-            timeout=DEADLINE_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise _Failed(f"not over after {DEADLINE_S:g} s") from None
-    said = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
+    launcher = shutil.which("horovodrun", path=path)
+    if launcher is None:
+        raise _Failed(f"no horovodrun in {path}")
+    hosts = ["-H", args.hosts] if args.hosts else []
+    program = [sys.executable, "-m", LEARNER, json.dumps(settings)]
+    done = bounded(
+        [launcher, "-np", str(args.learners), *hosts, *program],
+        DEADLINE_S,
+        {"PATH": path, "OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"},
+    )
+    if done.error:
+        raise _Failed(done.error)
+    said = [line.split(MARK, 1)[1] for line in done.out.splitlines() if MARK in line]
     if not said:
-        last = [line for line in done.stderr.splitlines() if "Error" in line][-1:]
-        raise _Failed(
-            f"failed with exit status {done.returncode}{': ' if last else ''}{''.join(last)}"
-        )
+        last = [line for line in done.err.splitlines() if "Error" in line][-1:]
+        raise _Failed(f"failed with exit status {done.status}{': ' if last else ''}{''.join(last)}")
     return dict(json.loads(said[0]))
 
 

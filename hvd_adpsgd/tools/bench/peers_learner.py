@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ class Scheme:
 
     Args:
         batch: samples per step of a learner.
+        host: by which the other learners reach this one.
 
     Attributes:
         together: learners wait for each other, and must make as many steps.
@@ -46,13 +48,25 @@ class Scheme:
 
     together = True
 
-    def __init__(self, batch: int):
-        self.batch = batch
+    def __init__(self, batch: int, host: str):
+        self.batch, self.host = batch, host
 
     def start(self) -> tuple[int, int]:
-        """Rank and size."""
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-        return dist.get_rank(), dist.get_world_size()
+        """Rank and size. Horovod, which its launcher has told them, leads to the store, and then ends."""
+        hvd = importlib.import_module("horovod.torch")
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        self.store = self._store() if rank == 0 else None
+        host, port = hvd.broadcast_object(self.store and (self.host, self.store.port), 0)
+        self.store = self.store or dist.TCPStore(host, port)
+        hvd.shutdown()
+        dist.init_process_group(
+            "gloo", store=self.store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        )
+        return rank, size
+
+    def _store(self) -> dist.TCPStore:
+        return dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
 
     def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
         """What to call, and what to step."""
@@ -116,7 +130,7 @@ class TorchFT(Scheme):
         rank, size = dist.get_rank(), dist.get_world_size()
         self.lighthouse = LighthouseServer("[::]:0", size) if rank == 0 else None
         address = self.gather(self.lighthouse and self.lighthouse.address())[0]
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.group_store = self._store()
         self.manager = Manager(
             pg=ProcessGroupGloo(timedelta(seconds=60)),
             load_state_dict=lambda state: None,
@@ -125,13 +139,12 @@ class TorchFT(Scheme):
             use_async_quorum=False,
             rank=0,
             world_size=1,
-            store_addr="localhost",
-            store_port=store.port,
+            store_addr=self.host,
+            store_port=self.group_store.port,
             lighthouse_addr=address,
             replica_id=f"learner_{rank}",
             init_sync=False,
         )
-        self.store = store
         self.local = LocalSGD(self.manager, model, optimizer, PERIOD)
         return model, optimizer
 
@@ -155,9 +168,10 @@ class Hivemind(Scheme):
         import hivemind
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        first = hivemind.DHT(start=True) if rank == 0 else None
+        listen = [f"/ip4/{socket.gethostbyname(self.host)}/tcp/0"]
+        first = hivemind.DHT(host_maddrs=listen, start=True) if rank == 0 else None
         peers = self.gather(first and [str(at) for at in first.get_visible_maddrs()])[0]
-        self.dht = first or hivemind.DHT(initial_peers=peers, start=True)
+        self.dht = first or hivemind.DHT(peers, start=True, host_maddrs=listen)
         return model, hivemind.Optimizer(
             dht=self.dht,
             run_id="bench",
@@ -250,7 +264,8 @@ class Data:
 def main() -> None:
     args = settings()
     torch.set_num_threads(1)
-    scheme = SCHEMES[args.scheme](args.batch)
+    host = socket.gethostname() if args.hosts else "localhost"
+    scheme = SCHEMES[args.scheme](args.batch, host)
     rank, size = scheme.start()
     data = Data(1000 * args.seed + rank)
     model = network(SIZES, args.seed)
