@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "buffers of a broken exchange are recycled while the wire uses them",
-        "exchange.pyx",
+        "pairs.pyx",
         "    if not done:\n        return False\n    return_buffers",
         "    return_buffers",
     ),
@@ -118,19 +118,19 @@ MUTANTS = (
     ),
     Mutant(
         "a difference is sent before an older one",
-        "exchange.pyx",
+        "lanes.pyx",
         " and not (lane.way == COMPARES and waits.compare):",
         ":",
     ),
     Mutant(
         "a lane is taken up again before older ones have had their turn",
-        "exchange.pyx",
+        "lanes.pyx",
         "if lane.busy and lane.index < next_one and",
         "if lane.busy and",
     ),
     Mutant(
         "a trainer does not know that its peer reads the model",
-        "exchange.pyx",
+        "lanes.pyx",
         "lane.step = NO_STEP if lane.way == COMPARES else e.port.orders.step",
         "lane.step = NO_STEP",
     ),
@@ -142,19 +142,19 @@ MUTANTS = (
     ),
     Mutant(
         "a lane has one shared buffer, not two",
-        "exchange.pyx",
+        "lanes.pyx",
         "cdef int turn = (lane.index // LANES) % 2",
         "cdef int turn = 0",
     ),
     Mutant(
         "a lane is used again before its chunk is sent",
-        "exchange.pyx",
+        "lanes.pyx",
         "    if lane.merged and lane.sent:",
         "    if lane.merged:",
     ),
     Mutant(
         "a lane sends from its neighbour's buffer",
-        "exchange.pyx",
+        "lanes.pyx",
         "send(e.wire, &lane.sending, lane.out, 0",
         "send(e.wire, &lane.sending, x.lanes[(lane.chunk + 1) % LANES].out, 0",
     ),
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "a side whose snapshot was void merges",
-        "exchange.pyx",
+        "lanes.pyx",
         "if lane.void or nbytes == 0 or",
         "if nbytes == 0 or",
     ),
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     Mutant(
         "merging subtracts what is in the mirror now, not what was sent",
-        "exchange.pyx",
+        "lanes.pyx",
         "e.pairs.weight, lane.inp, lane.keep)",
         "e.pairs.weight, lane.inp, e.memory.blocks[0][lane.chunk].mirror)",
     ),
@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a peer that has left breaks its exchange at once",
-        "exchange.pyx",
+        "pairs.pyx",
         "        if e.membership.states[peer] == LEFT:\n            note_end",
         "        if False:\n            note_end",
     ),

@@ -75,15 +75,15 @@ MUTANTS = (
     ),
     Mutant(
         "a counter that is not atomic",
-        "exchange.pyx",
+        "lanes.pyx",
         "add(&e.port.counters.chunks, 1)",
         "e.port.counters.chunks += 1",
         "shared",
     ),
     Mutant(
         "one shared buffer per lane in place of two",
-        "exchange.pyx",
-        "cdef int turn = (lane.chunk // LANES) % 2",
+        "lanes.pyx",
+        "cdef int turn = (lane.index // LANES) % 2",
         "cdef int turn = 0",
         "shared",
     ),

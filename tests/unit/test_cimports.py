@@ -25,6 +25,8 @@ ORDER = (
     "core",
     "control",
     "goodbye",
+    "pairs",
+    "lanes",
     "exchange",
     "mean",
     "look",

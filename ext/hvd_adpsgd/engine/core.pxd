@@ -6,7 +6,7 @@
 #     membership      states of the peers, and departures (membership.pyx)
 #     control         control messages under way (control.pyx)
 #     reports         what super learners say of themselves (reports.pyx)
-#     pairs           exchanges (exchange.pyx)
+#     pairs           exchanges (pairs.pyx, lanes.pyx, exchange.pyx)
 #     mean            the mean of all (mean.pyx)
 from libc.stdint cimport int64_t, uint64_t
 

@@ -16,12 +16,12 @@ from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owe
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
-from hvd_adpsgd.engine.exchange cimport (advance_pairs, any_under_way, ask_if_due, close_pairs, cut, handle_control,
-                                         open_pairs, take_failures, under_way)
+from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
 from hvd_adpsgd.engine.goodbye cimport has_said_goodbye, pass_on, say_goodbye
 from hvd_adpsgd.engine.look cimport counters_of, exchanges_under_way, stand_still, view_of
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
+from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
 from hvd_adpsgd.engine.port cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t

@@ -21,13 +21,13 @@ from hvd_adpsgd.engine.agreement cimport (agreement_failed, agreement_free, agre
 from hvd_adpsgd.engine.butterfly cimport network_open, sum_nbytes_sent, sum_post, sum_test
 from hvd_adpsgd.engine.control cimport note_malformed, reap
 from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.exchange cimport transfer_failed
 from hvd_adpsgd.engine.membership cimport LEFT, is_gone
+from hvd_adpsgd.engine.pairs cimport transfer_failed
 from hvd_adpsgd.engine.port cimport (EVENT_MEAN, EVENT_MERGED, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MEMORY,
-                                     FAULT_MPI, FAULT_NONE, NO_PEER, Event, EventKind, add, add_double, latch, load, record,
+                                     FAULT_NONE, NO_PEER, Event, EventKind, add, add_double, latch, load, record,
                                      store, store_double)
 from hvd_adpsgd.engine.store cimport memory_leave_out, memory_merge_mean, memory_share, memory_sum_nbytes
-from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Status, Transfer,
+from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status, Transfer,
                                      receive, send, test_once)
 
 

@@ -1,0 +1,7 @@
+# The chunks of an exchange.
+from libc.stdint cimport int64_t
+
+from hvd_adpsgd.engine.core cimport Core, Exchange
+
+cdef bint advance_lanes(Core* e, Exchange* x) noexcept nogil
+cdef int64_t oldest_step(Exchange* x) noexcept nogil
