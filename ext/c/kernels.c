@@ -320,27 +320,41 @@ static const void *model_block(const adpsgd_model *model, int sums, Block *copy,
   return copy;
 }
 
+/* One block of (theirs - mine) / 2. As inspect. */
+static int half_block(int sums, int wire, void *half, const adpsgd_model *mine, const adpsgd_model *theirs, int64_t start,
+                      int64_t n) {
+  Block ours, others, difference;
+  const void *x = model_block(theirs, sums, &others, start, n), *y = model_block(mine, sums, &ours, start, n);
+  if (wire == sums) return SUMS(sums, half, half, x, y, n);
+  (void)SUMS(sums, half, (void *)&difference, x, y, n);
+  return narrowed(sums, wire, half, &difference, n);
+}
+
+static int is_stored_as(const adpsgd_model *model, int dtype) {
+  return model->dtype == dtype && !model->first && !model->second;
+}
+
 int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
                            const adpsgd_model *theirs, void *keep, int64_t n, int stream) {
-  const int to = adpsgd_itemsize(wire);
-  Block ours, others, difference, block;
+  const int to = adpsgd_itemsize(wire), own = adpsgd_itemsize(mine->dtype), other = adpsgd_itemsize(theirs->dtype);
+  const int direct = to == 2 && is_stored_as(mine, wire) && is_stored_as(theirs, wire);
+  Block block;
   int bad = 0;
   for (int64_t start = 0; start < n; start += BLOCK) {
     const int64_t count = n - start < BLOCK ? n - start : BLOCK;
-    const void *a = model_block(mine, sums, &ours, start, count);
-    const void *b = model_block(theirs, sums, &others, start, count);
+    const void *x = after(theirs->base, start, other), *y = after(mine->base, start, own);
     char *place = (char *)half + start * to;
-    if (stream) {
-      ahead(after(mine->base, start + BLOCK, adpsgd_itemsize(mine->dtype)), BLOCK * adpsgd_itemsize(mine->dtype));
-      ahead(after(theirs->base, start + BLOCK, adpsgd_itemsize(theirs->dtype)), BLOCK * adpsgd_itemsize(theirs->dtype));
-    }
     void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
-    if (wire == sums) {
-      bad |= SUMS(sums, half, near, b, a, count);
-    } else {
-      (void)SUMS(sums, half, (void *)&difference, b, a, count);
-      bad |= narrowed(sums, wire, near, &difference, count);
+    int64_t done = 0;
+    if (stream) {
+      ahead(after(y, BLOCK, own), BLOCK * own);
+      ahead(after(x, BLOCK, other), BLOCK * other);
     }
+    if (direct) {
+      done = adpsgd_half_16(wire, near, x, y, count);
+      bad |= adpsgd_infinite_16(wire, near, done);
+    }
+    if (done < count) bad |= half_block(sums, wire, (char *)near + done * to, mine, theirs, start + done, count - done);
     if (near != (void *)place) copy_block(place, near, count * to, stream);
   }
   fence(stream);

@@ -19,17 +19,29 @@ ADPSGD_VECTOR static void widen_bf16(float *restrict out, const uint16_t *restri
   for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)in[i] << 16);
 }
 
+/* The upper half of the bits of a float32, rounded. */
+INLINE uint32_t rounded_bf16(uint32_t u) {
+  const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t nan = (u >> 16) | 0x40u;
+  return (u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded;
+}
+
 ADPSGD_VECTOR static int narrow_bf16(uint16_t *restrict out, const float *restrict in, int64_t n) {
   uint32_t bad = 0;
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t u = bits_of(in[i]);
-    const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-    const uint32_t nan = (u >> 16) | 0x40u;
-    const uint32_t x = (u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded;
+    const uint32_t x = rounded_bf16(bits_of(in[i]));
     bad |= (x & 0x7F80u) == 0x7F80u;
     out[i] = (uint16_t)x;
   }
   return bad != 0;
+}
+
+ADPSGD_VECTOR static void half_bf16(uint16_t *restrict out, const uint16_t *restrict x, const uint16_t *restrict y,
+                                    int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float a = float_of((uint32_t)x[i] << 16), b = float_of((uint32_t)y[i] << 16);
+    out[i] = (uint16_t)rounded_bf16(bits_of(0.5f * a - 0.5f * b));
+  }
 }
 
 /* ---- float16, by integer operations -------------------------------------------------------- */
@@ -93,6 +105,30 @@ __attribute__((target("avx,f16c"))) static int64_t narrow_f16_half(uint16_t *out
     _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
   return i;
 }
+
+__attribute__((target("avx512f"))) static int64_t half_f16_wide(uint16_t *out, const uint16_t *x, const uint16_t *y,
+                                                                int64_t n) {
+  const __m512 half = _mm512_set1_ps(0.5f);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512 a = _mm512_mul_ps(half, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + i))));
+    const __m512 b = _mm512_mul_ps(half, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(y + i))));
+    _mm256_storeu_si256((__m256i *)(out + i), _mm512_cvtps_ph(_mm512_sub_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t half_f16_half(uint16_t *out, const uint16_t *x, const uint16_t *y,
+                                                                 int64_t n) {
+  const __m256 half = _mm256_set1_ps(0.5f);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 a = _mm256_mul_ps(half, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + i))));
+    const __m256 b = _mm256_mul_ps(half, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(y + i))));
+    _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_sub_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
 #endif
 
 static void widen_f16(float *out, const uint16_t *in, int64_t n) {
@@ -111,6 +147,15 @@ static void narrow_f16(uint16_t *out, const float *in, int64_t n) {
   else if (__builtin_cpu_supports("f16c")) done = narrow_f16_half(out, in, n);
 #endif
   narrow_f16_plain(out + done, in + done, n - done);
+}
+
+static int64_t half_f16(uint16_t *out, const uint16_t *x, const uint16_t *y, int64_t n) {
+#ifdef HAS_F16C
+  if (__builtin_cpu_supports("avx512f")) return half_f16_wide(out, x, y, n);
+  if (__builtin_cpu_supports("f16c")) return half_f16_half(out, x, y, n);
+#endif
+  (void)out, (void)x, (void)y, (void)n;
+  return 0;
 }
 
 /* ---- either ------------------------------------------------------------------------------- */
@@ -145,4 +190,10 @@ int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n) {
   if (dtype == ADPSGD_BFLOAT16) return narrow_bf16(out, in, n);
   narrow_f16(out, in, n);
   return adpsgd_infinite_16(dtype, out, n);
+}
+
+int64_t adpsgd_half_16(int dtype, void *out, const void *x, const void *y, int64_t n) {
+  if (dtype == ADPSGD_FLOAT16) return half_f16(out, x, y, n);
+  half_bf16(out, x, y, n);
+  return n;
 }
