@@ -32,6 +32,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.extended
 def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait() -> None:
     size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
     said = run_learners(4, PROGRAM, env=size, timeout=120).checked().by_rank()

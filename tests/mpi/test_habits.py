@@ -18,9 +18,11 @@ PROGRAM = Path(__file__).with_name("programs") / "habits.py"
 PLACES = ("4x1", "2x2")  # super learners x learners of each
 IN_STEP = (
     "delay_by_one",
-    "periodic_averaging:period=2",
     "gossip_pga:period=2+random_pairs",
     "synchronous_gossip:order=awc+random_pairs",
+)
+MORE_IN_STEP = (
+    "periodic_averaging:period=2",
     "synchronous_gossip:order=atc+fixed_ring",
     "noloco:period=2,rate=1,momentum=0",
 )
@@ -28,10 +30,10 @@ NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentu
 
 
 @functools.cache
-def attempted() -> dict[str, list[dict[str, Any]]] | BaseException:
+def attempted(specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]] | BaseException:
     """Also a failure is kept: one launch that hangs is enough."""
     try:
-        result = run_learners(4, PROGRAM, args=IN_STEP, timeout=200).checked()
+        result = run_learners(4, PROGRAM, args=specs, timeout=200).checked()
     except (AssertionError, pytest.fail.Exception) as error:
         return error
     said: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -40,9 +42,9 @@ def attempted() -> dict[str, list[dict[str, Any]]] | BaseException:
     return said
 
 
-def said(case: str) -> list[dict[str, Any]]:
+def said(case: str, specs: tuple[str, ...] = IN_STEP) -> list[dict[str, Any]]:
     """What each learner said, by rank."""
-    outcome = attempted()
+    outcome = attempted(specs)
     if isinstance(outcome, BaseException):
         raise outcome
     assert len(outcome[case]) == 4, f"{case}: {outcome[case]}"
@@ -56,7 +58,18 @@ def said(case: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_skipped_step_keeps_nobody_waiting_and_the_mean_exact(place: str, spec: str) -> None:
     """12 gradients, 12 rounds or chances of one, whoever skipped which step."""
-    for facts in said(f"{place}/skipped/{spec}"):
+    require_twelve(said(f"{place}/skipped/{spec}"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("spec", MORE_IN_STEP)
+@pytest.mark.parametrize("place", PLACES)
+def test_nor_with_more_strategies(place: str, spec: str) -> None:
+    require_twelve(said(f"{place}/skipped/{spec}", MORE_IN_STEP))
+
+
+def require_twelve(learners: list[dict[str, Any]]) -> None:
+    for facts in learners:
         assert facts["rounds"] == 12
         assert facts["error"] < 1e-12
         assert facts["same"], "learners of a node differ"

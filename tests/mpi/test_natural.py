@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("programs") / "natural.py"
 ALONE = ("random_pairs", "delay_by_one", DELAYED := "delayed_gradients", "periodic_averaging:period=3",
          "synchronous")  # fmt: skip
-IN_PAIRS = ("random_pairs", "delay_by_one", "periodic_averaging:period=3", "random_pairs*2",
-            "synchronous")  # fmt: skip
+IN_PAIRS = ("random_pairs", "synchronous")
+MORE_IN_PAIRS = ("delay_by_one", "periodic_averaging:period=3", "random_pairs*2")
 
 Facts = dict[str, Any]
 
@@ -62,6 +62,16 @@ def test_every_learner_a_super_learner(case: str) -> None:
 
 @pytest.mark.parametrize("case", IN_PAIRS)
 def test_two_super_learners_of_two(case: str) -> None:
-    said = trained(4, 2, IN_PAIRS)[case]
+    require_trained_in_pairs(trained(4, 2, IN_PAIRS)[case])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", MORE_IN_PAIRS)
+def test_two_super_learners_of_two_by_more_strategies(case: str) -> None:
+    require_trained_in_pairs(trained(4, 2, MORE_IN_PAIRS)[case])
+
+
+def require_trained_in_pairs(said: list[Facts]) -> None:
+    """As require_trained, and the learners of a super learner have the same model."""
     require_trained(said, 4)
     assert said[0]["model"] == said[1]["model"] and said[2]["model"] == said[3]["model"]

@@ -1,4 +1,4 @@
-"""The other half of the seeds of test_promises: two workers share them."""
+"""More seeds than those of test_promises."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ BLOCK = 500
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("first", range(2500, 5000, BLOCK))
 def test_no_seed_breaks_a_promise(first: int) -> None:
     report = run_block(range(first, first + BLOCK))

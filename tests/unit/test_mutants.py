@@ -1,4 +1,4 @@
-"""Faults that are put into the engine on purpose still fit its sources, which `make` targets find out late."""
+"""Faults put into the engine on purpose still fit its sources: `make` targets would find out late."""
 
 from __future__ import annotations
 
