@@ -18,8 +18,8 @@ void adpsgd_widen(int dtype, float *out, const void *in, int64_t n);
  * a number, else 0. */
 int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n);
 
-/* out = (x - y) / 2, rounded, in one pass; all of them 16-bit numbers of the same type. Returns of how many of n, the first
- * ones: none or not the last where the processor has no conversions, or only many at a time. */
+/* out = (x - y) / 2, rounded, in one pass; all are 16-bit numbers of the same type. Returns k: the first k of n are
+ * done, the caller does the rest. The processor's conversions take many at a time, or there are none. */
 int64_t adpsgd_half_16(int dtype, void *out, const void *x, const void *y, int64_t n);
 
 /* Of stored numbers: 1 if any of n is infinite or not a number, else 0; and the same of a copy, each read once. */

@@ -106,6 +106,23 @@ def test_peers() -> None:
         assert "pip install torchft" in result["torchft"]
 
 
+@pytest.mark.parametrize(
+    "option", ["--learners=1", "--rounds=0", "--steps=0", "--seconds=0", "--slow=-1"]
+)
+def test_arguments_of_peers_are_checked(option: str) -> None:
+    name, value = option[2:].split("=")
+    given = {
+        "learners": 2,
+        "rounds": 1,
+        "steps": 1,
+        "seconds": 1.0,
+        "slow": 0.0,
+        name: float(value),
+    }
+    with pytest.raises(ConfigError, match=f"--{name} .*: allowed is at least"):
+        peers.measure(argparse.Namespace(schemes=["ddp"], hosts="", **given))
+
+
 def test_a_peer_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--schemes nccl: .* Pass some of random_pairs, horovod"):
         peers.measure(argparse.Namespace(schemes=["nccl"], learners=2, rounds=1))

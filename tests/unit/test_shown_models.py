@@ -126,6 +126,18 @@ def test_both_sides_merge_opposite_terms(n, dtype, wire, fresh, stream):
     )
 
 
+@pytest.mark.parametrize("at", [0, 15, 1023, 1024, 1031])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_difference_that_is_not_finite_is_told(dtype, value, side, at):
+    models = [np.ones(1032), np.ones(1032)]
+    models[side][at] = value
+    args = [(raw(encode(model, dtype)), None, None) for model in models]
+    half = raw(encode(np.ones(1032), dtype))
+    assert kernels.half_difference(DTYPES[dtype], DTYPES[dtype], half, *args, stream=True)
+
+
 def test_models_of_the_largest_numbers_have_a_finite_difference():
     most = float(np.finfo(np.float32).max)
     a, b = Shown(np.full(100, most)), Shown(np.full(100, -most))

@@ -12,13 +12,15 @@ import argparse
 import importlib.util
 import json
 import shutil
+import signal
 import statistics
 import sys
+from types import FrameType
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import MARK, machine, programs_path
-from hvd_adpsgd.tools.doctor.probes import bounded
+from hvd_adpsgd.tools.bench import MARK, machine, programs_path, spread_of
+from hvd_adpsgd.tools.doctor.probes import bounded, last_line
 
 __all__ = ["measure"]
 
@@ -33,12 +35,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over rounds. A library that is not installed, or fails, is named with the reason.
 
     Raises:
-        ConfigError: for a scheme that there is not.
+        ConfigError: for a scheme that there is not, an argument out of range, or without horovodrun.
     """
     if unknown := [name for name in args.schemes if name not in SCHEMES]:
         raise ConfigError(
             f"--schemes {' '.join(unknown)}: there is no such scheme. Pass some of {', '.join(SCHEMES)}."
         )
+    _require_arguments(args)
+    for ends in (signal.SIGTERM, signal.SIGHUP):  # the learners are in a process group of their own
+        signal.signal(ends, _end)
     result: dict[str, Any] = {"learners": args.learners, "rounds": args.rounds}
     result |= {"hosts": args.hosts} if args.hosts else {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.schemes}
@@ -50,12 +55,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             try:
                 runs[name].append(_round(name, args, number))
+                told = f"{runs[name][-1]['samples_per_s']:.0f} samples/s"
             except _Failed as failed:
-                absent[name] = str(failed)
-            print(f"bench peers: round {number + 1}, {name}", file=sys.stderr)
+                absent[name] = told = str(failed)
+            print(f"bench peers: round {number + 1}, {name}: {told}", file=sys.stderr, flush=True)
     for name in args.schemes:
         result[name] = absent.get(name) or _medians(runs[name])
     return result | {"machine": machine()}
+
+
+def _require_arguments(args: argparse.Namespace) -> None:
+    least = {"learners": 2, "rounds": 1, "steps": 1, "seconds": 0.1, "slow": 0.0}
+    for name, bound in least.items():
+        if (value := getattr(args, name)) < bound:
+            raise ConfigError(f"--{name} {value}: allowed is at least {bound}.")
+    if shutil.which("horovodrun", path=programs_path()) is None:
+        raise ConfigError("no horovodrun in PATH. Run python -m hvd_adpsgd build-horovod.")
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 class _Failed(Exception):
@@ -95,25 +114,28 @@ def _rate(learners: list[dict[str, float]]) -> float:
 def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict[str, Any]:
     settings = {"scheme": name, "seed": seed, "warm_up": WARM_UP, "steps": 0, "seconds": 0.0}
     settings |= {"batch": BATCH, "slow_s": 0.0, "hosts": args.hosts, **asked}
-    path = programs_path()
-    launcher = shutil.which("horovodrun", path=path)
-    if launcher is None:
-        raise _Failed(f"no horovodrun in {path}")
+    variables = {"OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    if (
+        name != "random_pairs"
+    ):  # with it, plain Horovod's MPI_Finalize between hosts does not return
+        variables["OMPI_MCA_mpi_ft_detector"] = "0"
     hosts = ["-H", args.hosts] if args.hosts else []
     program = [sys.executable, "-m", LEARNER, json.dumps(settings)]
     done = bounded(
-        [launcher, "-np", str(args.learners), *hosts, *program],
-        DEADLINE_S,
-        {"PATH": path, "OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"},
+        ["horovodrun", "-np", str(args.learners), *hosts, *program],
+        DEADLINE_S + args.seconds,
+        {"PATH": programs_path(), **variables},
     )
     if done.error:
         raise _Failed(done.error)
     said = [line.split(MARK, 1)[1] for line in done.out.splitlines() if MARK in line]
-    if not said:
-        last = [line for line in done.err.splitlines() if "Error" in line][-1:]
-        raise _Failed(f"failed with exit status {done.status}{': ' if last else ''}{''.join(last)}")
+    if done.status or not said:
+        errors = [line for line in done.err.splitlines() if "Error" in line]
+        told = errors[-1] if errors else last_line(done.err)
+        raise _Failed(f"failed with exit status {done.status}: {told}")
     return dict(json.loads(said[0]))
 
 
 def _medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
-    return {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    return medians | spread_of("samples_per_s", [found["samples_per_s"] for found in rounds])

@@ -52,7 +52,7 @@ class Scheme:
         self.batch, self.host = batch, host
 
     def start(self) -> tuple[int, int]:
-        """Rank and size. Horovod, which its launcher has told them, leads to the store, and then ends."""
+        """Rank and size, which Horovod is asked for, as where the store is; it is not used after that."""
         hvd = importlib.import_module("horovod.torch")
         hvd.init()
         rank, size = hvd.rank(), hvd.size()
