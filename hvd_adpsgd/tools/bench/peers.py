@@ -13,6 +13,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import socket
 import statistics
 import sys
 from types import FrameType
@@ -114,6 +115,7 @@ def _rate(learners: list[dict[str, float]]) -> float:
 def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict[str, Any]:
     settings = {"scheme": name, "seed": seed, "warm_up": WARM_UP, "steps": 0, "seconds": 0.0}
     settings |= {"batch": BATCH, "slow_s": 0.0, "hosts": args.hosts, **asked}
+    settings["port"] = _free_port()
     variables = {"OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     if (
         name != "random_pairs"
@@ -134,6 +136,13 @@ def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict
         told = errors[-1] if errors else last_line(done.err)
         raise _Failed(f"failed with exit status {done.status}: {told}")
     return dict(json.loads(said[0]))
+
+
+def _free_port() -> int:
+    """Of this host, which has the first learner if it is the first of --hosts."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _medians(rounds: list[dict[str, Any]]) -> dict[str, float]:

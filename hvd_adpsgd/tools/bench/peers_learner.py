@@ -41,6 +41,7 @@ class Scheme:
     Args:
         batch: samples per step of a learner.
         host: by which the other learners reach this one.
+        first, port: where the first learner has torch's store.
 
     Attributes:
         together: learners wait for each other, and must make as many steps.
@@ -48,25 +49,22 @@ class Scheme:
 
     together = True
 
-    def __init__(self, batch: int, host: str):
-        self.batch, self.host = batch, host
+    def __init__(self, batch: int, host: str, first: str, port: int):
+        self.batch, self.host, self.first, self.port = batch, host, first, port
 
     def start(self) -> tuple[int, int]:
-        """Rank and size, which Horovod is asked for, as where the store is; it is not used after that."""
-        hvd = importlib.import_module("horovod.torch")
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
-        self.store = self._store() if rank == 0 else None
-        host, port = hvd.broadcast_object(self.store and (self.host, self.store.port), 0)
-        self.store = self.store or dist.TCPStore(host, port)
-        hvd.shutdown()
+        """Rank and size, as horovodrun has told them to its processes: over MPI, or --gloo."""
+        rank, size = (
+            int(os.environ.get(f"OMPI_COMM_WORLD_{what}") or os.environ[f"HOROVOD_{what}"])
+            for what in ("RANK", "SIZE")
+        )
+        self.store = dist.TCPStore(
+            self.first, self.port, is_master=rank == 0, wait_for_workers=False
+        )
         dist.init_process_group(
             "gloo", store=self.store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
         )
         return rank, size
-
-    def _store(self) -> dist.TCPStore:
-        return dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
 
     def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
         """What to call, and what to step."""
@@ -130,7 +128,7 @@ class TorchFT(Scheme):
         rank, size = dist.get_rank(), dist.get_world_size()
         self.lighthouse = LighthouseServer("[::]:0", size) if rank == 0 else None
         address = self.gather(self.lighthouse and self.lighthouse.address())[0]
-        self.group_store = self._store()
+        self.group_store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
             pg=ProcessGroupGloo(timedelta(seconds=60)),
             load_state_dict=lambda state: None,
@@ -265,7 +263,8 @@ def main() -> None:
     args = settings()
     torch.set_num_threads(1)
     host = socket.gethostname() if args.hosts else "localhost"
-    scheme = SCHEMES[args.scheme](args.batch, host)
+    first = args.hosts.split(",")[0].split(":")[0] or host
+    scheme = SCHEMES[args.scheme](args.batch, host, first, args.port)
     rank, size = scheme.start()
     data = Data(1000 * args.seed + rank)
     model = network(SIZES, args.seed)
