@@ -319,7 +319,7 @@ class Cluster:
         (folder / "ssh_config").write_text(SSH.format(folder=folder))
         names = [f"{_address(i)} {host}" for i, host in enumerate(self.hosts, 1)]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        # no name server answers there: whoever looks an address up would wait for it
+        # no name server answers there, and each lookup of an address would wait for one
         (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
         key = [_tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
         _call(key, "up: ssh-keygen failed")

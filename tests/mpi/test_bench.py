@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import peers, picture
+from hvd_adpsgd.tools.bench import peers, peers_learner, picture
 from tests.launcher import QUICK, environment
 
 pytestmark = pytest.mark.mpi
@@ -121,6 +121,10 @@ def test_arguments_of_peers_are_checked(option: str) -> None:
     }
     with pytest.raises(ConfigError, match=f"--{name} .*: allowed is at least"):
         peers.measure(argparse.Namespace(schemes=["ddp"], hosts="", **given))
+
+
+def test_each_scheme_has_its_learner() -> None:
+    assert list(peers.SCHEMES) == list(peers_learner.SCHEMES)
 
 
 def test_a_peer_that_does_not_exist_is_refused() -> None:

@@ -87,7 +87,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.began = now(e)
     if not x.parked and lane.way != COMPARES:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
-        # and go on, and max_staleness would be exceeded.
+        # and make its next step, and max_staleness would be exceeded.
         store(&e.port.in_flight_step, min(load(&e.port.in_flight_step), e.port.orders.step))
     if lane.way == SENT:
         good = start_sent(e, x, lane, nbytes)
