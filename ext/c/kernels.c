@@ -9,17 +9,24 @@
 #include "narrow.h"
 
 /* Every loop computes in the type of sums (float64 for float64, float32 for all others), block by block. A block of
- * 16-bit numbers is widened before and narrowed after, in the first-level cache. */
-#define BLOCK 1024
+ * 16-bit numbers is widened before and narrowed after, in the first-level cache.
+ *
+ * A block is 1 KiB in that type. The next one is asked for while one is computed, and a core has few places for lines
+ * that are on their way: with 4 KiB the loops reach half of the speed, for these places overflow. */
+#define BLOCK_NBYTES 1024
+#define LINE_NBYTES 64
+#define BLOCK (BLOCK_NBYTES / (int)sizeof(f32))
 
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float f32;
 typedef double f64;
 
-typedef union { /* a block of numbers in the type of sums */
-  f32 f32[BLOCK];
-  f64 f64[BLOCK];
+/* A block of numbers in the type of sums. It begins with a line, so that no vector that is stored to it lies in two:
+ * a load of it would have to wait until all stores before it have left the core, also those past the caches. */
+typedef union {
+  _Alignas(LINE_NBYTES) f32 f32[BLOCK_NBYTES / sizeof(f32)];
+  f64 f64[BLOCK_NBYTES / sizeof(f64)];
 } Block;
 
 INLINE uint32_t infinite_f32(f32 x) {
@@ -51,6 +58,9 @@ int adpsgd_slot_dtype(int dtype) {
 }
 
 int adpsgd_slot_itemsize(int dtype) { return adpsgd_itemsize(adpsgd_slot_dtype(dtype)); }
+
+/* Numbers in a block. */
+static int64_t block_of(int sums) { return BLOCK_NBYTES / adpsgd_itemsize(sums); }
 
 /* ---- past the caches ------------------------------------------------------------------- */
 
@@ -214,7 +224,7 @@ BLOCKS(f64)
 
 /* A block stored as `dtype`, in the type of sums: where it lies, if it is stored so, else widened into `copy`. */
 static const void *widened(int sums, int dtype, void *copy, const void *x, int64_t n) {
-  float narrow[BLOCK];
+  _Alignas(LINE_NBYTES) float narrow[BLOCK];
   if (dtype == sums) return x;
   if (sums == ADPSGD_FLOAT32) {
     adpsgd_widen(dtype, copy, x, n);
@@ -227,7 +237,7 @@ static const void *widened(int sums, int dtype, void *copy, const void *x, int64
 
 /* Store a block of the type of sums as 16-bit `wire`; float64 goes through float32. As inspect. */
 static int narrowed(int sums, int wire, void *out, const void *x, int64_t n) {
-  float single[BLOCK];
+  _Alignas(LINE_NBYTES) float single[BLOCK];
   if (sums == ADPSGD_FLOAT64) {
     for (int64_t i = 0; i < n; i++) single[i] = (float)((const f64 *)x)[i];
     x = single;
@@ -265,6 +275,7 @@ static int snapshot_block(int dtype, int wire, void *out, const void *base, cons
 
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
                     const void *second, void *keep, int64_t n, int stream) {
+  const int64_t whole = block_of(adpsgd_slot_dtype(dtype));
   const int from = adpsgd_itemsize(dtype), to = adpsgd_itemsize(wire), wide = adpsgd_slot_itemsize(dtype);
   Block block;
   int bad = 0;
@@ -272,13 +283,13 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
     first = second;
     second = NULL;
   }
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (int64_t start = 0; start < n; start += whole) {
+    const int64_t count = n - start < whole ? n - start : whole;
     char *place = (char *)out + start * to;
     void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
     if (stream) {
-      ahead(after(mirror, start + BLOCK, from), BLOCK * from);
-      ahead(after(first, start + BLOCK, wide), BLOCK * wide);
+      ahead(after(mirror, start + whole, from), whole * from);
+      ahead(after(first, start + whole, wide), whole * wide);
     }
     bad |= snapshot_block(dtype, wire, near, after(mirror, start, from), after(first, start, wide),
                           after(second, start, wide), count);
@@ -293,10 +304,11 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream) {
   const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
+  const int64_t whole = block_of(sums);
   Block block, first, second;
   double total = 0;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (int64_t start = 0; start < n; start += whole) {
+    const int64_t count = n - start < whole ? n - start : whole;
     const void *r = widened(sums, wire, &first, after(received, start, from), count);
     const void *s = widened(sums, wire, &second, after(sent, start, from), count);
     char *place = (char *)correction + start * to;
@@ -336,19 +348,20 @@ static int is_stored_as(const adpsgd_model *model, int dtype) {
 
 int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *mine,
                            const adpsgd_model *theirs, void *keep, int64_t n, int stream) {
+  const int64_t whole = block_of(sums);
   const int to = adpsgd_itemsize(wire), own = adpsgd_itemsize(mine->dtype), other = adpsgd_itemsize(theirs->dtype);
   const int direct = to == 2 && is_stored_as(mine, wire) && is_stored_as(theirs, wire);
   Block block;
   int bad = 0;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (int64_t start = 0; start < n; start += whole) {
+    const int64_t count = n - start < whole ? n - start : whole;
     const void *x = after(theirs->base, start, other), *y = after(mine->base, start, own);
     char *place = (char *)half + start * to;
     void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
     int64_t done = 0;
     if (stream) {
-      ahead(after(y, BLOCK, own), BLOCK * own);
-      ahead(after(x, BLOCK, other), BLOCK * other);
+      ahead(after(y, whole, own), whole * own);
+      ahead(after(x, whole, other), whole * other);
     }
     if (direct) {
       done = adpsgd_half_16(wire, near, x, y, count);
@@ -365,10 +378,11 @@ int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *m
 double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
                          int64_t n, int fresh, int stream) {
   const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
+  const int64_t whole = block_of(sums);
   Block block, wide;
   double total = 0;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (int64_t start = 0; start < n; start += whole) {
+    const int64_t count = n - start < whole ? n - start : whole;
     const void *h = widened(sums, wire, &wide, after(half, start, from), count);
     char *place = (char *)correction + start * to;
     void *near = fresh && stream ? (void *)&block : place;
@@ -399,7 +413,7 @@ ADPSGD_VECTOR static int rest_of(float *restrict rest, const float *restrict x, 
  * the slot that is applied next: nothing is lost that is smaller than half a unit in the last place. */
 static int apply_block_16(int dtype, void *parameter, const float *correction, float *back, int64_t n,
                           int replace, int fresh, int stream) {
-  float x[BLOCK], q[BLOCK], rest[BLOCK];
+  _Alignas(LINE_NBYTES) float x[BLOCK], q[BLOCK], rest[BLOCK];
   int found;
   if (replace) {
     memcpy(x, correction, (size_t)n * sizeof(float));
@@ -416,18 +430,27 @@ static int apply_block_16(int dtype, void *parameter, const float *correction, f
   return found;
 }
 
+/* Numbers in the block that begins with number `start` of n: a whole block, or what is left. The first one is shorter
+ * if the mirror does not begin with a line there, as behind a tensor of odd size: past the caches a line in two blocks
+ * would be written in two parts. */
+static int64_t next_block(const void *mirror, int itemsize, int64_t start, int64_t n, int64_t whole) {
+  const int64_t over = start ? 0 : (int64_t)((uintptr_t)mirror % LINE_NBYTES) / itemsize;
+  return n - start < whole - over ? n - start : whole - over;
+}
+
 /* Block by block, so that the mirror is copied from the first-level cache. */
 int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
                  int64_t n, int replace, int fresh, int stream) {
+  const int64_t whole = block_of(adpsgd_slot_dtype(dtype));
   const int size = adpsgd_itemsize(dtype), wide = adpsgd_slot_itemsize(dtype);
   int found = 0;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+  for (int64_t start = 0, count; start < n; start += count) {
+    count = next_block(mirror, size, start, n, whole);
     char *p = (char *)parameter + start * size;
     const void *c = after(correction, start, wide);
     if (stream) {
-      ahead(p + BLOCK * size, BLOCK * size);
-      ahead(after(c, BLOCK, wide), BLOCK * wide);
+      ahead(p + whole * size, whole * size);
+      ahead(after(c, whole, wide), whole * wide);
     }
     if (c && size == 2) {
       found |= apply_block_16(dtype, p, c, back ? (float *)back + start : NULL, count, replace, fresh, stream);

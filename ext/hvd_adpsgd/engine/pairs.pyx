@@ -7,13 +7,16 @@ one whose peer has failed is BROKEN, and keeps them as long as the wire may use 
 """
 
 from libc.stdint cimport int64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, note_end
 from hvd_adpsgd.engine.port cimport FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_STATE, add, latch
 from hvd_adpsgd.engine.wire cimport NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Transfer
+
+cdef extern from "<stdlib.h>" nogil:
+    void* aligned_alloc(size_t, size_t)
 
 RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last of exchange.pyx
 
@@ -132,6 +135,7 @@ cdef char* mapped(Core* e, int peer) noexcept nogil:
 
 
 cdef char* take_buffers(Pairs* p) noexcept nogil:
+    """Of an exchange. They begin with a line: kernels.c is slow with vectors that lie in two."""
     cdef int i
     cdef char* buffers
     for i in range(SPARES):
@@ -139,7 +143,7 @@ cdef char* take_buffers(Pairs* p) noexcept nogil:
             buffers = p.spares[i]
             p.spares[i] = NULL
             return buffers
-    return <char*>malloc(2 * LANES * p.lane_nbytes)
+    return <char*>aligned_alloc(64, 2 * LANES * p.lane_nbytes)
 
 
 cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:

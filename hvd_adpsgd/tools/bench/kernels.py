@@ -25,6 +25,7 @@ DTYPES = {
     "bfloat16": kernels.BFLOAT16,
     "float16": kernels.FLOAT16,
 }
+LINE_NBYTES = 64
 WARM_UP = 1  # rounds, which touch the memory
 Bytes = NDArray[np.uint8]
 
@@ -106,13 +107,20 @@ def loops_of(dtype: str, count: int) -> list[tuple[str, tuple[int, Callable[[], 
 
 
 def array_of(code: int, count: int, seed: int) -> Bytes:
-    """Random numbers of that type, as bytes."""
+    """Random numbers of that type, as bytes; as in the engine they begin with a line of the caches."""
     rng = np.random.default_rng(seed)
     if code == kernels.FLOAT64:
-        return rng.standard_normal(count).view(np.uint8)
+        return _aligned(rng.standard_normal(count).view(np.uint8))
     numbers = rng.standard_normal(count, dtype=np.float32).view(np.uint8)
     if code == kernels.FLOAT32:
-        return numbers
+        return _aligned(numbers)
     narrow = np.empty(2 * count, np.uint8)
     kernels.snapshot(kernels.FLOAT32, code, narrow, numbers)
-    return narrow
+    return _aligned(narrow)
+
+
+def _aligned(values: Bytes) -> Bytes:
+    room = np.empty(values.nbytes + LINE_NBYTES, np.uint8)
+    found = room[-room.ctypes.data % LINE_NBYTES :][: values.nbytes]
+    found[:] = values
+    return found
