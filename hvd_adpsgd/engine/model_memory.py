@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adpsgd.engine.absorbing import Absorbing
 from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
@@ -111,6 +112,7 @@ class ModelMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
+        self._absorbing = Absorbing(self.store, self.layout)
         self._slot = NO_SLOT  # readable by all and not applied
         self._met = False
         self._calls = 0  # of publish, alike on all learners
@@ -237,17 +239,20 @@ class ModelMemory:
             self._met = self.published = False
         return slot
 
-    def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
+    def absorb(
+        self, addresses: NDArray[np.uintp], step: int, threads: int = 1
+    ) -> tuple[bool, bool]:
         """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
 
         Args:
             addresses: first element of each tensor in the order of `extend`; contiguous memory.
             step: the trainer's step of these parameters.
+            threads: that may compute; a small model needs one.
 
         Returns:
             Whether every parameter is finite, and whether a correction was applied.
         """
-        found = self.store.absorb(self._spans, addresses, self.take(), step)
+        found = self._absorbing.run(addresses, self.take(), step, threads)
         self._has_landed(step)
         return found
 

@@ -107,9 +107,11 @@ class ModelShards:
         for shard in self.shards:
             shard.all_met()
 
-    def absorb(self, addresses: NDArray[np.uintp], step: int) -> tuple[bool, bool]:
+    def absorb(
+        self, addresses: NDArray[np.uintp], step: int, threads: int = 1
+    ) -> tuple[bool, bool]:
         """As of ModelMemory. Every learner looks at all parameters: all of them find the same ones."""
-        found = [shard.absorb(addresses, step) for shard in self.shards]
+        found = [shard.absorb(addresses, step, threads) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)
 
 

@@ -433,7 +433,10 @@ class Averaging:
 
     def _absorb_in_place(self) -> int | None:
         """On the host. The step, if a parameter is not finite."""
-        finite, corrected = self.engine.memory.absorb(self.parameters.addresses(), self.step)
+        threads = torch.get_num_threads()
+        finite, corrected = self.engine.memory.absorb(
+            self.parameters.addresses(), self.step, threads
+        )
         if corrected:
             self.parameters.write_back()
         return None if finite else self.step

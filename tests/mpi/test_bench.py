@@ -91,6 +91,21 @@ def test_kernels() -> None:
             assert 0 < result[loop][f"{dtype}_min"] <= result[loop][dtype], (loop, dtype)
 
 
+def test_absorb() -> None:
+    result = json.loads(bench("absorb", "--json", "--mib=64", "--rounds=3", "--threads=2"))
+    assert result["threads"] == 2
+    for ratio in ("one_to_copy", "several_to_copy", "several_to_one"):
+        assert 0 < result[f"{ratio}_min"] <= result[ratio] <= result[f"{ratio}_max"]
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_step() -> None:
+    result = json.loads(bench("step", "--json", "--learners=2", "--blocks=2", "--steps=4"))
+    assert 0 < result["step_in_copies_min"] <= result["step_in_copies"]
+    assert min(result["speed_kept"], result["on"]["cpu_ms_per_step"]) > 0
+
+
 @pytest.mark.extended
 @pytest.mark.slow
 def test_peers() -> None:

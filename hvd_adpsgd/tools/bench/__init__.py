@@ -34,16 +34,20 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("calibrate", "kernels", "peers")
+_HERE = ("absorb", "calibrate", "kernels", "peers")
 
 _MEANINGS = {
     "memcpy_gb_per_s": "read and written",
     "*.float32": "bytes per second / memcpy's (median of rounds)",
+    "one_to_copy": "time of the pass by one thread / of a copy of the model (median of rounds)",
+    "several_to_copy": "the same by several threads",
+    "several_to_one": "ratio of the two, median of rounds",
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "*.mb_per_s_each_way": "of the model, median of rounds",
     "*.cpu_s_per_gb": "of the averaging thread (socket: of both threads), per GB sent or received",
     "*.speed_to_socket": "of the same bytes in the same round, median",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
+    "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
     "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
     "watching_cpu": "share of a core that watching uses, the largest of all learners",
@@ -94,12 +98,22 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "rounds": (9, ""),
         },
     ),
+    "absorb": (
+        "the pass over the model in each step, by one thread and by several, against a copy",
+        {
+            "mib": (512.0, "size of the model"),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "threads": (0, "0: as many as cores"),
+            "rounds": (9, ""),
+        },
+    ),
     "exchange": (
         "one exchange against raw MPI_Sendrecv",
         {
             "mib": (164.6, "size of the model"),
             "rounds": (9, ""),
             "through-mpi": (False, "use messages, as between hosts"),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
         },
     ),
     "wires": (
@@ -107,6 +121,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         {
             "mib": (32.0, "size of the model"),
             "rounds": (9, ""),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
             "hosts": ("", "two hosts, as node1,node2; none: two processes here"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
@@ -123,6 +138,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
                 0.0,
                 "learners sleep so long per step, as for a device, and compute one sample",
             ),
+            "threads": (1, "of each learner"),
             "averaging": ("random_pairs", "a strategy"),
         },
     ),

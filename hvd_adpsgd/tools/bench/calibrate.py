@@ -71,10 +71,10 @@ class Trial:
         act()
         return time.perf_counter() - began
 
-    def step(self) -> None:
+    def step(self, threads: int = 1) -> None:
         """What a leader does beside its optimizer."""
         self.memory.publish()
-        self.memory.absorb(self._addresses, self._step)
+        self.memory.absorb(self._addresses, self._step, threads)
         self._step += 1
 
     def chunks(self) -> None:

@@ -29,7 +29,9 @@ def main() -> None:
     model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
     received = np.empty_like(model)
     same_host = "mpi" if args.through_mpi else "memory"
-    driven = Driven(comm, model, Plan.nobody(weight=1 / 2), same_host=same_host)
+    driven = Driven(
+        comm, model, Plan.nobody(weight=1 / 2), same_host=same_host, chunk_kib=args.chunk_kib
+    )
     raw, exchange, cpu = [], [], []
     for number in range(args.rounds + WARM_UP):
         raw.append(timed(comm, lambda: comm.Sendrecv(model, 1 - comm.rank, recvbuf=received)))

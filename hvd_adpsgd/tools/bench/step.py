@@ -1,9 +1,10 @@
 """Training steps with averaging on against the same training with averaging off.
 
 Run by `python -m hvd_adpsgd bench step`. The work is an MLP of 9.5 M parameters
-(512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner. Every learner trains
+(512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner by default. Every learner trains
 blocks of steps in turn: one with averaging off (the plain optimizer, the engine at rest), one with
-averaging on, so that each ratio compares two things that saw the same machine.
+averaging on, so that each ratio compares two things that saw the same machine. Between them all copy their
+model, the unit for what step() takes beside the optimizer and the all-reduce.
 
 With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
 counts is the speed of its peers, averaging on, against their speed when no learner sleeps.
@@ -26,11 +27,12 @@ from hvd_adpsgd.torch.averaging import live
 
 SIZES = (512, 2048, 2048, 2048, 10)
 BATCH = 32
+_COUNTED = ("exchanges", "collect_s", "offer_s")
 
 
 def main() -> None:
     args = settings()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     hvd.init()
     trial = Trial(args.averaging, args.device_ms / 1e3)
     trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, peers are met
@@ -67,10 +69,15 @@ class Trial:
         batch = 1 if device_s else BATCH
         self.x = torch.randn(batch, SIZES[0])
         self.y = torch.randint(0, SIZES[-1], (batch,))
+        self.spare = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
         self.comm = worlds.current().collectives.comm
 
     def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
-        row = {"off": self.block(False, steps, 0.0), "on": self.block(True, steps, 0.0)}
+        row = {
+            "off": self.block(False, steps, 0.0),
+            "copies": self.copies(steps),
+            "on": self.block(True, steps, 0.0),
+        }
         if sleep_s:
             row["straggler_on"] = self.block(True, steps, sleep_s)
         return row
@@ -78,7 +85,7 @@ class Trial:
     def block(self, averaging: bool, steps: int, sleep_s: float) -> list[dict[str, float]]:
         """Train for as long as the first learner needs for `steps`. All learners' numbers."""
         optimizer = self.averaged if averaging else self.plain
-        exchanges = hvd.metrics().get("exchanges", 0)
+        before = hvd.metrics()
         self.comm.Barrier()
         began, cpu = time.monotonic(), time.process_time()
         done, straggles = 0, sleep_s > 0 and hvd.rank() == hvd.size() - 1
@@ -91,12 +98,26 @@ class Trial:
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         if stop is None and sleep_s:
             wait(self.comm.Ibarrier())
+        spent = {
+            key: value - before[key] for key, value in hvd.metrics().items() if key in _COUNTED
+        }
         mine = {
             "steps_per_s": done / seconds,
             "cpu_ms_per_step": 1e3 * cpu / done,
-            "exchanges_per_step": (hvd.metrics().get("exchanges", 0) - exchanges) / done,
+            "exchanges_per_step": spent["exchanges"] / done,
+            "beside_ms": 1e3 * (spent["collect_s"] + spent["offer_s"]) / done,
         }
         self.comm.Barrier()
+        return list(self.comm.allgather(mine))
+
+    def copies(self, count: int) -> list[dict[str, float]]:
+        """All learners copy their parameters so often. All learners' numbers."""
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        self.comm.Barrier()
+        began = time.monotonic()
+        for _ in range(count):
+            torch._foreach_copy_(self.spare, parameters)
+        mine = {"copy_ms": 1e3 * (time.monotonic() - began) / count}
         return list(self.comm.allgather(mine))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,6 +140,7 @@ class Trial:
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
     """Medians over blocks; ratios block by block."""
     rows = result.pop("rows")
+    beside = [_mean(row["on"], "beside_ms") / _mean(row.pop("copies"), "copy_ms") for row in rows]
     for kind in rows[0]:
         blocks = [row[kind][:-1] if kind.startswith("straggler") else row[kind] for row in rows]
         result[kind] = {
@@ -127,6 +149,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
         }
     result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
+    result |= spread_of("step_in_copies", beside)
     if "straggler_on" in rows[0]:
         kept = [_rate(row["straggler_on"][:-1]) / _rate(row["on"][:-1]) for row in rows]
         result |= spread_of("straggler_speed_kept", kept)
@@ -139,7 +162,11 @@ def _rate(block: list[dict[str, float]]) -> float:
 
 
 def _median(blocks: list[list[dict[str, float]]], key: str) -> float:
-    return statistics.median(statistics.mean(r[key] for r in block) for block in blocks)
+    return statistics.median(_mean(block, key) for block in blocks)
+
+
+def _mean(block: list[dict[str, float]], key: str) -> float:
+    return statistics.mean(learner[key] for learner in block)
 
 
 if __name__ == "__main__":

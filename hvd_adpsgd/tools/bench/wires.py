@@ -88,6 +88,7 @@ def main() -> None:
 
 def _engine(comm: Any, model: np.ndarray, wire: str, args: Any) -> Driven:
     options = {"same_host": "mpi", "wire": wire, "nics": args.nics or None, "report_s": 0.0}
+    options["chunk_kib"] = args.chunk_kib
     return Driven(comm, model.copy(), Plan.nobody(weight=1 / 2), **options)
 
 

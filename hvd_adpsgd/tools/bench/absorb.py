@@ -1,0 +1,41 @@
+"""The trainer's pass over its model, by one thread and by several, against a copy of the model.
+
+Run by `python -m hvd_adpsgd bench absorb`, in one process: the pass applies a full slot of corrections to a
+float32 model and fills the mirror, as a leader does in each step beside its optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.tools.bench import machine, spread_of
+from hvd_adpsgd.tools.bench.calibrate import WARM_UP, Trial
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Each round: a copy, a pass by one thread, a pass by several."""
+    threads = args.threads or len(os.sched_getaffinity(0))
+    trial = Trial(int(args.mib * 2**18), args.chunk_kib * 1024)
+    copy = np.empty_like(trial.model)
+    rounds = [_round(trial, copy, threads) for _ in range(args.rounds + WARM_UP)][WARM_UP:]
+    return {
+        "threads": threads,
+        **spread_of("copy_ms", [1e3 * copy_s for copy_s, _, _ in rounds]),
+        **spread_of("one_to_copy", [one / copy_s for copy_s, one, _ in rounds]),
+        **spread_of("several_to_copy", [several / copy_s for copy_s, _, several in rounds]),
+        **spread_of("several_to_one", [several / one for _, one, several in rounds]),
+        "machine": machine(),
+    }
+
+
+def _round(trial: Trial, copy: np.ndarray, threads: int) -> tuple[float, float, float]:
+    """Seconds of each."""
+    copy_s = trial.timed(lambda: np.copyto(copy, trial.model))
+    trial.chunks()  # an exchange fills the slot
+    one_s = trial.timed(trial.step)
+    trial.chunks()
+    return copy_s, one_s, trial.timed(lambda: trial.step(threads))
