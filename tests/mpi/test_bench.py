@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import peers, peers_learner, picture
+from hvd_adpsgd.tools.bench import peers, peers_learner, picture, with_slots
 from tests.launcher import QUICK, environment
 
 pytestmark = pytest.mark.mpi
@@ -73,6 +73,18 @@ def test_wires() -> None:
     for way in ("socket", "mpi", "tcp"):
         assert all(result[way][name] > 0 for name in ("mb_per_s_each_way", "cpu_s_per_gb"))
     assert result["tcp"]["speed_to_socket_min"] > 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "learners", "told"),
+    [
+        ("node1,node2", 2, "node1:1,node2:1"),
+        ("node1,node2", 5, "node1:3,node2:3"),
+        ("node1:4,node2", 8, "node1:4,node2:4"),
+    ],
+)
+def test_hosts_without_slots_share_the_learners(hosts: str, learners: int, told: str) -> None:
+    assert with_slots(hosts, learners) == told
 
 
 @pytest.mark.extended

@@ -30,6 +30,7 @@ __all__ = [
     "settings",
     "spread_of",
     "timed",
+    "with_slots",
 ]
 
 MARK = "HVD_ADPSGD_BENCH "
@@ -122,7 +123,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "mib": (32.0, "size of the model"),
             "rounds": (9, ""),
             "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
-            "hosts": ("", "two hosts, as node1,node2; none: two processes here"),
+            "hosts": ("", "two hosts, as node1,node2, with :SLOTS or without; none: here"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
@@ -221,7 +222,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "learners": (8, "largest number of learners: 2, 4, ... up to this"),
             "mib": (64.0, "size of the large tensor; the small one has 1 KiB"),
             "rounds": (9, ""),
-            "hosts": ("", "as node1,node2; none: this one"),
+            "hosts": ("", "as node1,node2, with :SLOTS or without; none: this one"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
@@ -300,9 +301,10 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         )
         return None
     program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
-    hosts = ["-H", asked["hosts"]] if asked.get("hosts") else []
+    hosts = asked.get("hosts")
+    where = ["-H", with_slots(hosts, asked["learners"])] if hosts else []
     done = subprocess.run(
-        [launcher, "-np", str(asked["learners"]), *hosts, *program],
+        [launcher, "-np", str(asked["learners"]), *where, *program],
         env=environment, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
@@ -311,6 +313,13 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         print(f"bench {kind} failed (exit status {done.returncode})", file=sys.stderr)
         return None
     return {**json.loads(found[0]), "machine": machine()}
+
+
+def with_slots(hosts: str, learners: int) -> str:
+    """Hosts as horovodrun -H takes them: those without slots share the learners."""
+    names = hosts.split(",")
+    each = -(-learners // len(names))
+    return ",".join(name if ":" in name else f"{name}:{each}" for name in names)
 
 
 def _draw_overlap(asked: dict[str, Any]) -> int:
