@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -31,6 +32,10 @@ __all__ = [
     "split",
     "with_wire",
 ]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_DETECTOR = "OMPI_MCA_mpi_ft_detector"
 
 # Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -68,6 +73,8 @@ def load_mpi() -> Any:
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
         exit_state.finalizes = True
+    running = "mpi4py.MPI" in sys.modules and _library().Is_initialized()
+    asked = _ask_for_heartbeats()
     MPI = _library()
     if MPI.Is_finalized():
         raise LaunchError(
@@ -76,8 +83,22 @@ def load_mpi() -> Any:
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if asked and running and MPI.COMM_WORLD.Get_rank() == 0:
+        log.warning(
+            "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
+            "will not be noticed. Import mpi4py.MPI after hvd.init(), or set %s=1 before the launch.",
+            _DETECTOR,
+        )
     _require_threads(MPI)
     return MPI
+
+
+def _ask_for_heartbeats() -> bool:
+    """Let MPI's failure detector begin, which horovodrun has set up. Whether that is new."""
+    asked = os.environ.get(f"{_DETECTOR}_thread") == "1" and _DETECTOR not in os.environ
+    if asked:
+        os.environ[_DETECTOR] = "1"
+    return asked
 
 
 def _library() -> Any:

@@ -81,10 +81,11 @@ KEEPER = (
     '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
 )
 
-# Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out).
+# Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out). They
+# begin where hvd.init() starts MPI (runtime/communicators.py): with them MPI_Finalize does not return between
+# hosts, for which plain Horovod and mpi4py would wait without bound.
 # Its launcher would end the whole job when its own keepalive fails, after 8 minutes: switched off.
 SILENCE = {
-    "OMPI_MCA_mpi_ft_detector": "1",
     "OMPI_MCA_mpi_ft_detector_thread": "1",  # also while a learner calls no MPI
     "OMPI_MCA_mpi_ft_detector_period": "5",
     "OMPI_MCA_mpi_ft_detector_timeout": "30",

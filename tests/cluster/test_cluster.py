@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import Cluster, ClusterError, clusters, unavailable
+from tests.launcher import environment
 
 pytestmark = pytest.mark.mpi
 REASON = unavailable()
@@ -167,3 +168,45 @@ def test_bad_hosts_and_rates_are_named(pair: Cluster) -> None:
         pair.cut("node9")
     with pytest.raises(ClusterError, match="100mbit"):
         pair.shape("node1", "fast")
+
+
+PLAIN = """
+import torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum)
+print("sum", total.item(), flush=True)
+"""
+MPI_FIRST = """
+from mpi4py import MPI
+import hvd_adpsgd.torch as hvd
+hvd.init()
+print("learner", hvd.rank(), flush=True)
+"""
+
+
+def launched(cluster: Cluster, program: str) -> str:
+    """Output of a program of one learner on each of two hosts."""
+    done = cluster.run(
+        ["horovodrun", "-np", "2", "-H", "node1:1,node2:1", sys.executable, "-c", program],
+        env=environment({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout)
+
+
+@pytest.mark.extended
+def test_plain_horovod_between_hosts_ends(pair: Cluster) -> None:
+    """With MPI's failure detector on, which hvd_adpsgd's init() starts, MPI_Finalize would not return."""
+    assert launched(pair, PLAIN).count("sum 3.0") == 2
+
+
+@pytest.mark.extended
+def test_it_is_told_that_mpi_runs_without_heartbeats(pair: Cluster) -> None:
+    said = launched(pair, MPI_FIRST)
+    assert said.count("MPI was started before hvd.init(), without heartbeats") == 1
+    assert "learner 0" in said
+    assert "learner 1" in said

@@ -117,9 +117,6 @@ def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict
     settings |= {"batch": BATCH, "slow_s": 0.0, "hosts": args.hosts, **asked}
     settings["port"] = _free_port()
     variables = {"OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    if name != "random_pairs":
-        # with it, plain Horovod's MPI_Finalize between hosts does not return
-        variables["OMPI_MCA_mpi_ft_detector"] = "0"
     hosts = ["-H", args.hosts] if args.hosts else []
     program = [sys.executable, "-m", LEARNER, json.dumps(settings)]
     done = bounded(
