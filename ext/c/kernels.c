@@ -261,7 +261,7 @@ static int snapshot_block(int dtype, int wire, void *out, const void *base, cons
   const int sums = adpsgd_slot_dtype(dtype);
   Block wide, sum;
   const void *x;
-  if (dtype == wire && !first) /* in a loop: memcpy of a block, by string operations, takes twice as long */
+  if (dtype == wire && !first)
     return dtype == sums ? SUMS(sums, copy, out, base, n) : adpsgd_copy_16(dtype, out, base, n);
   if (wire == sums && !first) return inspect(wire, widened(sums, dtype, out, base, n), n);
   x = widened(sums, dtype, &wide, base, n);

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.absorbing import Absorbing
 from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
@@ -18,6 +17,8 @@ from hvd_adpsgd.engine.store import Store
 __all__ = ["NO_SLOT", "Area", "Landing", "ModelMemory"]
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
+THREAD_NBYTES = 4 * 2**20  # a pass over that takes ten times as long as to start a thread
+_MOST_THREADS = 8  # RUNS of store.pyx
 _ROWS = 4  # notes of that many publications: no learner is more than one all-reduce behind
 NO_SLOT = -1
 
@@ -75,6 +76,7 @@ class ModelMemory:
         shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
             tensors of the first `extend`, if there is room for them in shared memory.
         shard: the chunks of it only; the learner with its number is what is called the leader here.
+        thread_nbytes: of the model, for each thread of `absorb`.
 
     Attributes:
         layout: where each element lies.
@@ -95,6 +97,7 @@ class ModelMemory:
         leads: bool,
         shows: bool = False,
         shard: Shard = WHOLE,
+        thread_nbytes: int = THREAD_NBYTES,
     ):
         self.layout = Layout(chunk_nbytes, shard)
         self._leader = shard.number
@@ -105,6 +108,7 @@ class ModelMemory:
         self._alone = inner is None or inner.Get_size() == 1
         self._leads = leads
         self._shows = shows
+        self._thread_nbytes = thread_nbytes
         self._shown: tuple[Mailbox, int, int] | None = None
         self.areas: list[Area] = []  # keeps alive what the store points to
         self.landing: Landing | None = None
@@ -112,7 +116,6 @@ class ModelMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
-        self._absorbing = Absorbing(self.store, self.layout)
         self._slot = NO_SLOT  # readable by all and not applied
         self._met = False
         self._calls = 0  # of publish, alike on all learners
@@ -252,8 +255,17 @@ class ModelMemory:
         Returns:
             Whether every parameter is finite, and whether a correction was applied.
         """
-        found = self._absorbing.run(addresses, self.take(), step, threads)
+        starts = self._starts(threads)
+        found = self.store.absorb(self._spans, addresses, self.take(), step, starts)
         self._has_landed(step)
+        return found
+
+    def _starts(self, threads: int) -> list[int]:
+        """The first spans of runs of equally many chunks, one for each thread."""
+        nbytes = sum(part.nbytes for part in self.layout.parts)
+        runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
+        chunks = [self.layout.nchunks * i // runs for i in range(runs)]
+        found: list[int] = np.searchsorted(self._spans[:, 2], chunks).tolist()
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:

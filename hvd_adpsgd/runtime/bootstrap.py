@@ -20,6 +20,7 @@ from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import (
     ConfigError,
     InnerOnlyError,
+    LaunchError,
     TransportError,
     WorldError,
 )
@@ -157,6 +158,8 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
     checked = communicators.with_wire(_agreed_config(answers), everyone)
+    _log_from(checked.log_level)
+    _look_for_heartbeats(everyone, [answer["misses_heartbeats"] for answer in answers])
     placements = tuple(answer["placement"] for answer in answers)
     joined = strategies.parse(checked.averaging).averages == "nothing"
     groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
@@ -170,6 +173,21 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     return _cut(everyone, host, checked, placements, groups)
 
 
+def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
+    """Learners with MPI's failure detector would take those without for failed."""
+    if any(missed) and not all(missed):
+        raise LaunchError(
+            f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
+            "others in init(), with them: these would take it for failed. Import mpi4py.MPI after "
+            "hvd.init(), on all learners."
+        )
+    if any(missed) and everyone.Get_rank() == 0:
+        log.warning(
+            "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
+            "will not be noticed. Import mpi4py.MPI after hvd.init()."
+        )
+
+
 def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
     """What this learner sends to its peers: its placement, and its options or the error in them."""
     head = host.bcast(everyone.Get_rank())
@@ -180,7 +198,13 @@ def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) ->
         strategies.parse(options.averaging)
     except ConfigError as error:
         problem = str(error)
-    return {"placement": placement, "config": options, "problem": problem, "sets": asks_sets}
+    return {
+        "placement": placement,
+        "config": options,
+        "problem": problem,
+        "sets": asks_sets,
+        "misses_heartbeats": communicators.misses_heartbeats(),
+    }
 
 
 def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:

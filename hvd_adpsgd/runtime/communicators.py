@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_adpsgd.config import Config
@@ -22,6 +21,7 @@ __all__ = [
     "counterparts",
     "duplicate",
     "load_mpi",
+    "misses_heartbeats",
     "of_host",
     "of_learners",
     "options_of_network",
@@ -33,9 +33,8 @@ __all__ = [
     "with_wire",
 ]
 
-log = logging.getLogger("hvd_adpsgd")
-
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
+_missed_heartbeats: bool | None = None
 
 # Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -73,8 +72,14 @@ def load_mpi() -> Any:
     if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
         mpi4py.rc.finalize = False
         exit_state.finalizes = True
-    running = "mpi4py.MPI" in sys.modules and _library().Is_initialized()
-    asked = _ask_for_heartbeats()
+    with _heartbeats():
+        MPI = _running()
+    _require_threads(MPI)
+    return MPI
+
+
+def _running() -> Any:
+    """mpi4py.MPI, started if it is not."""
     MPI = _library()
     if MPI.Is_finalized():
         raise LaunchError(
@@ -83,22 +88,34 @@ def load_mpi() -> Any:
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if asked and running and MPI.COMM_WORLD.Get_rank() == 0:
-        log.warning(
-            "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
-            "will not be noticed. Import mpi4py.MPI after hvd.init(), or set %s=1 before the launch.",
-            _DETECTOR,
-        )
-    _require_threads(MPI)
     return MPI
 
 
-def _ask_for_heartbeats() -> bool:
-    """Let MPI's failure detector begin, which horovodrun has set up. Whether that is new."""
-    asked = os.environ.get(f"{_DETECTOR}_thread") == "1" and _DETECTOR not in os.environ
-    if asked:
+@contextlib.contextmanager
+def _heartbeats() -> Iterator[None]:
+    """Inside, MPI is started with its failure detector, whose thread horovodrun has set up.
+
+    The variable does not stay: between hosts MPI_Finalize does not return with the detector, which only this
+    library does not wait for, and not other programs that are started here.
+    """
+    global _missed_heartbeats
+    prepared = os.environ.get(f"{_DETECTOR}_thread") == "1" and _DETECTOR not in os.environ
+    if _missed_heartbeats is None:
+        _missed_heartbeats = (
+            prepared and "mpi4py.MPI" in sys.modules and _library().Is_initialized()
+        )
+    if prepared:
         os.environ[_DETECTOR] = "1"
-    return asked
+    try:
+        yield
+    finally:
+        if prepared:
+            del os.environ[_DETECTOR]
+
+
+def misses_heartbeats() -> bool:
+    """Whether MPI was started here before it could be started with its failure detector."""
+    return bool(_missed_heartbeats)
 
 
 def _library() -> Any:

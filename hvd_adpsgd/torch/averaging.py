@@ -33,7 +33,7 @@ from hvd_adpsgd.runtime.newcomers import Invitation
 from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
-from hvd_adpsgd.torch.cores import engine_cores
+from hvd_adpsgd.torch.cores import engine_cores, pass_threads
 from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
@@ -433,9 +433,8 @@ class Averaging:
 
     def _absorb_in_place(self) -> int | None:
         """On the host. The step, if a parameter is not finite."""
-        threads = torch.get_num_threads()
         finite, corrected = self.engine.memory.absorb(
-            self.parameters.addresses(), self.step, threads
+            self.parameters.addresses(), self.step, pass_threads(self.world.local_size)
         )
         if corrected:
             self.parameters.write_back()

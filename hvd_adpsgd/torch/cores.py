@@ -1,4 +1,4 @@
-"""Cores for the engines alone: which ones, and that all other threads leave them alone."""
+"""Cores for the engines alone, which all other threads leave alone; threads for the pass over a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.runtime.world import World
 
-__all__ = ["Learner", "engine_cores", "plan", "reserve"]
+__all__ = ["Learner", "engine_cores", "pass_threads", "plan", "reserve"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -174,3 +174,16 @@ def _bind_threads(cores: Sequence[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(int(thread), cores)
+
+
+def pass_threads(learners: int) -> int:
+    """How many threads may make this learner's pass over its model.
+
+    As many as torch has, but no more than its share of the cores: without OMP_NUM_THREADS torch has one for
+    each core, in every learner.
+
+    Args:
+        learners: on this host.
+    """
+    share = (os.cpu_count() or 1) // learners
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), share))

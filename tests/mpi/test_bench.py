@@ -80,7 +80,8 @@ def test_wires() -> None:
     [
         ("node1,node2", 2, "node1:1,node2:1"),
         ("node1,node2", 5, "node1:3,node2:3"),
-        ("node1:4,node2", 8, "node1:4,node2:4"),
+        ("node1:2,node2", 8, "node1:2,node2:6"),
+        ("node1:8,node2", 8, "node1:8,node2:1"),
     ],
 )
 def test_hosts_without_slots_share_the_learners(hosts: str, learners: int, told: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine import kernels
 
-SIZES = [0, 1, 7, 1024, 1025, 100_003]
+SIZES = [0, 1, 7, 127, 128, 255, 257, 100_003]  # blocks have 256 numbers, 128 of float64
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 PAIRS = [(d, d) for d in DTYPES] + [
     (d, w) for d in ("float32", "float64") for w in ("bfloat16", "float16")
@@ -140,6 +140,24 @@ def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror, stre
     np.testing.assert_array_equal(parameter, expected)
     if with_mirror:
         np.testing.assert_array_equal(mirror, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 15, 31])
+@pytest.mark.parametrize("n", [1, 20, 241, 256, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mirror_that_begins_within_a_line(offset, n, dtype):
+    """The first block is shorter; nothing before or behind the mirror is written."""
+    rng = np.random.default_rng(n)
+    parameter, correction = draw(rng, n, dtype), draw(rng, n, wide(dtype))
+    expected = encode(arithmetic(parameter, correction, dtype=dtype), dtype)
+    size = parameter.itemsize
+    room = np.full((n + 64) * size + 64, 0x5A, np.uint8)
+    start = -room.ctypes.data % 64 + offset * size
+    mirror = room[start : start + n * size]
+    kernels.apply(DTYPES[dtype], raw(parameter), raw(correction), mirror, stream=True)
+    np.testing.assert_array_equal(mirror, raw(expected))
+    assert (room[:start] == 0x5A).all()
+    assert (room[start + n * size :] == 0x5A).all()
 
 
 @pytest.mark.parametrize("n", SIZES)

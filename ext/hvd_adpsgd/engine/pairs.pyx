@@ -135,7 +135,7 @@ cdef char* mapped(Core* e, int peer) noexcept nogil:
 
 
 cdef char* take_buffers(Pairs* p) noexcept nogil:
-    """Of an exchange. They begin with a line: kernels.c is slow with vectors that lie in two."""
+    """Of an exchange. They begin with a line, for they are copied past the caches (Block in kernels.c)."""
     cdef int i
     cdef char* buffers
     for i in range(SPARES):

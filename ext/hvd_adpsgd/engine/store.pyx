@@ -44,6 +44,10 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_mutex_destroy(pthread_mutex_t*)
+    ctypedef struct pthread_t:
+        pass
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_join(pthread_t, void**)
 
 cdef extern from *:
     """
@@ -55,6 +59,10 @@ cdef extern from *:
     void fence "adpsgd_fence"() nogil
     int64_t version_of "adpsgd_version"(int64_t*) nogil
     void set_version "adpsgd_set_version"(int64_t*, int64_t) nogil
+
+
+cdef enum:
+    RUNS = 8                # of one pass, each by a thread of its own; memory feeds few of them
 
 
 cdef struct Span:
@@ -329,31 +337,56 @@ cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, co
     return found
 
 
-cdef int absorb_spans(Memory* m, const Span* spans, int64_t nspans, const uintptr_t* tensors, int published,
-                      int64_t step, bint* corrected) noexcept nogil:
-    """Apply the published slot to tensors. Returns what adpsgd_apply finds."""
+cdef struct Run:            # whole chunks of one pass
+    Memory* m
+    const Span* spans
+    int64_t nspans
+    const uintptr_t* tensors
+    int published
+    int64_t step
+    int found               # by adpsgd_apply
+    bint corrected          # the slot held something
+    bint has_thread
+    pthread_t thread
+
+
+cdef void* absorb_run(void* argument) noexcept nogil:
+    """Apply the published slot to the tensors of a run."""
+    cdef Run* r = <Run*>argument
     cdef int64_t i = 0, last
-    cdef int found = 0
     cdef Chunk* c
     cdef bint leads
-    while i < nspans:
-        c = chunk_at(m, <int>spans[i].chunk)
+    while i < r.nspans:
+        c = chunk_at(r.m, <int>r.spans[i].chunk)
         leads = c.mirror != NULL
         last = i + 1
-        while last < nspans and spans[last].chunk == spans[i].chunk:
+        while last < r.nspans and r.spans[last].chunk == r.spans[i].chunk:
             last += 1
         if leads:
             pthread_mutex_lock(&c.lease)
             begin_change(c)
-        found |= absorb_chunk(m, c, spans + i, last - i, tensors, published)
-        corrected[0] |= published >= 0 and c.full[published][0] != 0
+        r.found |= absorb_chunk(r.m, c, r.spans + i, last - i, r.tensors, r.published)
+        r.corrected |= r.published >= 0 and c.full[r.published][0] != 0
         if leads:
             c.absorbed = True
-            c.step = step
+            c.step = r.step
             fence()                 # of what adpsgd_apply has written past the caches
-            end_change(m, c)
+            end_change(r.m, c)
         i = last
-    return found
+    return NULL
+
+
+cdef void absorb_runs(Run* runs, int count) noexcept nogil:
+    """All runs: the first one in this thread, and those that get no thread of their own."""
+    cdef int i
+    for i in range(1, count):
+        runs[i].has_thread = pthread_create(&runs[i].thread, NULL, absorb_run, &runs[i]) == 0
+    for i in range(count):
+        if not runs[i].has_thread:
+            absorb_run(&runs[i])
+    for i in range(1, count):
+        if runs[i].has_thread:
+            pthread_join(runs[i].thread, NULL)
 
 
 cdef void add_pending_span(Memory* m, Chunk* c, const Span* span, char* copy) noexcept nogil:
@@ -463,7 +496,7 @@ cdef class Store:
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
-               int64_t step):
+               int64_t step, starts=(0,)):
         """parameter += published correction; mirror = parameter.
 
         Without `tensors` (leader only): mirror += published correction. The mirror holds parameters as they were
@@ -475,21 +508,32 @@ cdef class Store:
             tensors: address of each tensor's first element, or None.
             published: slot to apply, -1 for none.
             step: the trainer's step of the parameters.
+            starts: the first span of each run, of at most RUNS; each begins with a chunk, and gets a thread.
 
         Returns:
             Whether every parameter is finite, and whether the slot held anything; without `tensors` only those
             numbers are looked at that a correction has changed.
         """
-        cdef int found
-        cdef const uintptr_t* addresses = NULL
-        cdef bint corrected = False
+        cdef Run runs[RUNS]
         cdef int64_t n = spans.shape[0]
+        cdef int i, count = len(starts), found = 0
+        cdef bint corrected = False
         if n == 0:
             return True, False
-        if tensors is not None:
-            addresses = &tensors[0]
+        if count > RUNS:
+            raise ValueError(f"{count} runs, at most {RUNS} are allowed")
+        memset(runs, 0, sizeof(runs))
+        for i in range(count):
+            runs[i].m = &self.memory
+            runs[i].spans = <const Span*>&spans[starts[i], 0]
+            runs[i].nspans = (starts[i + 1] if i + 1 < count else n) - starts[i]
+            runs[i].tensors = NULL if tensors is None else &tensors[0]
+            runs[i].published, runs[i].step = published, step
         with nogil:
-            found = absorb_spans(&self.memory, <const Span*>&spans[0, 0], n, addresses, published, step, &corrected)
+            absorb_runs(runs, count)
+        for i in range(count):
+            found |= runs[i].found
+            corrected |= runs[i].corrected
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
 
     def add_pending(self, const int64_t[:, ::1] spans, const uintptr_t[::1] copies):

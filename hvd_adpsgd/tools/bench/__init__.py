@@ -48,6 +48,7 @@ _MEANINGS = {
     "*.cpu_s_per_gb": "of the averaging thread (socket: of both threads), per GB sent or received",
     "*.speed_to_socket": "of the same bytes in the same round, median",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
+    "copy_ms": "of the model, all learners at once where there are several (median)",
     "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
     "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
@@ -139,7 +140,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
                 0.0,
                 "learners sleep so long per step, as for a device, and compute one sample",
             ),
-            "threads": (1, "of each learner"),
+            "threads": (1, "of torch in each learner"),
             "averaging": ("random_pairs", "a strategy"),
         },
     ),
@@ -316,10 +317,12 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
 
 
 def with_slots(hosts: str, learners: int) -> str:
-    """Hosts as horovodrun -H takes them: those without slots share the learners."""
+    """Hosts as horovodrun -H takes them: those without slots share the learners for whom others have none."""
     names = hosts.split(",")
-    each = -(-learners // len(names))
-    return ",".join(name if ":" in name else f"{name}:{each}" for name in names)
+    without = [name for name in names if ":" not in name]
+    left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)
+    each = max(1, -(-left // max(len(without), 1)))
+    return ",".join(f"{name}:{each}" if name in without else name for name in names)
 
 
 def _draw_overlap(asked: dict[str, Any]) -> int:

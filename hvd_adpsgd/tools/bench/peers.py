@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import MARK, machine, programs_path, spread_of
+from hvd_adpsgd.tools.bench import MARK, machine, programs_path, spread_of, with_slots
 from hvd_adpsgd.tools.doctor.probes import bounded, last_line
 
 __all__ = ["measure"]
@@ -117,7 +117,7 @@ def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict
     settings |= {"batch": BATCH, "slow_s": 0.0, "hosts": args.hosts, **asked}
     settings["port"] = _free_port()
     variables = {"OMP_NUM_THREADS": "1", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    hosts = ["-H", args.hosts] if args.hosts else []
+    hosts = ["-H", with_slots(args.hosts, args.learners)] if args.hosts else []
     program = [sys.executable, "-m", LEARNER, json.dumps(settings)]
     done = bounded(
         ["horovodrun", "-np", str(args.learners), *hosts, *program],

@@ -140,7 +140,8 @@ class Trial:
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
     """Medians over blocks; ratios block by block."""
     rows = result.pop("rows")
-    beside = [_mean(row["on"], "beside_ms") / _mean(row.pop("copies"), "copy_ms") for row in rows]
+    copy_ms = [_mean(row.pop("copies"), "copy_ms") for row in rows]
+    beside_ms = [_mean(row["on"], "beside_ms") for row in rows]
     for kind in rows[0]:
         blocks = [row[kind][:-1] if kind.startswith("straggler") else row[kind] for row in rows]
         result[kind] = {
@@ -149,7 +150,8 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
         }
     result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
-    result |= spread_of("step_in_copies", beside)
+    result["copy_ms"] = statistics.median(copy_ms)
+    result |= spread_of("step_in_copies", [a / b for a, b in zip(beside_ms, copy_ms, strict=True)])
     if "straggler_on" in rows[0]:
         kept = [_rate(row["straggler_on"][:-1]) / _rate(row["on"][:-1]) for row in rows]
         result |= spread_of("straggler_speed_kept", kept)

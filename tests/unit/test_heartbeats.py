@@ -1,0 +1,78 @@
+"""When MPI starts with its failure detector."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_adpsgd.runtime import communicators
+from hvd_adpsgd.tools.build_horovod import SILENCE
+
+DETECTOR = "OMPI_MCA_mpi_ft_detector"
+
+
+class Library(SimpleNamespace):
+    """mpi4py.MPI that says how it was started."""
+
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+
+    def __init__(self, running):
+        super().__init__(running=running, detector=None)
+
+    def Is_initialized(self):
+        return self.running
+
+    def Is_finalized(self):
+        return False
+
+    def Init_thread(self, _):
+        self.running, self.detector = True, communicators.os.environ.get(DETECTOR)
+
+    def Query_thread(self):
+        return self.THREAD_MULTIPLE
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Loads MPI in an environment, twice. Returns the library, and whether heartbeats were missed."""
+
+    def load(running=False, **variables):
+        library = Library(running)
+        monkeypatch.setattr(communicators, "_missed_heartbeats", None)
+        monkeypatch.setattr(communicators, "_library", lambda: library)
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
+        for name in (DETECTOR, f"{DETECTOR}_thread"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        communicators.load_mpi()
+        communicators.load_mpi()
+        assert communicators.os.environ.get(DETECTOR) == variables.get(DETECTOR)
+        return library.detector, communicators.misses_heartbeats()
+
+    return load
+
+
+def test_horovodrun_sets_up_the_rest_only():
+    assert DETECTOR not in SILENCE
+    assert SILENCE[f"{DETECTOR}_thread"] == "1"
+
+
+def test_mpi_starts_with_heartbeats_where_their_thread_is_set_up(start):
+    assert start(**SILENCE) == ("1", False)
+
+
+def test_without_their_thread_nothing_is_changed(start):
+    assert start() == (None, False)
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_who_has_chosen_keeps_the_choice(start, value):
+    assert start(**SILENCE, **{DETECTOR: value}) == (value, False)
+
+
+def test_it_is_noticed_that_mpi_runs_without(start):
+    assert start(running=True, **SILENCE) == (None, True)
+    assert start(running=True) == (None, False)
