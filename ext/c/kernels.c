@@ -309,6 +309,10 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
   double total = 0;
   for (int64_t start = 0; start < n; start += whole) {
     const int64_t count = n - start < whole ? n - start : whole;
+    if (stream) {
+      ahead(after(received, start + whole, from), whole * from);
+      ahead(after(sent, start + whole, from), whole * from);
+    }
     const void *r = widened(sums, wire, &first, after(received, start, from), count);
     const void *s = widened(sums, wire, &second, after(sent, start, from), count);
     char *place = (char *)correction + start * to;
