@@ -110,7 +110,7 @@ def _heartbeats() -> Iterator[None]:
         yield
     finally:
         if prepared:
-            del os.environ[_DETECTOR]
+            os.environ.pop(_DETECTOR, None)
 
 
 def misses_heartbeats() -> bool:

@@ -40,7 +40,7 @@ def test_a_host_that_is_cut_off_for_5_s_comes_back(tmp_path: Path) -> None:
 
 def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
     """No connection is closed: only heartbeats tell. The others train to the end, the command ends."""
-    with training(tmp_path, 24, **PATIENCE) as run:
+    with training(tmp_path, 20, **PATIENCE) as run:
         killed = time.time()
         run.cluster.kill("node3", silently=True)
     assert run.status not in (None, 0), f"the command has not returned: {run.said}"
@@ -52,7 +52,7 @@ def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
         before = run.at(rank, killed + 1.5)
         last = [f for f in run.facts(rank) if "met" in f][-1]
         assert last["met"][other] > before["met"][other] + 50
-        assert last["time"] > killed + 15
+        assert last["time"] > killed + 12  # they were told after 8 to 10 s
     assert "super learner 2 (node3, learner 2) has failed" in run.said
 
 

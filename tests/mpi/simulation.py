@@ -33,6 +33,15 @@ LAWS = (
     "noloco:period=2,rate=0.9,momentum=0.25,seed=4",
 )
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
+ONE_OF_A_KIND = (
+    "delay_by_one",
+    "delayed_gradients",
+    "periodic_averaging:period=3",
+    "synchronous_gossip:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "random_pairs",
+    "gossip_pga:period=5",
+)
 EXACT = {"steps": 7, "curvature": 0.5, "exact": True}
 KNOWN = {"steps": 14, "curvature": 0.0}
 

@@ -104,6 +104,34 @@ def test_kernels() -> None:
             assert 0 < result[loop][f"{dtype}_min"] <= result[loop][dtype], (loop, dtype)
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "least"),
+    [
+        ("kernels", "mib", "0.0", "0.01"),
+        ("kernels", "mib", "nan", "0.01"),
+        ("absorb", "rounds", "0", "1"),
+        ("absorb", "threads", "-1", "0"),
+        ("exchange", "chunk-kib", "0", "1"),
+        ("step", "straggler", "-1.0", "0.0"),
+        ("scaling", "learners", "0", "1"),
+    ],
+)
+def test_an_argument_out_of_bounds_is_one_line(
+    kind: str, option: str, value: str, least: str
+) -> None:
+    command = [sys.executable, "-m", "hvd_adpsgd", "bench", kind, f"--{option}={value}"]
+    done = subprocess.run(
+        command,
+        env=environment({}, (QUICK,)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"bench: --{option} {value}: allowed is at least {least}.\n"
+
+
 def test_absorb() -> None:
     result = json.loads(bench("absorb", "--json", "--mib=64", "--rounds=3", "--threads=2"))
     assert result["threads"] == 2

@@ -23,7 +23,7 @@ from hvd_adpsgd.strategies import STRATEGIES
 from tests.launcher import Result, run_learners
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import STEPS, FreeRun, events
-from tests.mpi.simulation import GOSSIP, LAWS, Setting, Simulation
+from tests.mpi.simulation import GOSSIP, LAWS, ONE_OF_A_KIND, Setting, Simulation
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -348,9 +348,18 @@ def test_one_learner_is_the_plain_optimizer(name: str) -> None:
 # ---- the same in the node -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*LAWS, *GOSSIP, "gossip_pga:period=5"])
+@pytest.mark.parametrize("spec", ONE_OF_A_KIND)
 def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str) -> None:
-    said = trained("later", 4).said[f"2x2/free/{spec}"]
+    require_same(trained("later", 4).said[f"2x2/free/{spec}"])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("spec", sorted({*LAWS, *GOSSIP} - {*ONE_OF_A_KIND}))
+def test_nor_with_others_of_the_kind(spec: str) -> None:
+    require_same(trained("free", 4).said[f"2x2/free/{spec}"])
+
+
+def require_same(said: list[Facts]) -> None:
     assert [facts["same"] for facts in said] == [True] * 4
     assert said[0]["work"] > 0
     assert said[2]["work"] > 0

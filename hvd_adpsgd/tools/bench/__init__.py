@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -36,6 +37,20 @@ __all__ = [
 MARK = "HVD_ADPSGD_BENCH "
 
 _HERE = ("absorb", "calibrate", "kernels", "peers")
+
+# Of arguments of all kinds. `peers` looks at its own, and `gossip` may make no steps.
+_LEAST = {
+    "mib": 0.01,
+    "rounds": 1,
+    "blocks": 1,
+    "learners": 1,
+    "super_learner_size": 1,
+    "chunk_kib": 1,
+    "threads": 0,
+    "straggler": 0.0,
+    "device_ms": 0.0,
+    "pause_ms": 0.0,
+}
 
 _MEANINGS = {
     "memcpy_gb_per_s": "read and written",
@@ -261,6 +276,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch the learners, print what they measured. Returns the exit status."""
+    problem = _out_of_bounds(vars(args))
+    if problem is not None:
+        print(f"bench: {problem}", file=sys.stderr)
+        return 1
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
     if asked.get("picture"):
         return _draw_overlap(asked)
@@ -275,6 +294,14 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(json.dumps(result) if args.json else _table(result))
     return 0
+
+
+def _out_of_bounds(given: dict[str, Any]) -> str | None:
+    """What is wrong with an argument, if anything is."""
+    for name, least in _LEAST.items():
+        if name in given and not least <= given[name] < math.inf:  # so that nan is refused, too
+            return f"--{name.replace('_', '-')} {given[name]}: allowed is at least {least}."
+    return None
 
 
 def _measure_here(args: argparse.Namespace) -> dict[str, Any] | None:

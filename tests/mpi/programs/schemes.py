@@ -34,7 +34,7 @@ from hvd_adpsgd.strategies import STRATEGIES
 from hvd_adpsgd.torch.reports import metrics_of
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import PACES, STEPS, events
-from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, Setting
+from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, ONE_OF_A_KIND, Setting
 
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
 SIZES = [15, 1, 66_001]
@@ -462,10 +462,14 @@ def main() -> None:
         with super_learners_of(2) as where:
             for spec in ("random_pairs", "random_ring"):
                 resume_free(folder, f"{where}/resumed/{spec}", spec, [0, 1, 2, 3])
-            others = (*GOSSIP, "gossip_pga:period=5")
-            free_running(where, (*LAWS, *others))
+            free_running(where, ONE_OF_A_KIND)
         with super_learners_of(1, nonfinite="skip") as where:
             not_finite(where)
+    if group == "free":
+        with super_learners_of(2) as where:
+            free_running(
+                where, tuple(spec for spec in (*LAWS, *GOSSIP) if spec not in ONE_OF_A_KIND)
+            )
     if group == "nodes":
         with super_learners_of(2) as where:
             free_running(where, ("a2cid2",))
