@@ -184,7 +184,7 @@ print("learner", hvd.rank(), flush=True)
 """
 
 
-def launched(cluster: Cluster, program: str, fails: bool = False) -> str:
+def launched(cluster: Cluster, program: str) -> str:
     """Output of a program of one learner on each of two hosts."""
     done = cluster.run(
         ["horovodrun", "-np", "2", "-H", "node1:1,node2:1", sys.executable, "-c", program],
@@ -194,7 +194,7 @@ def launched(cluster: Cluster, program: str, fails: bool = False) -> str:
         text=True,
         timeout=60,
     )
-    assert (done.returncode != 0) is fails, done.stdout
+    assert done.returncode == 0, done.stdout
     return str(done.stdout)
 
 
@@ -202,21 +202,6 @@ def launched(cluster: Cluster, program: str, fails: bool = False) -> str:
 def test_plain_horovod_between_hosts_ends(pair: Cluster) -> None:
     """With MPI's failure detector on, which hvd_adpsgd's init() starts, MPI_Finalize would not return."""
     assert launched(pair, PLAIN).count("sum 3.0") == 2
-
-
-ONE_FIRST = """
-import os
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    from mpi4py import MPI
-import hvd_adpsgd.torch as hvd
-hvd.init()
-"""
-
-
-@pytest.mark.extended
-def test_learners_of_whom_some_have_heartbeats_are_refused(pair: Cluster) -> None:
-    said = launched(pair, ONE_FIRST, fails=True)
-    assert said.count("learner 1 started MPI before init(), without heartbeats") == 2
 
 
 @pytest.mark.extended
