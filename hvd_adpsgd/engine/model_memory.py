@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.store import Store
 __all__ = ["NO_SLOT", "Area", "Landing", "ModelMemory"]
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
-THREAD_NBYTES = 4 * 2**20  # a pass over that takes ten times as long as to start a thread
+THREAD_NBYTES = 4 * 2**20  # a pass over less is not worth a thread, which is started for it
 _MOST_THREADS = 8  # RUNS of store.pyx
 _ROWS = 4  # notes of that many publications: no learner is more than one all-reduce behind
 NO_SLOT = -1

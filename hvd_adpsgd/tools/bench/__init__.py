@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "machine",
     "programs_path",
     "report",
+    "require_at_least",
     "run",
     "settings",
     "spread_of",
@@ -38,7 +39,7 @@ MARK = "HVD_ADPSGD_BENCH "
 
 _HERE = ("absorb", "calibrate", "kernels", "peers")
 
-# Of arguments of all kinds. `peers` looks at its own, and `gossip` may make no steps.
+# Of arguments that mean the same in all kinds.
 _LEAST = {
     "mib": 0.01,
     "rounds": 1,
@@ -276,9 +277,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Launch the learners, print what they measured. Returns the exit status."""
-    problem = _out_of_bounds(vars(args))
-    if problem is not None:
-        print(f"bench: {problem}", file=sys.stderr)
+    try:
+        require_at_least(_LEAST, vars(args))
+    except ConfigError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 1
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
     if asked.get("picture"):
@@ -296,12 +298,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _out_of_bounds(given: dict[str, Any]) -> str | None:
-    """What is wrong with an argument, if anything is."""
-    for name, least in _LEAST.items():
-        if name in given and not least <= given[name] < math.inf:  # so that nan is refused, too
-            return f"--{name.replace('_', '-')} {given[name]}: allowed is at least {least}."
-    return None
+def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument below its bound, infinite or not a number."""
+    for name, bound in least.items():
+        if name in given and not bound <= given[name] < math.inf:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}."
+            )
 
 
 def _measure_here(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -344,7 +347,7 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
 
 
 def with_slots(hosts: str, learners: int) -> str:
-    """Hosts as horovodrun -H takes them: those without slots share the learners for whom others have none."""
+    """Hosts as horovodrun -H takes them; those without slots share the learners that are left."""
     names = hosts.split(",")
     without = [name for name in names if ":" not in name]
     left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)

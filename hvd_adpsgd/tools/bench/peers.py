@@ -20,7 +20,14 @@ from types import FrameType
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import MARK, machine, programs_path, spread_of, with_slots
+from hvd_adpsgd.tools.bench import (
+    MARK,
+    machine,
+    programs_path,
+    require_at_least,
+    spread_of,
+    with_slots,
+)
 from hvd_adpsgd.tools.doctor.probes import bounded, last_line
 
 __all__ = ["measure"]
@@ -66,10 +73,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _require_arguments(args: argparse.Namespace) -> None:
-    least = {"learners": 2, "rounds": 1, "steps": 1, "seconds": 0.1, "slow": 0.0}
-    for name, bound in least.items():
-        if (value := getattr(args, name)) < bound:
-            raise ConfigError(f"--{name} {value}: allowed is at least {bound}.")
+    require_at_least(
+        {"learners": 2, "rounds": 1, "steps": 1, "seconds": 0.1, "slow": 0.0}, vars(args)
+    )
     if shutil.which("horovodrun", path=programs_path()) is None:
         raise ConfigError("no horovodrun in PATH. Run python -m hvd_adpsgd build-horovod.")
 
