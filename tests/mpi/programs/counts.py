@@ -1,10 +1,9 @@
 """metrics(), the timeline, and max_staleness.
 
 Arguments: file for the timeline. The learners of super learner 0 are slower than the others. In the
-end a child stops learner 0 for two seconds while the others train on.
+end learner 1 stops learner 0 until the others have made some steps.
 """
 
-import itertools
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from learner import generator, pauses, say, wait_exchanged
 
@@ -22,7 +22,7 @@ from hvd_adpsgd.torch.reports import metrics_of
 
 SIZE = 100_000  # float32: 7 chunks of 64 KiB
 STEPS = 50
-STOPPED_S = 2.0
+BESIDE = 6  # steps that the others make while learner 0 is stopped
 
 
 class Training:
@@ -34,14 +34,11 @@ class Training:
             named_parameters=self.model.named_parameters(),
             **how,
         )
-        self.longest = 0.0
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model[0].square().sum().backward()
-        began = time.monotonic()
         self.optimizer.step()
-        self.longest = max(self.longest, time.monotonic() - began)
 
     def train(self, steps: int, pause: Iterator[None]) -> None:
         for _ in range(steps):
@@ -74,34 +71,49 @@ def fresh() -> None:
         training.train(STEPS, pauses(1e-3))
         numbers = training.numbers()
         training.optimizer._averaging.stop()
-        say(case=f"bound {bound}", staleness=numbers.get("staleness"), longest=training.longest)
+        say(case=f"bound {bound}", staleness=numbers.get("staleness"))
 
 
 def bounded() -> None:
-    """Learner 0 is stopped; the others wait for it by max_staleness, each time for a while only."""
+    """Learner 0 is stopped until the others have made their steps: they wait for it for a while only."""
     training = Training(max_staleness=1, exchanges_per_step=4.0)
     training.train(5, pauses())
-    victim = worlds.current().collectives.comm.bcast(os.getpid())
-    if hvd.rank() == 0 and os.fork() == 0:
+    comm, over = worlds.current().collectives.comm, np.zeros(1)
+    victim = comm.bcast(os.getpid())
+    others = comm.Split(int(hvd.rank() == 0), hvd.rank())
+    if hvd.rank() == 0:
+        told = comm.Irecv(over, 1)
+        while not told.Test():
+            training.step()
+        return
+    if hvd.rank() == 1:
         os.kill(victim, signal.SIGSTOP)
-        time.sleep(STOPPED_S)
+        while not is_stopped(victim):
+            time.sleep(1e-3)
+    try:
+        others.Barrier()
+        for _ in range(BESIDE):
+            training.step()
+        stopped = is_stopped(victim)
+        others.Barrier()
+    finally:
         os.kill(victim, signal.SIGCONT)
-        os._exit(0)
-    ends = time.monotonic() + STOPPED_S
-    stopped = 0
-    training.longest = 0.0
-    for steps in itertools.count(1):
-        training.step()
-        with open(f"/proc/{victim}/stat") as file:
-            stopped += file.read().rsplit(")", 1)[1].split()[0] == "T"
-        if time.monotonic() > ends:
-            say(case="bounded", longest=training.longest, steps=steps, stopped=stopped)
-            break
+    if hvd.rank() == 1:
+        comm.Send(over, 0)
+    say(case="bounded", steps=BESIDE, stopped=stopped)
+
+
+def is_stopped(process: int) -> bool:
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "T"
 
 
 if __name__ == "__main__":
     hvd.init(config=Config(super_learner_size=2, timeline=sys.argv[1], chunk_kib=64, deadline_s=60))
     counted()
-    hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=0.4))
+    # In fresh() no wait for a correction ends before that has come; in bounded() each does.
+    hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=60))
     fresh()
+    hvd.shutdown()
+    hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=0.4))
     bounded()

@@ -1,11 +1,12 @@
 """What the programs of the tests share: how a learner speaks, pauses, and looks at its node."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvd_adpsgd.runtime import world as worlds
 
 MARK = "@learner "
 SEED = int(os.environ.get("SEED", "7"))
+DEADLINE_S = 60.0  # of a wait for what must come: it bounds the wait, no verdict is about it
 
 
 def say(**facts: Any) -> None:
@@ -69,10 +71,30 @@ def retired(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 
 
 def wait_exchanged(optimizer: Any) -> None:
-    """On a loaded machine some steps may pass without an exchange: wait for the first, 30 s at most."""
+    """Wait until every learner's engine has finished an exchange, if it has any; all learners call this.
+
+    On a busy machine all steps may pass without one. Learners leave together: an engine that stops is
+    lost as a peer for those that still wait.
+    """
     engine = optimizer._averaging.engine
     if engine.loop is not None and engine.memory.layout.nchunks:
-        engine.loop.wait_finished(1, 30.0)
+        assert engine.loop.wait_finished(1, DEADLINE_S), engine.loop.peers()
+    hvd.barrier()
+
+
+def until_all(fact: Callable[[], bool], least: int, every: int = 10) -> Iterator[int]:
+    """Numbers of steps: at least so many, then until the fact holds on all learners.
+
+    They are asked every few steps, so that they run freely in between.
+    """
+    ends = time.monotonic() + DEADLINE_S
+    for step in itertools.count():
+        if step >= least and (step - least) % every == 0:
+            told = hvd.allgather_object((fact(), time.monotonic() < ends))
+            if all(holds for holds, _ in told):
+                return
+            assert all(in_time for _, in_time in told), f"not after {step} steps: {told}"
+        yield step
 
 
 def outcome(call: Any) -> dict[str, str]:

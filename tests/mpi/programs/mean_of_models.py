@@ -6,7 +6,6 @@ with what average_model gives. Arguments: names of the cases to run, all without
 
 import functools
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,9 +102,7 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
     named = model.named_parameters()
     with retired(hvd.DistributedOptimizer(plain, named_parameters=named, **how)) as optimizer:
         skips = name == "synchronized"
-        began = time.monotonic()
         same = train(model, optimizer, range(STEPS), dtype, pause, skips, name == "between")
-        took = time.monotonic() - began
         wait_exchanged(optimizer)
         if skips:  # corrections published for a step that never comes
             unfinished(model, optimizer)
@@ -131,7 +128,6 @@ def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> Non
         again=again,
         same=same,
         apart=spread != before,
-        took=took,
         exchanges=numbers.get("exchanges", 0),
     )
 

@@ -11,14 +11,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from learner import generator, pauses, retired, same_in_node, say, wait_exchanged
+from learner import (
+    DEADLINE_S,
+    generator,
+    pauses,
+    retired,
+    same_in_node,
+    say,
+    until_all,
+    wait_exchanged,
+)
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS = 12
-DEADLINE_S = 30.0
+NEAR = 0.6  # super learners begin at a distance of 1
 Facts = dict[str, Any]
 
 
@@ -51,6 +60,10 @@ class Case:
         self.optimizer.zero_grad()
         self.loss(step).backward()
         self.optimizer.step()
+
+    def settled(self) -> bool:
+        """Whether STEPS steps are enough. The same on all learners."""
+        return True
 
     def averaged(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -276,6 +289,9 @@ class Mixture(Case):
         models = hvd.allgather_object([p.mean().item() for p in trained])
         self.facts["spread"] = (torch.tensor(models[0]) - torch.tensor(models[-1])).abs().tolist()
 
+    def settled(self) -> bool:
+        return max(self.facts["spread"]) < NEAR
+
 
 class Embedding(Case):
     """Sparse gradients."""
@@ -291,17 +307,34 @@ class Embedding(Case):
 
 
 class Normalized(Case):
-    """BatchNorm statistics of different super learners, fed different data, come together."""
+    """BatchNorm statistics of different super learners, fed different data, come together.
+
+    After STEPS steps batches change them no more: then exchanges alone do, if these average them.
+    """
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-        super().__init__(model, sgd, buffers=model if name == "buffers" else None)
+        self.averages = name == "buffers"
+        super().__init__(model, sgd, buffers=model if self.averages else None)
 
     def step(self, step: int) -> None:
         super().step(step)
         means = hvd.allgather_object(self.model[1].running_mean.tolist())
-        self.facts["spread"] = torch.tensor(means).std(dim=0).mean().item()
+        self.facts["spread"] = (torch.tensor(means[0]) - torch.tensor(means[-1])).norm().item()
+        if step == STEPS - 1:
+            self.model.eval()
+            self.facts["frozen"] = self.facts["spread"]
+            self.met = self.exchanges()
+
+    def settled(self) -> bool:
+        if self.averages:
+            return self.facts["spread"] < 0.1 * self.facts["frozen"]
+        return self.exchanges() >= self.met + 2
+
+    def exchanges(self) -> int:
+        numbers = metrics_of(self.optimizer._averaging)  # type: ignore[attr-defined]
+        return max(hvd.allgather_object(numbers.get("exchanges") or 0))
 
     def inputs(self, step: int, *size: int) -> torch.Tensor:
         return super().inputs(step, *size) + 10 * hvd.super_rank()
@@ -370,7 +403,7 @@ def main() -> None:
 
 
 def train(case: Case, pause: Iterator[None]) -> Iterator[bool]:
-    for step in range(STEPS):
+    for step in until_all(case.settled, STEPS, every=1):
         next(pause)
         case.step(step)
         yield same_in_node(case.averaged())
