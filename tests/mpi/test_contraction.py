@@ -1,4 +1,7 @@
-"""The engine against theory: mixing matrices round by round, contraction laws over many rounds."""
+"""The engine in lock step against theory: mixing matrices, and contraction laws over many rounds.
+
+Engines that run freely: tests/simulation/test_contraction.py, where time is virtual.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ import numpy as np
 import pytest
 import theorems
 
-from hvd_adpsgd.strategies import Strategy, parse
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.strategies import parse
 from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
@@ -77,53 +79,3 @@ def test_random_schemes_shrink_disagreement_by_their_law(n: int) -> None:
         error = factors.std(ddof=1) / np.sqrt(rounds)
         assert 0 < error < 0.01 * law(n), spec
         assert abs(factors.mean() - law(n)) < 5 * error, (spec, factors.mean(), law(n), error)
-
-
-# ---- laws, running freely ------------------------------------------------------------------------
-
-
-def slowest(strategy: Strategy, n: int) -> float:
-    """Factor on squared disagreement per exchange if exchanges come one by one, at random."""
-    if strategy.name == "fixed_ring":
-        return theorems.event_contraction(n, topology.ring_edges(n), strategy.pair_weight(n))
-    return theorems.complete_event_contraction(n, strategy.pair_weight(n))
-
-
-def fastest(strategy: Strategy, n: int) -> float:
-    """The same if exchanges came in whole rounds, each super learner once: as in lock step.
-
-    For the fixed ring a lower bound: what a round leaves of the mode that it shrinks most slowly
-    is at least what it leaves of any, so a start with all modes alike is compared with the mean
-    over modes of the first round, |T|_F^2.
-    """
-    if strategy.name == "random_pairs":
-        return float(theorems.matching_contraction(n) ** (1 / (n // 2)))
-    if strategy.name == "random_ring":
-        return float(theorems.randomised_ring_contraction(n) ** (1 / n))
-    return float(theorems.permuted_contraction(mixing.ring_matrix(n)) ** (1 / n))
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_free_running_engines_follow_the_event_view(n: int) -> None:
-    """Between the law of single exchanges and that of whole rounds, per exchange.
-
-    With K_r exchanges and factor f_r in repeat r, the mean of f_r / slowest^K_r is at most 1, for
-    engines that exchange one by one at random lose that much on average, and credits, which spread
-    exchanges evenly, only help. The mean of f_r / fastest^K_r is at least 1. Each with an allowance of
-    5 standard errors over 40 repeats: whoever keeps to the laws fails once in 10^6.
-    """
-    seed, repeats = 5, 40
-    result = run_rounds(
-        n, "--strategy", *STRATEGIES, "--events", 2 * n, "--repeats", repeats, "--seed", seed
-    )
-    for spec in STRATEGIES:
-        runs = result[spec]
-        assert all(run["exchanges"] >= 2 * n for run in runs)
-        factor = np.array([run["factor"] for run in runs])
-        count = np.array([run["exchanges"] for run in runs])
-        slow = factor / slowest(parse(spec), n) ** count
-        fast = factor / fastest(parse(spec), n) ** count
-        error_slow, error_fast = (x.std(ddof=1) / np.sqrt(repeats) for x in (slow, fast))
-        facts = (spec, n, seed, slow.mean(), error_slow, fast.mean(), error_fast)
-        assert slow.mean() < 1 + 5 * error_slow, facts
-        assert fast.mean() > 1 - 5 * error_fast, facts

@@ -7,9 +7,6 @@ matrices.
 --factors K: lock step again. Gives the factor by which each round shrank the squared disagreement,
 from fresh models each round or, with --start fourier, on from the slowest mode of the fixed ring.
 
---events K: engines run freely until about K exchanges; repeated --repeats times from fresh models.
-Gives, per repeat, exchanges and the factor by which the squared disagreement shrank.
-
 Prints one JSON object: what is given, per strategy.
 """
 
@@ -34,22 +31,18 @@ def main() -> None:
     parser.add_argument("--strategy", required=True, nargs="+")
     parser.add_argument("--lockstep", type=int, default=0)
     parser.add_argument("--factors", type=int, default=0)
-    parser.add_argument("--events", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--size", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", choices=("normal", "fourier"), default="normal")
     args = parser.parse_args()
     result = {}
     for spec in args.strategy:
-        run = Run(MPI.COMM_WORLD, parse(spec), args.size, lockstep=not args.events)
+        run = Run(MPI.COMM_WORLD, parse(spec), args.size)
         rng = np.random.default_rng([args.seed, run.comm.rank])
         if args.lockstep:
             result[spec] = run.lockstep(rng, args.lockstep)
-        elif args.factors:
-            result[spec] = run.factors(rng, args.factors, args.start)
         else:
-            result[spec] = [run.free(rng, args.events) for _ in range(args.repeats)]
+            result[spec] = run.factors(rng, args.factors, args.start)
         run.engine.stop()
     if MPI.COMM_WORLD.rank == 0:
         os.write(1, (json.dumps(result) + "\n").encode())
@@ -58,14 +51,12 @@ def main() -> None:
 class Run:
     """One engine on a model of `size` float64 numbers."""
 
-    def __init__(self, comm: MPI.Comm, strategy: Strategy, size: int, *, lockstep: bool):
+    def __init__(self, comm: MPI.Comm, strategy: Strategy, size: int):
         self.comm = comm
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         config = Config(deadline_s=DEADLINE_S)
-        plan = (SynchronousGossip(AFTER, strategy) if lockstep else strategy).plan(
-            comm.rank, comm.size
-        )
+        plan = SynchronousGossip(AFTER, strategy).plan(comm.rank, comm.size)
         self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
         self.engine.memory.extend([TensorSpec("model", (size,), "float64")])
         self.engine.start()
@@ -112,23 +103,6 @@ class Run:
             factors.append(self.disagreement() / before)
             before *= factors[-1]
         return factors
-
-    def free(self, rng: np.random.Generator, events: int) -> dict:
-        self.model[:] = rng.standard_normal(self.model.size)
-        self.engine.memory.absorb(self.addresses, self.step)
-        before, start = self.disagreement(), self.exchanges()
-        self.engine.resume()
-        while self.exchanges() < start + events:  # all leave the loop in the same turn
-            self.turn()
-        assert self.engine.pause(DEADLINE_S), "the engine did not come to rest"
-        self.comm.Barrier()
-        self.turn()
-        exchanges = self.exchanges() - start
-        return {"exchanges": exchanges, "factor": self.disagreement() / before}
-
-    def exchanges(self) -> int:
-        """Exchanges of all super learners so far."""
-        return self.comm.allreduce(self.engine.metrics()["exchanges_active"])
 
     def disagreement(self) -> float:
         models = np.array(self.comm.allgather(self.model))
