@@ -21,7 +21,9 @@ LEAST_S = 60
 @pytest.mark.alone
 def test_64_engines_for_a_minute_lose_nothing() -> None:
     """The mean of all models moves by local updates only, in 64 processes that exchange all the time."""
-    arguments = "--seed 64 --steps 160 --check 40 --step-s 1.0 --rate 2".split()
+    arguments = (
+        f"--seed 64 --steps 160 --check 40 --step-s 1.0 --rate 2 --least {20 * ENGINES}".split()
+    )
     result = run_learners(ENGINES, PROGRAM, args=arguments, timeout=400, fresh=True).checked()
     found = json.loads(result.stdout.splitlines()[-1])
     print(f"\n{found}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -58,12 +59,15 @@ OPERATIONS = """
 
 
 def test_twenty_pairs_of_operations_that_differ() -> None:
-    """All learners raise within 5 s, name both operations and both lines, and the next operation works."""
+    """All learners raise, name both operations and both lines, and the next operation works.
+
+    At once: twenty waits for a deadline would last longer than the launch.
+    """
     program = """
         names = list(CALLS)
         for i, name in enumerate(names):
             other = names[(i + 7) % len(names)]
-            began, told = time.monotonic(), None
+            told = None
             try:
                 if rank == 1:
                     CALLS[name]()
@@ -71,18 +75,17 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
                     CALLS[other]()
             except Exception as error:
                 told = [type(error).__name__, str(error)]
-            seconds = time.monotonic() - began
             step()
             after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-            say(rank=rank, pair=[other, name], told=told, seconds=seconds, after=after)
+            say(rank=rank, pair=[other, name], told=told, after=after)
     """
-    result = run_learners(3, _program(program), env=ALONE, timeout=120).checked()
+    result = run_learners(3, _program(program), env=ALONE, timeout=200).checked()
     assert len(result.said) == 60, result.report()
     for facts in result.said:
         kind, text = facts["told"]
         assert kind == "CollectiveMismatchError", facts
         first, other = (name.split()[-1] for name in facts["pair"])
-        assert facts["seconds"] < 5 and facts["after"] == 3.0, facts
+        assert facts["after"] == 3.0, facts
         assert (
             text.count("program.py:") == 2 and "on learner 0" in text and "on learner 1" in text
         ), facts
@@ -200,22 +203,35 @@ def test_a_learner_that_its_peers_declared_failed_raises() -> None:
     assert "learners [2] are gone" in result.stderr, result.report()
 
 
-def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works() -> None:
-    """Ctrl-C in a notebook, on one learner."""
+def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_path: Path) -> None:
+    """Ctrl-C in a notebook, on one learner, while it waits for another one that is not there yet."""
     program = """
-        import signal
+        import signal, threading, traceback
+        from pathlib import Path
+        interrupted = Path(sys.argv[1], "interrupted")
+
+        def interrupt():
+            me = threading.main_thread().ident
+            inside = lambda: [f.name for f in traceback.extract_stack(sys._current_frames()[me])]
+            while "_compare" not in inside():
+                time.sleep(0.01)
+            signal.pthread_kill(me, signal.SIGALRM)
+
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         if rank == 1:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            threading.Thread(target=interrupt, daemon=True).start()
         try:
-            if rank == 0:
-                time.sleep(1.0)  # learner 1 waits meanwhile: what is interrupted
+            while rank == 0 and not interrupted.exists():
+                time.sleep(0.01)
             hvd.barrier()
         except BaseException as error:
             told = [type(error).__name__, str(error)]
+            if rank == 1:
+                interrupted.touch()
         say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
-    result = run_learners(3, _program(program), env=ALONE).checked()
+    args = [str(tmp_path)]
+    result = run_learners(3, _program(program), args=args, env=ALONE, timeout=90).checked()
     first, interrupted, last = result.by_rank()
     assert interrupted["told"][0] == "KeyboardInterrupt"
     for facts in (first, last):

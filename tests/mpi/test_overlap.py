@@ -22,7 +22,7 @@ BESIDE = (
 )
 WAITING = ("periodic_averaging:period=1", "synchronous_gossip:order=atc+fixed_ring")
 AVERAGING = {"mean of all", "exchange (asked)", "exchange (answered)"}
-PATIENCE_S, SOON_S = 15.0, 0.5  # how long a learner lets the other one come to its computation
+PATIENCE_S, SOON_S = 60.0, 0.5  # how long a learner lets the other one come to its computation
 
 Interval = tuple[float, float]
 

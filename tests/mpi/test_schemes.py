@@ -568,7 +568,6 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
         assert "learner 0 has left" in facts["text"]
         assert "as many steps" in facts["text"]
         assert 3 <= facts["steps"] <= 3 + period
-        assert facts["took"] < DEADLINE_S + 2 * LEAVE_S + 20, "deadlines, and a busy machine"
 
 
 @pytest.mark.parametrize(

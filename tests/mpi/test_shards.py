@@ -24,8 +24,8 @@ SHARDS = """
         torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
     flat = lambda: torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
     mean = lambda: hvd.allreduce(flat(), op=hvd.Average)
-    before, ends = mean(), time.monotonic() + 60
-    for k in range(400):
+    before, ends, done = mean(), time.monotonic() + 60, [False]
+    while not all(done):
         for _ in range(10):
             optimizer.zero_grad()
             sum(p.sum() for p in model.parameters()).backward()
@@ -36,15 +36,13 @@ SHARDS = """
             same = len(set(told)) == hvd.super_size()
             drift = (now - before).abs().max().item()
             apart = (flat() - now).abs().max().item()
+            metrics = hvd.metrics()  # at rest: of whole exchanges
             done = hvd.allgather_object(apart < float(sys.argv[2]) or time.monotonic() > ends)
-        if all(done):
-            break
     with hvd.averaged(model):
         exact = (flat() - now).abs().max().item()
     hvd.average_model(model)
     last = hvd.allgather_object(flat().sum().item())
     averaging, = live()
-    metrics = hvd.metrics()
     say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.shards,
         same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"],
         total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.layout.nchunks)
@@ -123,11 +121,15 @@ KILLED = """
         seen = hvd.allreduce(mine, op=hvd.Min, process_set=hvd.super_learner).item()
     with hvd.averaging_paused():
         before = hvd.allreduce(flat, op=hvd.Average)
-    steps(100)
+    first, ends, met = sum(hvd.metrics()["peers"]), time.monotonic() + 60, [False]
+    while not all(met):  # they go on
+        steps(10)
+        met = hvd.allgather_object(sum(hvd.metrics()["peers"]) > first)
+        assert time.monotonic() < ends, met
     with hvd.averaging_paused():
         drift = (hvd.allreduce(flat, op=hvd.Average) - before).abs().max().item()
     say(rank=hvd.rank(), states=[PeerState(s).name for s in engine.loop.peers()], drift=drift,
-        failed=hvd.failed_ranks(), met=hvd.metrics()["peers"])
+        failed=hvd.failed_ranks())
 """
 
 
@@ -140,7 +142,6 @@ def test_a_killed_learner_takes_its_super_learner_along_in_every_shard(victim: i
         assert facts["states"][1] == "FAILED" and facts["states"].count("FAILED") == 1, facts
         assert facts["failed"] == [2, 3], facts
         assert facts["drift"] < 1e-9, facts
-        assert sum(facts["met"]) > 0, facts
 
 
 @pytest.mark.extended

@@ -99,7 +99,7 @@ PUBLISHED = (
     if world.rank == 0:
         engine.memory.store.publish()
     engine.rounds.begin(0)
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 50
     while merged() < CHUNKS and time.monotonic() < ends:
         time.sleep(1e-3)
     say(rank=world.rank, merged=merged())

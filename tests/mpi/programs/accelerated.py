@@ -6,13 +6,14 @@ average_model.
 """
 
 import torch
-from learner import SEED, digest, generator, pauses, say
+from learner import SEED, digest, generator, pauses, say, until_all
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS, SIZE, CHECK = 30, 1000, 10
+MOVED = 1e-3  # of the second model: an exchange was added to both
 
 
 def sgd(parameter: torch.Tensor) -> torch.optim.Optimizer:
@@ -35,8 +36,8 @@ def main() -> None:
     averaging = optimizer._averaging  # type: ignore[attr-defined]
     (distance,) = averaging.rule.tensors()["distance"]
     first = world.super_rank * world.inner_size  # learners of a node have consecutive ranks
-    digests, worst, moved, pause = [], 0.0, 0.0, pauses(3e-3)
-    for step in range(STEPS):
+    digests, worst, moved, pause = [], 0.0, [0.0], pauses(3e-3)
+    for step in until_all(lambda: max(moved) > MOVED, STEPS, CHECK):
         optimizer.zero_grad()
         (model * gradient(step, hvd.rank())).sum().backward()
         optimizer.step()
@@ -44,7 +45,7 @@ def main() -> None:
         ideal.grad = torch.stack(node).mean(dim=0)
         plain.step()
         digests.append(digest([model, distance]))
-        moved = max(moved, float(distance.norm()))
+        moved.append(float(distance.norm()))
         next(pause)
         if (step + 1) % CHECK == 0:
             apart = hvd.consensus_distance(Holder(model))
@@ -60,7 +61,7 @@ def main() -> None:
         mean_error=worst,
         mean_model_error=float((model.detach() - expected).norm() / expected.norm()),
         apart=apart,
-        distance=moved,
+        distance=max(moved),
         exchanges=metrics_of(averaging)["exchanges"] or 0,
     )
     hvd.shutdown()

@@ -199,7 +199,7 @@ def other_group_elsewhere() -> None:
     model = linear()
     with training(model) as optimizer:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank()))]})
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + 60
         while time.monotonic() < ends:
             step(model, optimizer)
 

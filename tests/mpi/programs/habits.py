@@ -152,8 +152,8 @@ class Told(logging.Handler):
 
 
 def until_told() -> None:
-    """Wait, 30 s at most, until all other leaders have warned."""
-    ends = time.monotonic() + 30
+    """Wait, 60 s at most, until all other leaders have warned."""
+    ends = time.monotonic() + 60
     for leader, *_ in worlds.current().groups[1:]:
         while not MPI.COMM_WORLD.iprobe(leader, tag=hvd.super_size()):
             assert time.monotonic() < ends, f"learner {leader} has not said that it waits"

@@ -76,7 +76,7 @@ def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict
         comm.recv(source=0)
     chunks.end_lease(LEASED[1] if twice else LEASED[0])
     until(lambda: engine.loop.peers()[0] == LEFT)
-    rests = engine.pause(2.0)
+    rests = engine.pause(60.0)
     began = time.monotonic()
     engine.stop()
     return {"rests": rests, "leave_s": time.monotonic() - began}
@@ -84,7 +84,7 @@ def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict
 
 def third(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict:
     comm.Barrier()
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while engine.loop.peers()[:2] != [LEFT, LEFT] and time.monotonic() < ends:
         time.sleep(1e-3)
     return {"peers": engine.loop.peers()[:2]}

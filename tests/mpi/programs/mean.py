@@ -2,13 +2,15 @@
 
 Each super learner is one process without Horovod. Local updates and pauses are drawn from a seed;
 the order of exchanges is whatever the machine makes of it. Every `--check` steps all stop, take in
-what is pending, and compare the mean of the models with the sum of all local updates.
+what is pending, and compare the mean of the models with the sum of all local updates. After `--steps` they
+end as soon as there were `--least` exchanges.
 
 Prints one JSON object: worst relative error per dtype, exchanges, seed, seconds, and the largest memory of a
 process (proportional set size).
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -21,6 +23,7 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import parse
 
+LONGEST_S = 60.0  # for more exchanges
 SHAPES = {"a": (1,), "b": (3, 7), "c": (100_003,), "d": (0,), "e": (50, 1000)}
 
 
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--check", type=int, default=50)
+    parser.add_argument("--least", type=int, default=0, help="exchanges: step on until then")
     parser.add_argument("--step-s", type=float, default=1e-3, help="mean of the longer steps")
     parser.add_argument("--rate", type=float, default=64.0, help="exchanges per step")
     parser.add_argument("--strategy", default="random_pairs")
@@ -63,7 +67,8 @@ def main() -> None:
     worst = {"float32": 0.0, "float64": 0.0, "float16": 0.0}
     comm.Barrier()
     began = time.monotonic()
-    for step in range(args.steps):
+    ends, exchanges = time.monotonic() + LONGEST_S, 0
+    for step in itertools.count():
         update(model, expected, rng)
         pause = rng.exponential(args.step_s) * (rng.random() < 0.5)
         time.sleep(pause)  # jitter of the interleaving, not a synchronisation
@@ -79,8 +84,11 @@ def main() -> None:
                 model["c", "float64"][0] += args.break_merge
             engine.memory.absorb(addresses, step)
             compare(comm, owed(engine), expected, worst)
+            exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
+            enough = exchanges >= args.least or comm.bcast(time.monotonic() > ends)
+            if step + 1 >= args.steps and enough:
+                break
             engine.resume()
-    exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
     seconds, memory = time.monotonic() - began, comm.allreduce(pss_mib(), MPI.MAX)
     engine.stop()
     if comm.rank == 0:

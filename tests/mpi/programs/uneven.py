@@ -5,7 +5,6 @@ script that catches nothing.
 """
 
 import sys
-import time
 from typing import Any
 
 import torch
@@ -57,11 +56,9 @@ def main() -> None:
         model, optimizer = wrap(spec)
         with retired(optimizer):
             done = []
-            began = time.monotonic()
             facts = outcome(lambda: train(model, optimizer, done))  # noqa: B023
-            took = time.monotonic() - began
             finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
-        say(case=spec, steps=len(done), took=took, finite=finite, **facts)
+        say(case=spec, steps=len(done), finite=finite, **facts)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
-"""Watched training, for so many seconds. Learner 1 is slow; with FAILS=2 learner 2 kills itself."""
+"""Watched training until every leader knows enough of all: numbers of some steps, and exchanges.
+
+Learner 1 is slow. With FAILS=2 learner 2 kills itself then, and the others train on until they know that,
+and have made some more reports.
+"""
 
 import os
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from learner import generator, outcome, say
+from learner import generator, outcome, say, until_all
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.watching.reports import decode
 
-SECONDS = float(sys.argv[1])
+FAILS, WATCHES = os.environ.get("FAILS"), os.environ["HVD_ADPSGD_REPORT_S"] != "0"
+REPORTS = 4  # of each learner: so many times its step was another one
 SIZE = 50_000
 
 
@@ -55,6 +60,23 @@ def known(optimizer: Any) -> dict[int, Any]:
     return {i: decode(text) for i, (_, text, _) in reports.items()}
 
 
+class Seen:
+    """Which reports this leader has seen of each learner."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, set[int]] = {}
+
+    def enough(self, learners: Iterable[int]) -> bool:
+        """Whether it has seen REPORTS of each of them, and that they exchange."""
+        reports = known(optimizer)
+        for i, report in reports.items():
+            self.steps.setdefault(i, set()).add(report.step)
+        return all(
+            i in reports and reports[i].exchanges and len(self.steps[i]) >= REPORTS
+            for i in learners
+        )
+
+
 def watchers() -> int:
     """Threads that watch."""
     return [thread.name for thread in threading.enumerate()].count("hvd_adpsgd.watching")
@@ -68,18 +90,28 @@ optimizer: Any = hvd.DistributedOptimizer(
 facts = odd_values()
 recorder = Recorder()
 hvd.log_to(recorder, every_s=0.2)
-ends, longest = time.monotonic() + SECONDS, 0.0
-while time.monotonic() < ends:
-    optimizer.zero_grad()
-    loss = model[0].square().mean()
-    loss.backward()
-    began = time.monotonic()
-    hvd.log(loss=loss, lr=1e-3, learner=hvd.rank())
-    longest = max(longest, time.monotonic() - began)
-    optimizer.step()
-    time.sleep(0.1 if hvd.rank() == 1 else 0.01)
-    if os.environ.get("FAILS") == str(hvd.rank()) and time.monotonic() > ends - SECONDS / 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(fact: Callable[[], bool]) -> None:
+    """Some steps, and on until it is true on all learners that live."""
+    for _ in until_all(fact, least=20):
+        optimizer.zero_grad()
+        loss = model[0].square().mean()
+        loss.backward()
+        hvd.log(loss=loss, lr=1e-3, learner=hvd.rank())
+        optimizer.step()
+        time.sleep(0.1 if hvd.rank() == 1 else 0.01)
+
+
+seen = Seen()
+train(lambda: not WATCHES or seen.enough(range(hvd.size())))
+if str(hvd.rank()) == FAILS:
+    os.kill(os.getpid(), signal.SIGKILL)
+if FAILS:
+    lives = [rank for rank in range(hvd.size()) if str(rank) != FAILS]
+    train(lambda: bool(hvd.failed_ranks()))
+    seen = Seen()
+    train(lambda: seen.enough(lives) and (hvd.rank() != lives[0] or bool(recorder.points)))
 step = optimizer._averaging.step
 reports = known(optimizer)
 rank, before = hvd.rank(), watchers()
@@ -91,7 +123,6 @@ say(
     rank=rank,
     watchers=[before, watchers()],
     step=step,
-    longest=longest,
     sent=sent,
     points=recorder.points[-2000:],
     threads=sorted(recorder.threads),
