@@ -1,18 +1,23 @@
-"""One super learner per process, without Horovod: trains a toy model for --seconds.
+"""One super learner per process, without Horovod: trains a toy model until the test has seen enough.
 
-A step is a little matrix product and a local update, about 10 ms. Learner --sleeper sleeps
---sleep-s in one of its steps, --after seconds into the run. Each leaves its pid in --folder when all
-begin, for the test to stop or kill it.
+A step is a little matrix product and a local update, about 10 ms. Files in --folder:
 
-Each learner says when it took which step, and how many exchanges it had finished with each other
-one by then; at the end all compare the mean of the models with the sum of all local updates.
+RANK.pid        when all begin, for the test to stop or kill the learner
+RANK.progress   now and then: its steps, exchanges that were parked, and finished with each other one
+RANK.sleep      of the test: the learner sleeps in its next step while this is there
+stopped         of learner --stops, which has stopped itself in the middle of an exchange
+enough          of the test: all end their training, and compare the mean of the models with the sum of
+                all local updates
+RANK.json       what a learner found
 """
 
 import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,15 +34,14 @@ from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.runtime.membership import Membership  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+LONGEST_S = 150.0
+EVERY = 5  # steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--after", type=float, default=4.0)
-    parser.add_argument("--sleeper", type=int, default=-1)
-    parser.add_argument("--sleep-s", type=float, default=3.0)
+    parser.add_argument("--stops", type=int, help="this learner stops itself")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--strategy", default="random_pairs")
     parser.add_argument("--exchanges-per-step", type=float, default=1.0)
@@ -78,31 +82,49 @@ class Learner:
         self.engine.memory.extend([TensorSpec(d, x.shape, d) for d, x in self.model.items()])
         self.engine.start()
         self.addresses = np.array([x.ctypes.data for x in self.model.values()], dtype=np.uintp)
-        self.facts: dict = {"rank": comm.rank, "times": [], "met": [], "step": 0}
+        self.facts: dict = {"rank": comm.rank, "step": 0}
 
     def draw(self, dtype: str) -> np.ndarray:
         return self.rng.standard_normal(self.args.elements).astype(dtype)
 
     def train(self) -> None:
-        args, rank = self.args, self.comm.rank
         left = np.ones((150, 150))
         self.comm.Barrier()
-        new = args.folder / f"{rank}.new"
-        new.write_text(str(os.getpid()))
-        new.rename(args.folder / f"{rank}.pid")
-        began = time.monotonic()
-        while time.monotonic() < began + args.seconds:
+        self.leave("pid", os.getpid())
+        if self.comm.rank == self.args.stops:
+            threading.Thread(target=self.stop_in_an_exchange, daemon=True).start()
+        ends = time.monotonic() + LONGEST_S
+        while not (self.args.folder / "enough").exists():
+            assert time.monotonic() < ends, "the test has not seen enough"
             left = left @ left
             left /= np.abs(left).max()
             time.sleep(8e-3)  # the rest of a step's work, for which this machine has too few cores
-            late = time.monotonic() > began + args.after
-            if rank == args.sleeper and late and "slept" not in self.facts:
-                self.facts["slept"] = time.monotonic()
-                time.sleep(args.sleep_s)
+            while (self.args.folder / f"{self.comm.rank}.sleep").exists():
+                time.sleep(1e-3)
             self.update()
             self.turn()
-            self.facts["times"].append(time.monotonic())
-            self.facts["met"].append(self.engine.metrics()["peers"])
+            if self.facts["step"] % EVERY == 0:
+                self.leave("progress", self.progress())
+
+    def stop_in_an_exchange(self) -> None:
+        """After some steps; the test lets this process go on."""
+        while True:
+            for x in self.engine.loop.under_way() if self.facts["step"] > 20 else ():
+                if 0 < x["done"] < x["chunks"] - 1:
+                    (self.args.folder / "stopped").touch()
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    return
+            time.sleep(1e-4)
+
+    def progress(self) -> dict:
+        metrics = self.engine.metrics()
+        return {"step": self.facts["step"], "met": metrics["peers"], "parked": metrics["parked"]}
+
+    def leave(self, kind: str, facts: object) -> None:
+        """A file, which appears whole or not at all."""
+        new = self.args.folder / f"{self.comm.rank}.new"
+        new.write_text(json.dumps(facts))
+        new.rename(self.args.folder / f"{self.comm.rank}.{kind}")
 
     def update(self) -> None:
         """A local step on a few elements; `expected` collects what it really changed."""
@@ -135,9 +157,7 @@ class Learner:
         self.comm.Barrier()
 
     def say(self) -> None:
-        metrics = self.engine.metrics()
-        self.facts |= {k: metrics[k] for k in ("parked", "exchanges", "peers", "void_chunks")}
-        self.args.folder.joinpath(f"{self.comm.rank}.json").write_text(json.dumps(self.facts))
+        self.leave("json", self.facts | self.progress())
 
 
 if __name__ == "__main__":
