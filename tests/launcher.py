@@ -96,7 +96,7 @@ def run_learners(
     *,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 120,
     launcher: str | None = "mpirun",
     kept: bool = False,
     fresh: bool = False,

@@ -23,7 +23,9 @@ from tests.launcher import Result, run_learners
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "faulty.py"
-ENDS_S = 10.0  # the command returns so soon after the last learner
+# The command returns so soon after the last learner. Promised are 10 s, on a machine that does nothing else;
+# whoever waits for a deadline waits 30 s or more.
+ENDS_S = 25.0
 LEAVE_DEADLINE_S = 2.0
 BIG = ("--width", 1000, "--exchanges-per-step", 8)  # 8 MB: some 30 chunks
 STEPS, STEP = 150, 20
@@ -123,7 +125,7 @@ def run(folder: Path, kind: str, place: str, victims: Victims, *args: object) ->
     arguments = [str(a) for a in (*every, *who, *args)]
     # os._exit passes by every exit handler: only the shell above the learner can tell
     kept = kind == "os_exit1"
-    return run_learners(victims.n, PROGRAM, args=arguments, env=env, timeout=150, kept=kept)
+    return run_learners(victims.n, PROGRAM, args=arguments, env=env, timeout=200, kept=kept)
 
 
 def left(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -199,9 +201,8 @@ def require_survivors(
 def require_exchanges(victims: Victims, ends: dict[int, dict[str, Any]], result: Result) -> None:
     """The survivors exchange on, with each other."""
     for rank in victims.survivors[:: victims.k]:
-        rest = [r // victims.k for r in victims.survivors if r != rank]
-        then = ends[rank]["met"][STEP + 60]  # long after the loss was noticed
-        assert sum(ends[rank]["peers"][p] - then[p] for p in rest) > 10, result.report()
+        assert ends[rank]["since"], result.report()  # by peer, since the loss was noticed
+        assert min(ends[rank]["since"].values()) >= 2, result.report()
 
 
 def require_lines(result: Result, victims: Victims, place: str, raises: bool) -> None:
@@ -266,14 +267,16 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
     program = f"""
         if rank == 1:
             die()
-        ends = time.monotonic() + 30
+        ends = time.monotonic() + 60
         while not hvd.failed_ranks() and time.monotonic() < ends:
             train(1)
         say(rank=rank)
         {end}
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    result = run_learners(3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
+    result = run_learners(
+        3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env, timeout=120
+    )
     assert [facts["rank"] for facts in result.by_rank()] == [0, 2], result.report()
     assert result.returncode == status, result.report()
 
@@ -296,6 +299,8 @@ def test_a_follower_killed_when_all_is_trained_is_told(where: str, line: str) ->
             hvd.barrier()
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
+    result = run_learners(
+        4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env, timeout=120
+    )
     assert line in result.stderr, result.report()
     assert result.returncode == FAILED_STATUS, result.report()

@@ -30,7 +30,6 @@ CHUNK = 2**18
 LANES, SIDES, WEIGHT = 8, 2, 0.5
 ROUNDING = 1e-5  # of sums of a few float32 numbers of size 1 to 5
 N, CHUNKS = 3, 96
-ATTEMPTS = 3
 ELEMENTS = CHUNKS * CHUNK // 4
 
 
@@ -90,11 +89,8 @@ def test_a_death_moves_no_more_than_the_chunks_in_flight(
     layout = Layout(CHUNK)
     layout.extend([TensorSpec("x", (ELEMENTS,), "float32")])
     assert len(layout.parts[0].chunks) == CHUNKS
-    for attempt in range(ATTEMPTS):
-        folder = tmp_path / str(attempt)
-        result, told = killed(folder, victim, seed, asking, way)
-        if any(facts["broken"] for facts in told):  # else it was over before the signal came
-            break
+    folder = tmp_path / "run"
+    result, told = killed(folder, victim, seed, asking, way)
     fault = json.loads((folder / "fault").read_text())
     assert fault["asked"] == asking, result.report()
     assert LANES < fault["done"] < CHUNKS

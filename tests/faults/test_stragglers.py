@@ -1,7 +1,7 @@
 """Slow, stopped and failed super learners: the others do not notice, or go on.
 
-Nothing here measures how fast anything is. A learner sleeps, or is stopped, until the others have made so many
-steps and exchanges: if they waited for it, they would never come to them.
+Nothing here measures how fast anything is. A learner sleeps, or is stopped, until the others have made so
+many steps and exchanges: if they waited for it, they would never come to them.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_machines_are_trained_in_step_and_the_guard_keeps_nobody_waiting(
     program = ROOT / "examples" / "acoustic_model" / "pretrain_rbm.py"
     args = ["--strategy=periodic_averaging:period=2", f"--data={speech}", f"--out={tmp_path}"]
     args += ["--layers=2", "--hidden=16", "--batch=1", "--first-lr=20", "--lr=0.1"]
-    run_learners(2, program, args=args, env=ENVIRONMENT, timeout=100).checked()
+    run_learners(2, program, args=args, env=ENVIRONMENT, timeout=150).checked()
     lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
     assert [(entry["layer"], entry["epoch"]) for entry in lines] == [(1, 1), (1, 2), (2, 1)]
     assert lines[0]["guarded"] > 0

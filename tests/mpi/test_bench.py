@@ -125,7 +125,7 @@ def test_an_argument_out_of_bounds_is_one_line(
         env=environment({}, (QUICK,)),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 1

@@ -237,6 +237,6 @@ def test_a_step_left_by_an_exception_keeps_nobody_waiting(spec: str) -> None:
         say(rank=hvd.rank(), failed=failed, distance=hvd.consensus_distance(model))
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    said = run_learners(2, program, env=env, timeout=90).checked().by_rank()
+    said = run_learners(2, program, env=env, timeout=150).checked().by_rank()
     assert [facts["failed"] for facts in said] == [0, 1]
     assert all(facts["distance"] < 1e-7 for facts in said)

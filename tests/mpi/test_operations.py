@@ -231,7 +231,7 @@ def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_
         say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
     args = [str(tmp_path)]
-    result = run_learners(3, _program(program), args=args, env=ALONE, timeout=90).checked()
+    result = run_learners(3, _program(program), args=args, env=ALONE, timeout=150).checked()
     first, interrupted, last = result.by_rank()
     assert interrupted["told"][0] == "KeyboardInterrupt"
     for facts in (first, last):

@@ -212,7 +212,7 @@ def test_trajectories_are_those_of_the_golden_file() -> None:
 def test_golden_file_is_not_overwritten_by_accident() -> None:
     before = (GOLDEN / "schemes.json").read_bytes()
     command = [sys.executable, str(GOLDEN / "make.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 1
     assert "--force" in ran.stderr
     assert (GOLDEN / "schemes.json").read_bytes() == before

@@ -145,7 +145,7 @@ def test_the_butterfly_sends_in_log2_n_stages_and_folds_the_rest(said: list[dict
 @pytest.mark.parametrize("n", [3, 4])
 def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
     """Also by those whose neighbour in the butterfly has the same."""
-    result = run_learners(n, UNLIKE, args=["butterfly"], timeout=60)
+    result = run_learners(n, UNLIKE, args=["butterfly"], timeout=120)
     assert [facts["kind"] for facts in result.by_rank()] == ["ModelMismatchError"] * n, (
         result.report()
     )
@@ -154,5 +154,5 @@ def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
 @pytest.mark.parametrize("way", ["mpi", "butterfly"])
 def test_a_learner_that_waits_for_its_node_takes_its_part_in_a_mean(way: str) -> None:
     """Learner 0 has published and is in its all-reduce: all chunks are merged, there as elsewhere."""
-    result = run_learners(4, PUBLISHED, args=[way], timeout=60).checked()
+    result = run_learners(4, PUBLISHED, args=[way], timeout=120).checked()
     assert [facts["merged"] for facts in result.by_rank()] == [8] * 4, result.report()

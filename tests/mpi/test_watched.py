@@ -24,7 +24,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "hvd_adpsgd", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         cwd=ROOT,
         env=environment({"COLUMNS": "140"}),
     )
@@ -82,7 +82,7 @@ def test_the_next_leader_sends_when_the_first_has_failed() -> None:
 @pytest.mark.extended
 def test_a_writer_that_raises_is_left_off_and_training_goes_on() -> None:
     env = {**OPTIONS, "WRITER_RAISES": "1"}
-    result = run_learners(2, PROGRAM, env=env, timeout=90).checked()
+    result = run_learners(2, PROGRAM, env=env, timeout=150).checked()
     assert result.stderr.count("Nothing more is sent to it, training continues") == 1
     assert all(facts["step"] > 0 and not facts["points"] for facts in result.by_rank())
 

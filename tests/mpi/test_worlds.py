@@ -358,7 +358,7 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         hvd.broadcast_parameters(model.state_dict(), root_rank=None)
         say(rank=rank, lost=hvd.failed_ranks(), firsts=firsts, outcomes=outcomes, object=object)
     """
-    result = run_learners(4, program, env={SIZE: "2"}, timeout=90)
+    result = run_learners(4, program, env={SIZE: "2"}, timeout=150)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [1, 2, 3], result.report()
     for facts in said:
@@ -387,7 +387,7 @@ def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
         except Exception as error:
             say(rank=hvd.rank(), kind=type(error).__name__, text=str(error))
     """
-    result = run_learners(3, program, env={SIZE: "1"}, timeout=90)
+    result = run_learners(3, program, env={SIZE: "1"}, timeout=150)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2], result.report()
     for facts in said:

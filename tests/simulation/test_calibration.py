@@ -25,8 +25,8 @@ def test_bench_writes_what_simulate_reads(tmp_path: Path, monkeypatch: pytest.Mo
     assert run(f"bench calibrate --mib 2 --rounds 2 --out {path}") == 0
     found = Calibration.read(path)
     assert found.chunk_nbytes == 256 * 1024 and found.model_nbytes == 2 * 2**20
-    # between 100 MB/s and 1 TB/s
-    assert 1e-12 < found.step_s_per_byte < 1e-8 and 1e-12 < found.chunk_s_per_byte < 1e-8
+    # less than 1 TB/s; how much less is the machine's
+    assert found.step_s_per_byte > 1e-12 and found.chunk_s_per_byte > 1e-12
     assert found.machine
     arguments = f"--model 1M --step 100ms --minutes 0.1 --json {plan_path} --calibration {path}"
     assert run(f"simulate --super-learners 4 {arguments}") == 0

@@ -242,12 +242,12 @@ def test_pictures_are_drawn(tmp_path):
 def test_the_script_tells_what_it_does():
     command = [sys.executable, "-m", "examples.studies.cluster"]
     told = subprocess.run(
-        [*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [*command, "--help"], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert told.returncode == 0, told.stderr
     assert "--parts" in told.stdout
     wrong = subprocess.run(
-        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert wrong.returncode == 2
     assert "known are 10 Gb/s" in wrong.stderr

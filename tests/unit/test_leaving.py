@@ -72,6 +72,6 @@ assert not shutdown.script_fails()
 )
 def test_whether_the_script_fails(end, fails):
     said = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(end=end)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT.format(end=end)], capture_output=True, text=True, timeout=120
     )
     assert said.stdout.split()[-1:] == [str(fails)], said.stderr

@@ -242,7 +242,7 @@ def test_mistakes_are_told_in_one_line(command, message, tmp_path):
     (tmp_path / "taken").touch()
     line = [sys.executable, "-m", f"examples.acoustic_model.{command[0]}", *command[1:]]
     done = subprocess.run(
-        line, cwd=tmp_path, env=os.environ | paths(), capture_output=True, text=True, timeout=60
+        line, cwd=tmp_path, env=os.environ | paths(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
     assert done.stderr.startswith(message)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from hvd_adpsgd.runtime import world as worlds
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 GRADIENT_S = 0.01  # the work of a step's gradient, for which the test machine has too few cores
 PAUSE_S = 3.0
-HANGS_S = 100.0  # then every thread shows where it is
+LONGEST_S = 60.0
+HANGS_S = 150.0  # then every thread shows where it is
 
 
 def parsed() -> argparse.Namespace:
@@ -176,26 +178,43 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
     script_exchange(script, optimizer)
     # the gradient of the last layer comes first, and is with Horovod by then
     model[0].weight.register_hook(lambda _: script.here("inner_allreduce"))
-    times, met = [], []
-    for step in range(args.steps):
-        script.step = step
+
+    def advance() -> None:
         optimizer.zero_grad()
         model(torch.randn(4, width)).pow(2).mean().backward()
         time.sleep(GRADIENT_S)
         optimizer.step()
+
+    for step in range(args.steps):
+        script.step = step
+        advance()
         script.here("between_steps")
         script.here("last_step")
-        times.append(time.monotonic())
-        met.append(hvd.metrics()["peers"])
         if script.leaves_early():
             break
-    metrics = hvd.metrics()
-    return {
-        "steps": len(times),
-        "times": times,
-        "met": met,
-        **{k: metrics[k] for k in ("parked", "exchanges", "peers")},
-    }
+    since = go_on(args, advance) if args.at == "between_steps" else {}
+    return {"steps": step + 1, "since": since}
+
+
+def go_on(args: argparse.Namespace, advance: Callable[[], None]) -> dict[int, int]:
+    """Steps until the loss is noticed, then until this super learner has exchanged with each survivor twice.
+
+    Both sides count an exchange, so both come to the end of this. Returns how often, by survivor.
+    """
+    lost = {rank // hvd.super_learner.size() for rank in args.victims}
+    rest = [i for i in range(hvd.super_size()) if i not in lost and i != hvd.super_rank()]
+    then, since, ends = None, dict.fromkeys(rest, 0), time.monotonic() + LONGEST_S
+    while True:
+        peers = hvd.metrics()["peers"]
+        if then is None and lost <= {r // hvd.super_learner.size() for r in hvd.failed_ranks()}:
+            then = peers
+        if then is not None and hvd.is_leader():
+            since = {i: peers[i] - then[i] for i in rest}
+        enough = then is not None and (not hvd.is_leader() or min(since.values(), default=2) >= 2)
+        mine = torch.tensor(float(enough or time.monotonic() > ends))
+        if hvd.allreduce(mine, op=hvd.Min, process_set=hvd.super_learner):
+            return since
+        advance()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.engine.peers import PeerState  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
-LANES = 8
-DEADLINE_S = 30.0
+LANES, LEASED = 8, 48
+DEADLINE_S = 60.0
 MORE = 20  # exchanges after the loss
 
 
@@ -72,8 +72,12 @@ class Learner:
         comm.Barrier()
 
     def die(self) -> None:
-        """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile."""
+        """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile.
+
+        None ends before that: this learner has the lease of a chunk in the middle of its model.
+        """
         self.engine.memory.absorb(self.addresses, 0)
+        self.engine.memory.store.lease(LEASED)
         loop = self.engine.loop
         assert loop is not None
         while True:

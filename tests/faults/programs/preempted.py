@@ -2,8 +2,9 @@
 
 The gradient of a super learner is constant, so its model moves by DRIFT in each step, and by averaging. Each
 learner is the child of a process that leaves its status, RANK.status in --folder. A learner leaves RANK.pid
-after some steps; RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with
-all that is owed to it, when it has left.
+after some steps, and waits before its last ones until the test has left "preempted". It leaves RANK.json and
+its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with all that is owed to it, when it
+has left.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", -1))  # -1: imported by the test
-BEGUN = 5  # steps
+BEGUN, LAST = 5, 50  # steps: the first, and the last ones
 GRADIENT_S = 0.01
 CHUNKS, DRIFT = 8, 0.01
 LONG_S = 60.0
@@ -107,6 +108,8 @@ def train(
             leave(args.folder, "pid", pid=os.getpid())
             if args.sleeps == RANK:
                 time.sleep(LONG_S)
+        while step == args.steps - LAST and not (args.folder / "preempted").exists():
+            time.sleep(1e-3)
         optimizer.zero_grad()
         (-drift * model).sum().backward()
         time.sleep(GRADIENT_S)
@@ -128,7 +131,7 @@ def save(folder: Path, optimizer: Any) -> None:
 
 def wait_for_trainer() -> None:
     """Until it is held: it may take in the last corrections before that."""
-    ends = time.monotonic() + 2.0
+    ends = time.monotonic() + LONG_S
     while time.monotonic() < ends:
         frame = sys._current_frames()[threading.main_thread().ident]
         if frame.f_code.co_name == "hold":

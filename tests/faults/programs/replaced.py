@@ -134,7 +134,7 @@ class Run:
             state["part"] += bool(state["part"]) or 0 < hvd.super_size() - len(alive) < lost
             if state["part"] == self.args.part and self.args.then is not None:
                 self.lose(self.args.then, self.args.folder / "then")
-            if state["whole"] > self.args.after or self.late():
+            if (state["whole"] > self.args.after and self.all_met()) or self.late():
                 break
             if self.args.part and state["part"] > 2 * self.args.part:
                 break
@@ -197,6 +197,11 @@ class Run:
             means = dict(hvd.allgather_object(mine))
         self.slowest = max(self.slowest, time.monotonic() - began)
         return sum(means.values()) / len(means), sorted(means)
+
+    def all_met(self) -> bool:
+        """Whether each leader has exchanged with each other one."""
+        met = [n for i, n in enumerate(hvd.metrics()["peers"]) if i != hvd.super_rank()]
+        return all(hvd.allgather_object(not hvd.is_leader() or not met or min(met) > 0))
 
     def late(self) -> bool:
         return any(hvd.allgather_object(not NEW and time.monotonic() > self.ends))

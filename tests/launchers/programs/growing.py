@@ -33,6 +33,12 @@ def mean(model: torch.nn.Module) -> tuple[float, list[int]]:
     return sum(means.values()) / len(means), sorted(means)
 
 
+def averages() -> bool:
+    """Whether this learner, if it is a leader, has averaged with others."""
+    numbers = hvd.metrics()
+    return not hvd.is_leader() or numbers["exchanges"] + numbers["means"] > 0
+
+
 def epolls() -> int:
     """Sets of connections that are watched: descriptors of this process."""
     places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
@@ -119,7 +125,9 @@ def main() -> None:
         if before is not None and len(before[1]) < len(now[1]):
             state["told"].append((state["epoch"], before, now))
         state["after"] += hvd.super_size() >= args.size
-        if any(hvd.allgather_object(state["after"] > args.after or time.monotonic() > ends)):
+        late = time.monotonic() > ends
+        told = hvd.allgather_object((state["after"] > args.after and averages(), late))
+        if all(enough for enough, _ in told) or any(late for _, late in told):
             break
         for _ in range(STEPS):
             optimizer.zero_grad()

@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import Plan
 
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 
 
 class Rank:
