@@ -51,9 +51,9 @@ class Member:
 
     def allgather(self, value: object) -> list[object]:
         self.node.told[self.rank] = value
-        self.node.barrier.wait(30)
+        self.node.barrier.wait(60)
         told = list(self.node.told)
-        self.node.barrier.wait(30)
+        self.node.barrier.wait(60)
         return told
 
     def bcast(self, value: object, root: int = 0) -> object:
@@ -282,7 +282,7 @@ def make_node(values, dtype, size, seed, places, strided) -> list[Learner]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return made
 
 

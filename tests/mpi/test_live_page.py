@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def page(port: int, path: str = "/events", token: str = TOKEN) -> tuple[int, str]:
     """Status and first line; (0, "") where nothing answers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", f"{path}?token={token}")
         answer = connection.getresponse()

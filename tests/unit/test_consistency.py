@@ -21,7 +21,7 @@ class Meeting:
         self.ranks = ranks
         self.sent = dict.fromkeys(ranks, 0)  # bytes, by rank
         self._told: dict[int, Any] = {}
-        self._barrier = threading.Barrier(len(ranks), timeout=20)
+        self._barrier = threading.Barrier(len(ranks), timeout=60)
 
     def world(self, rank: int) -> Any:
         return SimpleNamespace(

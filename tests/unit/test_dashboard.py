@@ -92,7 +92,7 @@ def get(
     page: Dashboard, path: str, token: str | None = TOKEN, headers: Mapping[str, str] = {}
 ) -> tuple[int, dict[str, str], str]:
     """Status, headers and text of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", page.address.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", page.address.port, timeout=60)
     try:
         query = "" if token is None else f"?token={token}"
         connection.request("GET", path + query, headers=dict(headers))
@@ -104,7 +104,7 @@ def get(
 
 def first_event(page: Dashboard) -> dict[str, Any]:
     """The first that a viewer is sent."""
-    connection = http.client.HTTPConnection("127.0.0.1", page.address.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", page.address.port, timeout=60)
     try:
         connection.request("GET", f"/events?token={TOKEN}")
         answer = connection.getresponse()
@@ -275,7 +275,7 @@ def test_a_path_outside_is_not_found(served: Dashboard, path: str) -> None:
 
 def test_other_methods_are_refused(served: Dashboard) -> None:
     for method in ("POST", "PUT", "DELETE"):
-        connection = http.client.HTTPConnection("127.0.0.1", served.address.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", served.address.port, timeout=60)
         connection.request(method, f"/?token={TOKEN}", body=b"x")
         assert connection.getresponse().status == 405
         connection.close()
@@ -286,7 +286,7 @@ def test_other_methods_are_refused(served: Dashboard) -> None:
 
 def raw(page: Dashboard, data: bytes) -> bytes:
     """All that is answered to some bytes."""
-    with socket.create_connection(("127.0.0.1", page.address.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", page.address.port), timeout=60) as connection:
         try:
             connection.sendall(data)
             return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -374,7 +374,7 @@ def descriptors() -> int:
 def test_more_viewers_than_it_serves_are_refused(own: Dashboard) -> None:
     viewers = []
     for _ in range(32):
-        viewer = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=30)
+        viewer = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=60)
         viewer.request("GET", f"/events?token={TOKEN}")
         answer = viewer.getresponse()
         assert answer.status == 200
@@ -446,7 +446,7 @@ def test_a_section_that_cannot_be_drawn_leaves_the_others(
 
 def test_later_events_have_what_has_changed(own: Dashboard) -> None:
     board = own._board
-    connection = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", own.address.port, timeout=60)
     connection.request("GET", f"/events?token={TOKEN}")
     answer = connection.getresponse()
     first = json.loads(answer.readline().removeprefix(b"data: "))

@@ -441,8 +441,8 @@ def test_second_builder_waits_for_the_first(tmp_path, capsys):
     with hb.locked(tmp_path / "lock"):
         thread.start()
         assert not entered.wait(0.3)
-    assert entered.wait(10)
-    thread.join(10)
+    assert entered.wait(60)
+    thread.join(60)
     assert "waiting for another build" in capsys.readouterr().out
 
 

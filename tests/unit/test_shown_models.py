@@ -272,9 +272,9 @@ def gathers_of(*offers):
     def gather_of(me):
         def gather(value):
             values[me] = value
-            barrier.wait(30)
+            barrier.wait(60)
             found = list(values)
-            barrier.wait(30)
+            barrier.wait(60)
             return found
 
         return gather

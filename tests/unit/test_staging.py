@@ -211,7 +211,7 @@ def test_a_copy_lands_while_the_host_does_something_else():
     staging = Staging(devices=lambda tensor: learner.devices[0])
     staging.bind(learner.memory, learner.tensors)
     staging.absorb(7, True, lambda step, finite: offered.set())
-    assert offered.wait(30), "in a thread of its own"
+    assert offered.wait(60), "in a thread of its own"
     assert learner.memory.step == 7
     np.testing.assert_array_equal(learner.mirror(), learner.values)
     staging.close()

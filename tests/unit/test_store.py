@@ -179,14 +179,14 @@ def test_a_lease_is_of_one_chunk():
     a.store.lease(0)
     passes = threading.Thread(target=exchange, args=(a, b, 1), daemon=True)
     passes.start()
-    passes.join(10)
+    passes.join(60)
     assert not passes.is_alive(), "waits for a lease of another chunk"
     waits = threading.Thread(target=merge, args=(a, b, 0, x, y), daemon=True)
     waits.start()
     waits.join(0.1)
     assert waits.is_alive(), "two at once in one chunk"
     a.store.end_lease(0)
-    waits.join(10)
+    waits.join(60)
     assert not waits.is_alive()
     np.testing.assert_array_equal(a.state()[:16], 0.5)
 

@@ -18,7 +18,7 @@ from hvd_adpsgd.runtime.messages import AttemptAbandonedError, Messages
 from hvd_adpsgd.runtime.mpi_transport import SEGMENT, failed_comm_ranks
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 
 
 class Meeting:
@@ -46,7 +46,7 @@ def hubs() -> Iterator[Callable[[int], list[Hub]]]:
     made: list[Hub] = []
 
     def make(n: int) -> list[Hub]:
-        meeting, config = Meeting(n), Config(failure_timeout_s=5.0)
+        meeting, config = Meeting(n), Config(failure_timeout_s=30.0)
         made.extend(
             together(
                 *(lambda i=i: Hub(i, n, config, lambda v: meeting.gather(i, v)) for i in range(n))

@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.strategies import Plan, parse
 
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 ELEMENTS = 200_000  # float64: seven chunks
 
 
