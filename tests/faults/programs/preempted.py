@@ -2,9 +2,9 @@
 
 The gradient of a super learner is constant, so its model moves by DRIFT in each step, and by averaging. Each
 learner is the child of a process that leaves its status, RANK.status in --folder. A learner leaves RANK.pid
-after some steps, and waits before its last ones until the test has left "preempted". It leaves RANK.json and
-its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with all that is owed to it, when it
-has left.
+after some steps and an exchange, and waits before its last steps until the test has left "preempted". It
+leaves RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with all that is
+owed to it, when it has left.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ def train(
     args: argparse.Namespace, model: torch.nn.Parameter, drift: torch.Tensor, optimizer: Any
 ) -> None:
     torch.set_num_threads(1)
+    begun = False
     for step in range(args.steps):
-        if step == BEGUN:
+        if not begun and (step == args.steps - LAST or (step >= BEGUN and has_averaged(optimizer))):
+            begun = True
             leave(args.folder, "pid", pid=os.getpid())
             if args.sleeps == RANK:
                 time.sleep(LONG_S)
@@ -114,6 +116,15 @@ def train(
         (-drift * model).sum().backward()
         time.sleep(GRADIENT_S)
         optimizer.step()
+
+
+def has_averaged(optimizer: Any) -> bool:
+    """Whether an exchange or a mean of this learner is over, if it is a leader."""
+    engine = optimizer._averaging.engine
+    if engine.loop is None:
+        return True
+    numbers = engine.metrics()
+    return bool(numbers["exchanges"] + numbers["means"])
 
 
 def save(folder: Path, optimizer: Any) -> None:
