@@ -10,7 +10,7 @@ busy     two processes compute beside it
 stopped  every 10 s all processes of the run are stopped together for 0.5 to 2.5 s, at moments drawn from the
          seed, as by a hypervisor that gives the cores to another machine
 
-What each run wrote is in out/steady. A run that lasts longer than --limit-s is ended.
+What each run wrote is in --out. A run that lasts longer than --limit-s is ended, with all that it started.
 """
 
 from __future__ import annotations
@@ -114,14 +114,15 @@ def computing(count: int) -> Iterator[list[int]]:
             process.wait()
 
 
-def end(spared: Sequence[int]) -> None:
+def end(command: subprocess.Popen[bytes], spared: Sequence[int]) -> None:
     """Whatever of the run is left."""
     for act in (psutil.Process.terminate, psutil.Process.kill):
         left = processes(spared)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 act(process)
-        psutil.wait_procs(left, timeout=10)
+        pause(command, 10)  # before psutil, which would take its status away
+        psutil.wait_procs([p for p in left if p.pid != command.pid], timeout=10)
 
 
 def run(command: Sequence[str], load: str, log: Path, seed: int | None, limit_s: float) -> Run:
@@ -136,7 +137,7 @@ def run(command: Sequence[str], load: str, log: Path, seed: int | None, limit_s:
             watch(process, stops, limit_s)
             seconds = time.monotonic() - began
         finally:
-            end(beside)
+            end(process, beside)
     return Run(load, seconds, process.wait(), *verdicts(log.read_text(errors="replace")))
 
 
@@ -156,6 +157,7 @@ def main() -> int:
         "--seed", type=int, default=0, help="of the first stopped run; then counted up"
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of a run")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder (default: out/steady)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="default: make test")
     args = parser.parse_args()
     command = args.command or ["make", "test"]
@@ -166,7 +168,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with all it started
     adopt_orphans()
-    OUT.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     print(
         " ".join(command), "\n\n| run | load | seconds | passed | failed |\n|---|---|---|---|---|"
     )
@@ -174,7 +176,7 @@ def main() -> int:
     for number, load in enumerate(loads, 1):
         seed = next(seeds) if load == "stopped" else None
         name = load if seed is None else f"{load}, seed {seed}"
-        found = run(command, name, OUT / f"{number}.{load}.log", seed, args.limit_s)
+        found = run(command, name, args.out / f"{number}.{load}.log", seed, args.limit_s)
         print(found.row(number), flush=True)
         red |= bool(found.status)
     return int(red)

@@ -1,0 +1,33 @@
+"""tests/steady.py: what it reads in the output of a run, and that it ends all that it started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import steady
+
+SAID = """
+FAILED tests/unit/test_a.py::test_b[4] - AssertionError: 2 passed
+ERROR tests/mpi/test_c.py::test_d
+2 failed, 4998 passed, 12 skipped in 480.12s (0:08:00)
+"""
+
+
+def test_a_run_s_verdicts_are_those_of_pytest() -> None:
+    names = ["tests/unit/test_a.py::test_b[4]", "tests/mpi/test_c.py::test_d"]
+    assert steady.verdicts(SAID) == (4998, names)
+    assert steady.verdicts("make: *** [Makefile:1] Error 2") == (0, [])
+
+
+def test_a_run_that_does_not_end_is_ended_with_what_it_has_left_behind(tmp_path: Path) -> None:
+    """The command's child outlives it, as a daemon does."""
+    child = "import subprocess as s; s.Popen(['sleep', '1000']); s.Popen(['sleep', '1000']).wait()"
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.steady", "--stopped", "1", "--limit-s", "1", "--out", tmp_path,
+         sys.executable, "-c", child],
+        capture_output=True, text=True, timeout=120, cwd=steady.ROOT,
+    )  # fmt: skip
+    assert told.returncode == 1, told.stderr
+    assert "| 1 | stopped, seed 0 |" in told.stdout and "status -15" in told.stdout, told.stdout
