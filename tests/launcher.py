@@ -32,6 +32,10 @@ ON_DEVICES = ROOT / "tests" / "on_devices.py"
 QUICK = ROOT / "tests" / "quick"  # what makes a start cheaper: sitecustomize.py, and server.py
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
 
+LONGEST_S = (
+    250.0  # of a launch: what hangs ends, before pytest's own time-out; no verdict is about it
+)
+
 # Variables that Python, MPI or a library reads before a forked learner has its environment.
 _EARLY = ("GOMP_", "LD_", "MALLOC_", "MKL_", "MPI4PY_", "OMP_", "PYTHON", "TORCH")
 
@@ -96,7 +100,7 @@ def run_learners(
     *,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = LONGEST_S,
     launcher: str | None = "mpirun",
     kept: bool = False,
     fresh: bool = False,

@@ -70,7 +70,7 @@ def alive(pid: int) -> bool:
 def test_every_run_ends(how: str) -> None:
     """Soon after the last learner is done, and no process is left."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    result = run_learners(3, SCRIPT, args=[how], env=env, timeout=200, fresh=True)
+    result = run_learners(3, SCRIPT, args=[how], env=env, fresh=True)
     ended = time.monotonic()
     said = result.by_rank()
     assert len(said) == 3, result.report()
@@ -91,7 +91,7 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     with ThreadPoolExecutor(1) as pool:
         args = ["interrupt", str(tmp_path)]
-        run = pool.submit(run_learners, 3, script, args=args, env=env, timeout=200, fresh=True)
+        run = pool.submit(run_learners, 3, script, args=args, env=env, fresh=True)
         files = wait_for(
             lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start", 120
         )

@@ -125,7 +125,7 @@ def run(folder: Path, kind: str, place: str, victims: Victims, *args: object) ->
     arguments = [str(a) for a in (*every, *who, *args)]
     # os._exit passes by every exit handler: only the shell above the learner can tell
     kept = kind == "os_exit1"
-    return run_learners(victims.n, PROGRAM, args=arguments, env=env, timeout=200, kept=kept)
+    return run_learners(victims.n, PROGRAM, args=arguments, env=env, kept=kept)
 
 
 def left(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
@@ -274,9 +274,7 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
         {end}
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    result = run_learners(
-        3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env, timeout=120
-    )
+    result = run_learners(3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
     assert [facts["rank"] for facts in result.by_rank()] == [0, 2], result.report()
     assert result.returncode == status, result.report()
 
@@ -299,8 +297,6 @@ def test_a_follower_killed_when_all_is_trained_is_told(where: str, line: str) ->
             hvd.barrier()
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    result = run_learners(
-        4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env, timeout=120
-    )
+    result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
     assert line in result.stderr, result.report()
     assert result.returncode == FAILED_STATUS, result.report()

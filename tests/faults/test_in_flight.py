@@ -67,7 +67,7 @@ def killed(
     folder.mkdir()
     arguments = ["--folder", folder, "--victim", victim, "--elements", ELEMENTS, "--seed", seed]
     side = ("--asking",) if asking else ()
-    result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)], timeout=120)
+    result = run_learners(N, PROGRAM, args=[str(a) for a in (*arguments, *side, *way)])
     files = [folder / f"{r}.json" for r in range(N) if r != victim]
     assert all(file.exists() for file in files), result.report()
     return result, [json.loads(file.read_text()) for file in files]

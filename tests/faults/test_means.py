@@ -77,7 +77,7 @@ PROGRAM = """
 def run(spec: str, how: str, victims: str, sums: str) -> Result:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
     env["HVD_ADPSGD_ALL_REDUCE"] = sums
-    return run_learners(N, PROGRAM, args=[spec, how, victims], env=env, timeout=200)
+    return run_learners(N, PROGRAM, args=[spec, how, victims], env=env)
 
 
 @pytest.mark.parametrize(

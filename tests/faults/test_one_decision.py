@@ -24,7 +24,7 @@ def run(seed: int) -> tuple[Result, int]:
     victim, delay_s = draw.randrange(LEARNERS), draw.uniform(0.0, 0.5)
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
     arguments = [str(victim), f"{delay_s:.4f}", str(AFTER)]
-    result = run_learners(LEARNERS, PROGRAM, args=arguments, env=env, timeout=150, fresh=True)
+    result = run_learners(LEARNERS, PROGRAM, args=arguments, env=env, fresh=True)
     return result, victim
 
 

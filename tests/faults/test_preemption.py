@@ -58,7 +58,7 @@ def run(
     every = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k), "HVD_ADPSGD_LOG_LEVEL": "info", **(env or {})}
     arguments = ["--folder", str(folder), "--seed", str(SEED), *args]
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(run_learners, n, PROGRAM, args=arguments, env=every, timeout=200, **how)
+        job = pool.submit(run_learners, n, PROGRAM, args=arguments, env=every, **how)
         wait_for(lambda: job.done() or len(facts(folder, "pid")) == n, "all learners train", 120)
         at = act({rank: told["pid"] for rank, told in facts(folder, "pid").items()})
         (folder / "preempted").touch()

@@ -73,7 +73,7 @@ def training(folder: Path, *args: object, n: int = N) -> Iterator[Job]:
     """train.py of n learners under way."""
     arguments = [str(a) for a in ("--folder", folder, *args)]
     with ThreadPoolExecutor(1) as pool:
-        job = Job(folder, pool.submit(run_learners, n, PROGRAM, args=arguments, timeout=250))
+        job = Job(folder, pool.submit(run_learners, n, PROGRAM, args=arguments))
         try:
             yield job
         finally:
@@ -176,7 +176,7 @@ def test_horovod_in_one_super_learner_does_not_wait_for_another(tmp_path: Path) 
         say(rank=rank, **facts)
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
-    result = run_learners(4, program, args=[str(tmp_path)], env=env, timeout=120)
+    result = run_learners(4, program, args=[str(tmp_path)], env=env)
     said = result.checked().by_rank()
     assert said[0]["meanwhile"], "learners 0 and 1 have waited for learner 3"
     assert said[2]["after"], "learner 3 was not stopped"

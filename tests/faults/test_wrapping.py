@@ -58,7 +58,7 @@ def killed_while_wrapping(k: int, victim: int, delay_s: float) -> None:
     """Whoever is left wraps, trains, wraps again and averages."""
     print(f"victim {victim}, {delay_s * 1e3:.2f} ms after the barrier")
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k)}
-    result = run_learners(4, WRAPS, args=[str(victim), str(delay_s)], env=env, timeout=150)
+    result = run_learners(4, WRAPS, args=[str(victim), str(delay_s)], env=env)
     lost = [rank for rank in range(4) if rank // k == victim // k]
     living = [facts for facts in result.by_rank() if facts["rank"] not in lost]
     assert [facts["rank"] for facts in living] == [r for r in range(4) if r not in lost], (
@@ -119,7 +119,7 @@ GOES_ON = """
 def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> None:
     """After the error its operations raise, and are not compared with those of the others."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
-    said = run_learners(4, GOES_ON, env=env, timeout=120).by_rank()
+    said = run_learners(4, GOES_ON, env=env).by_rank()
     assert [facts["rank"] for facts in said] == [0, 1, 2], said
     mate = said.pop()
     for seen in (mate["wrapped"], mate["averaged"]):

@@ -55,7 +55,7 @@ def test_the_mean_moves_by_gradients_only(
 ) -> None:
     """And the learners of a node have the same bits after every step, whether or not they share a GPU."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
-    said = run_learners(learners, PROGRAM, args=[dtype], env=env, timeout=200).checked().by_rank()
+    said = run_learners(learners, PROGRAM, args=[dtype], env=env).checked().by_rank()
     assert len(said) == learners
     assert sum(facts["exchanges"] for facts in said) > 0
     for facts in said:

@@ -26,7 +26,7 @@ OF_TWO = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
 )
 def test_a_script_sees_the_same(launcher: str, wire: str) -> None:
     env = {**OF_TWO, "HVD_ADPSGD_WIRE": wire}
-    facts = run_learners(4, PROGRAM, env=env, launcher=launcher, timeout=120).checked().by_rank()
+    facts = run_learners(4, PROGRAM, env=env, launcher=launcher).checked().by_rank()
     assert [f["has_mpi"] for f in facts] == [launcher == "mpirun"] * 4
     for rank, fact in enumerate(facts):
         assert fact["places"] == {
@@ -99,7 +99,7 @@ TRAINS_ON = """
 def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, how: str) -> None:
     """No ULFM, and no launcher that ends the others: as srun --no-kill, ssh per host, pods."""
     args, env = [str(victim), how], {**OF_TWO, "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    result = run_learners(4, TRAINS_ON, args=args, env=env, launcher="srun", timeout=120)
+    result = run_learners(4, TRAINS_ON, args=args, env=env, launcher="srun")
     assert result.returncode != 0, result.report()
     gone = {0, 1} if victim < 2 else {2, 3}
     facts = {f["rank"]: f for f in result.said}
@@ -163,7 +163,7 @@ def test_a_minority_stops_where_a_quorum_is_asked_for(
     gone = {victim // size for victim in victims}
     goes_on = 2 * len(gone) < learners // size
     args = [json.dumps(victims), "400" if goes_on else str(10**9)]
-    result = run_learners(learners, QUORUM, args=args, env=env, launcher="srun", timeout=120)
+    result = run_learners(learners, QUORUM, args=args, env=env, launcher="srun")
     others = [rank for rank in range(learners) if rank // size not in gone]
     facts = {f["rank"]: f for f in result.said}
     assert sorted(facts) == others, result.report()
@@ -200,7 +200,7 @@ def test_operations_of_a_minority_are_errors_on_all_that_are_left(left: list[int
         "HVD_ADPSGD_LEAVE_DEADLINE_S": "2",
     }
     args = [json.dumps(left)]
-    result = run_learners(3, program, args=args, env=env, launcher="srun", timeout=120)
+    result = run_learners(3, program, args=args, env=env, launcher="srun")
     assert sorted(f["rank"] for f in result.said) == left, result.report()
     for fact in result.said:
         if len(left) == 1:
@@ -230,7 +230,7 @@ def test_horovodrun_ends_a_job_that_has_not_begun() -> None:
         hvd.init()
         say(rank=hvd.rank())
     """
-    result = run_learners(3, program, launcher="gloo", timeout=120)
+    result = run_learners(3, program, launcher="gloo")
     assert result.returncode != 0
     assert result.said == []
     assert "Terminating remaining workers" in result.stdout + result.stderr
@@ -251,7 +251,7 @@ def test_without_mpi_process_sets_are_made_at_run_time(launcher: str) -> None:
         say(rank=hvd.rank(), total=total, all=everyone)
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "3", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    facts = run_learners(3, program, env=env, launcher=launcher, timeout=120).checked().by_rank()
+    facts = run_learners(3, program, env=env, launcher=launcher).checked().by_rank()
     assert [f["total"] for f in facts] == [2.0, None, 2.0]
     assert [f["all"] for f in facts] == [3.0] * 3
 
@@ -261,7 +261,7 @@ def test_without_mpi_process_sets_are_made_at_run_time(launcher: str) -> None:
 def test_without_mpi_sigterm_makes_a_super_learner_leave(victims: set[int]) -> None:
     program = TRAINS_ON.replace("hvd.rank() == victim", f"hvd.rank() in {victims}")
     args = ["0", "SIGTERM"]
-    result = run_learners(4, program, args=args, env=OF_TWO, launcher="srun", timeout=120)
+    result = run_learners(4, program, args=args, env=OF_TWO, launcher="srun")
     gone = {0, 1} if min(victims) < 2 else {2, 3}
     facts = {f["rank"]: f for f in result.said}
     assert set(facts) == set(range(4)) - gone, result.report()
@@ -286,7 +286,7 @@ def test_a_learner_that_does_not_come_is_an_error_on_the_others() -> None:
         except hvd_adpsgd.LaunchError as error:
             say(rank=rank, text=str(error))
     """
-    result = run_learners(3, program, launcher="srun", timeout=120).checked()
+    result = run_learners(3, program, launcher="srun").checked()
     assert [f["rank"] for f in result.said] in ([0, 2], [2, 0]), result.report()
     assert all("heard nothing of learner 1" in f["text"] for f in result.said), result.report()
 
@@ -311,7 +311,7 @@ def test_without_mpi_errors_are_those_of_all(env: dict[str, str], words: tuple[s
         except hvd_adpsgd.AdpsgdError as error:
             say(rank=int(os.environ["SLURM_PROCID"]), text=str(error))
     """
-    result = run_learners(3, program, env=env, launcher="srun", timeout=120).checked()
+    result = run_learners(3, program, env=env, launcher="srun").checked()
     assert len(result.said) == 3, result.report()
     for fact in result.said:
         assert all(word in fact["text"] for word in words), result.report()

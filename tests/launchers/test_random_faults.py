@@ -79,9 +79,7 @@ def test_the_others_end_and_agree(seed: int) -> None:
     fault = job(seed)
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(fault["size"]), "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
     args = [json.dumps(fault)]
-    result = run_learners(
-        fault["learners"], PROGRAM, args=args, env=env, launcher="srun", timeout=150
-    )
+    result = run_learners(fault["learners"], PROGRAM, args=args, env=env, launcher="srun")
     report = f"seed {seed}: {fault}\n{result.report()}"
     size = fault["size"]
     hit = {victim // size for victim in fault["victims"]}

@@ -60,7 +60,7 @@ def performed(np: int, speech: Path, root: Path, runs: list[dict]) -> list[dict]
     (root / "plan.json").write_text(json.dumps(plan))
     program, args = STUDIES / "averaging_learner.py", [str(root / "plan.json")]
     launcher = "mpirun" if np > 1 else None
-    run_learners(np, program, args=args, env=ENVIRONMENT, timeout=240, launcher=launcher).checked()
+    run_learners(np, program, args=args, env=ENVIRONMENT, launcher=launcher).checked()
     found = []
     for run in runs:
         record = json.loads(Path(run["folder"], "run.json").read_text())
@@ -147,7 +147,7 @@ def test_machines_are_trained_in_step_and_the_guard_keeps_nobody_waiting(
     program = ROOT / "examples" / "acoustic_model" / "pretrain_rbm.py"
     args = ["--strategy=periodic_averaging:period=2", f"--data={speech}", f"--out={tmp_path}"]
     args += ["--layers=2", "--hidden=16", "--batch=1", "--first-lr=20", "--lr=0.1"]
-    run_learners(2, program, args=args, env=ENVIRONMENT, timeout=150).checked()
+    run_learners(2, program, args=args, env=ENVIRONMENT).checked()
     lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
     assert [(entry["layer"], entry["epoch"]) for entry in lines] == [(1, 1), (1, 2), (2, 1)]
     assert lines[0]["guarded"] > 0

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> Said:
     env = {"HOROVOD_TIMELINE": str(folder / "trace.json"), "HVD_ADPSGD_LOG_LEVEL": "warning"}
-    result = run_learners(4, PROGRAM, env=env, timeout=150).checked()
+    result = run_learners(4, PROGRAM, env=env).checked()
     cases: Said = defaultdict(list)
     for facts in result.said:
         cases[facts["case"]].append(facts)

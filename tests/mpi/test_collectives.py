@@ -128,7 +128,7 @@ def test_tensors_against_numpy() -> None:
         check("grad broadcast", w.grad, torch.full((3,), 2.5 if rank == 1 else 0.0))
         say(rank=rank, wrong=wrong, same=same)
     """
-    said = run_learners(4, program, env=TWO, timeout=150).checked().by_rank()
+    said = run_learners(4, program, env=TWO).checked().by_rank()
     assert [facts["wrong"] for facts in said] == [[]] * 4
     assert all(facts["same"] for facts in said)
 
@@ -197,7 +197,7 @@ def test_groups_and_asynchronous_operations() -> None:
         lost = hvd.allreduce_async(x)  # never waited for
         say(rank=rank, wrong=wrong, same=same, done=done)
     """
-    said = run_learners(4, program, env=TWO, timeout=150).checked().by_rank()
+    said = run_learners(4, program, env=TWO).checked().by_rank()
     assert [facts["wrong"] for facts in said] == [[]] * 4
     assert all(facts["same"] and facts["done"] == [True] * 13 for facts in said), said
 
@@ -212,7 +212,7 @@ def test_an_operation_that_not_all_asked_for_ends_with_the_script() -> None:
         hvd.shutdown()
         say(rank=hvd_rank)
     """.replace("hvd.rank() < 3", "(hvd_rank := hvd.rank()) < 3")
-    result = run_learners(4, program, env=TWO | {"HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}, timeout=150)
+    result = run_learners(4, program, env=TWO | {"HVD_ADPSGD_LEAVE_DEADLINE_S": "2"})
     assert len(result.by_rank()) == 4, result.report()
     assert result.returncode == 75, result.report()
     assert "not all learners have called it" in result.stderr
@@ -279,7 +279,7 @@ STATES = """
 def test_states_and_objects(n: int, k: int) -> None:
     """All learners end up with the root's; with one super learner through Horovod."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k)}
-    said = run_learners(n, STATES, env=env, timeout=150).checked().by_rank()
+    said = run_learners(n, STATES, env=env).checked().by_rank()
     facts = [one["facts"] for one in said]
     assert len(facts) == n
     assert [one.pop("in my node") for one in facts] == [k * (rank // k) for rank in range(n)]
@@ -343,7 +343,7 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         facts["join"] = hvd.join()
         say(rank=rank, facts=facts)
     """
-    said = run_learners(4, program, env=TWO, timeout=120).checked().by_rank()
+    said = run_learners(4, program, env=TWO).checked().by_rank()
     facts = [one["facts"] for one in said]
     mismatches = {
         "shape": ("allreduce", "[4] on learner 0", "[5] on learner 3"),

@@ -23,9 +23,9 @@ SIZES = (5, pytest.param(8, marks=pytest.mark.extended))
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
 
 
-def run_rounds(n: int, *args: object, timeout: float = 120) -> dict[str, Any]:
+def run_rounds(n: int, *args: object) -> dict[str, Any]:
     """What rounds.py prints on n super learners, by strategy."""
-    result = run_learners(n, PROGRAM, args=[str(a) for a in args], timeout=timeout).checked()
+    result = run_learners(n, PROGRAM, args=[str(a) for a in args]).checked()
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -20,7 +20,7 @@ LEAVE_S = 16.0
 def learners(n: int, program: str, *args: object) -> list[dict[str, Any]]:
     """What each learner of a program said, by rank."""
     arguments = [str(a) for a in args]
-    return run_learners(n, PROGRAMS / program, args=arguments, timeout=150).checked().by_rank()
+    return run_learners(n, PROGRAMS / program, args=arguments).checked().by_rank()
 
 
 @pytest.mark.parametrize(

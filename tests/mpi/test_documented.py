@@ -28,5 +28,5 @@ def test_blocks_of_a_page_run(page, tmp_path):
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps(blocks))
     alone = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    ran = run_learners(2, PROGRAM, args=[str(file)], env=alone, launcher="horovodrun", timeout=180)
+    ran = run_learners(2, PROGRAM, args=[str(file)], env=alone, launcher="horovodrun")
     assert f"blocks run: {len(blocks)}" in ran.checked().stdout

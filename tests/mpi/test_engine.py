@@ -15,10 +15,10 @@ pytestmark = pytest.mark.mpi
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def learners(n: int, program: str, *args: object, timeout: float = 120) -> list[dict[str, Any]]:
+def learners(n: int, program: str, *args: object) -> list[dict[str, Any]]:
     """What each learner of a program said, by rank."""
     arguments = [str(a) for a in args]
-    result = run_learners(n, PROGRAMS / program, args=arguments, timeout=timeout).checked()
+    result = run_learners(n, PROGRAMS / program, args=arguments).checked()
     return result.by_rank()
 
 
@@ -30,7 +30,7 @@ SHARED, SENT = (), ("--no-share",)
 def run_mean(n: int, *args: object) -> dict[str, Any]:
     """What mean.py prints on n super learners."""
     arguments = [str(a) for a in ("--steps", 60, "--check", 30, "--least", 5 * n, *args)]
-    result = run_learners(n, PROGRAMS / "mean.py", args=arguments, timeout=120).checked()
+    result = run_learners(n, PROGRAMS / "mean.py", args=arguments).checked()
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -40,7 +40,7 @@ PROGRAM = """
 @pytest.mark.skipif(len(CORES) < 2, reason="one core")
 def test_the_engine_runs_where_no_other_thread_does() -> None:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_ENGINE_CPUS": str(CORES[-1])}
-    for facts in run_learners(2, PROGRAM, env=env, timeout=120).checked().said:
+    for facts in run_learners(2, PROGRAM, env=env).checked().said:
         assert facts["own"] == facts["main"] == CORES[:-1]
         assert [CORES[-1]] in facts["new"], "the engine's thread is not bound"
         assert all(cores in ([CORES[-1]], CORES[:-1]) for cores in facts["new"]), facts

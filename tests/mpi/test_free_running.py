@@ -39,7 +39,7 @@ PROGRAM = """
 @pytest.mark.extended
 def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait() -> None:
     size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
-    said = run_learners(4, PROGRAM, env=size, timeout=120).checked().by_rank()
+    said = run_learners(4, PROGRAM, env=size).checked().by_rank()
     assert [facts["spread"] for facts in said] == [0.0] * 4
     assert sum(facts["exchanges"] for facts in said) > 5
 
@@ -83,7 +83,7 @@ def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
         "HVD_ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_SAME_HOST": same_host,
     }
-    for facts in run_learners(2, program, env=env, timeout=120).checked().by_rank():
+    for facts in run_learners(2, program, env=env).checked().by_rank():
         (line,) = facts["told"]
         assert "with huge: here or at the peer" in line
         assert "not finite in float16" in line
@@ -145,7 +145,7 @@ def test_a_late_learner_does_not_silence_its_super_learner(tmp_path: Path) -> No
     after deadline_s, and they never see it.
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S)}
-    result = run_learners(4, LATE, args=[str(tmp_path)], env=env, timeout=150).checked()
+    result = run_learners(4, LATE, args=[str(tmp_path)], env=env).checked()
     said = result.by_rank()
     assert said[0]["more"] >= 5, result.report()
     assert said[3]["waited"] == [50, True], "nobody was late"

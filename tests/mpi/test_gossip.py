@@ -27,7 +27,7 @@ def test_decay_with_and_without_a2cid2_on_a_ring(learners: int, windows: int) ->
     sampling error of 2.6 % (n = 8) and 2.7 % (n = 16).
     """
     asked = {"windows": windows, "simulated": 0, "steps": 0, "seeds": [0]}
-    said = run_learners(learners, GOSSIP, args=[json.dumps(asked)], timeout=200).checked().stdout
+    said = run_learners(learners, GOSSIP, args=[json.dumps(asked)]).checked().stdout
     (line,) = (line for line in said.splitlines() if MARK in line)
     decay = json.loads(line.split(MARK, 1)[1])["decay"]
     edges = topology.ring_edges(learners)
@@ -53,7 +53,6 @@ def test_a2cid2_keeps_the_mean_and_the_bits_of_a_node(learners: int, size: int) 
         learners,
         TRAINING,
         env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size), "HVD_ADPSGD_EXCHANGES_PER_STEP": "2"},
-        timeout=200,
     ).checked()
     said = result.by_rank()
     print("seed", said[0]["seed"], result.stderr)

@@ -33,7 +33,7 @@ NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentu
 def attempted(specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]] | BaseException:
     """Also a failure is kept: one launch that hangs is enough."""
     try:
-        result = run_learners(4, PROGRAM, args=specs, timeout=200).checked()
+        result = run_learners(4, PROGRAM, args=specs).checked()
     except (AssertionError, pytest.fail.Exception) as error:
         return error
     said: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -237,6 +237,6 @@ def test_a_step_left_by_an_exception_keeps_nobody_waiting(spec: str) -> None:
         say(rank=hvd.rank(), failed=failed, distance=hvd.consensus_distance(model))
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    said = run_learners(2, program, env=env, timeout=150).checked().by_rank()
+    said = run_learners(2, program, env=env).checked().by_rank()
     assert [facts["failed"] for facts in said] == [0, 1]
     assert all(facts["distance"] < 1e-7 for facts in said)

@@ -28,7 +28,7 @@ RANDOM_LAWS = {
 
 def run_in_step(n: int, *args: object) -> dict[str, Any]:
     """What in_step.py prints on n super learners, by strategy."""
-    result = run_learners(n, PROGRAM, args=[str(a) for a in args], timeout=120).checked()
+    result = run_learners(n, PROGRAM, args=[str(a) for a in args]).checked()
     return json.loads(result.stdout.splitlines()[-1])
 
 

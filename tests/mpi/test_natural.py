@@ -29,7 +29,7 @@ Facts = dict[str, Any]
 def trained(np: int, size: int, cases: tuple[str, ...]) -> dict[str, list[Facts]]:
     """What the learners said of each case, by rank; SEED=n chooses another seed than 7."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
-    result = run_learners(np, PROGRAM, args=cases, env=env, timeout=200).checked()
+    result = run_learners(np, PROGRAM, args=cases, env=env).checked()
     found: dict[str, list[Facts]] = defaultdict(list)
     for facts in sorted(result.said, key=lambda facts: facts["rank"]):
         found[facts["case"]].append(facts)

@@ -79,7 +79,7 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
             after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
             say(rank=rank, pair=[other, name], told=told, after=after)
     """
-    result = run_learners(3, _program(program), env=ALONE, timeout=200).checked()
+    result = run_learners(3, _program(program), env=ALONE).checked()
     assert len(result.said) == 60, result.report()
     for facts in result.said:
         kind, text = facts["told"]
@@ -231,7 +231,7 @@ def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_
         say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
     args = [str(tmp_path)]
-    result = run_learners(3, _program(program), args=args, env=ALONE, timeout=150).checked()
+    result = run_learners(3, _program(program), args=args, env=ALONE).checked()
     first, interrupted, last = result.by_rank()
     assert interrupted["told"][0] == "KeyboardInterrupt"
     for facts in (first, last):
@@ -304,7 +304,7 @@ def test_collectives_against_numpy(n: int) -> None:
         messages.close(time.monotonic() + 30)
         say(rank=rank, wrong=wrong, bits=bits.hexdigest())
     """
-    said = run_learners(n, program, timeout=120).checked().by_rank()
+    said = run_learners(n, program).checked().by_rank()
     assert [facts["wrong"] for facts in said] == [[]] * n
     assert len({facts["bits"] for facts in said}) == 1
 
@@ -376,7 +376,7 @@ def test_operations_in_a_tight_loop_while_engines_exchange_and_a_learner_is_kill
         say(rank=rank, operations=i, sums=sorted(set(sums)), tail=sums[-1], order=sums == sorted(sums)[::-1])
         hvd.shutdown()
     """
-    result = run_learners(4, _program(program), env=ALONE, timeout=120, fresh=True)
+    result = run_learners(4, _program(program), env=ALONE, fresh=True)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 1, 3], result.report()
     for facts in said:

@@ -33,7 +33,7 @@ Facts = dict[str, Any]
 
 def launch(np: int, program: str, *args: str, **env: str) -> Result:
     """Run one of the programs; its seed is printed, and SEED=n repeats a run."""
-    result = run_learners(np, PROGRAMS / program, args=args, env=env, timeout=150)
+    result = run_learners(np, PROGRAMS / program, args=args, env=env)
     print(program, "seed 7 (SEED=n chooses another)", result.stderr)
     return result.checked()
 
@@ -217,7 +217,6 @@ def horovod_script(
         PROGRAMS / "horovod_script.py",
         args=args,
         env=env,
-        timeout=120,
         launcher=launcher,
     )
     said = result.checked().by_rank()

@@ -33,7 +33,7 @@ def traced() -> dict[str, str]:
     patience = dict.fromkeys(BESIDE, PATIENCE_S) | dict.fromkeys(WAITING, SOON_S)
     schemes = [f"{spec}={seconds}" for spec, seconds in patience.items()]
     with tempfile.TemporaryDirectory() as folder:
-        run_learners(2, PROGRAM, args=[folder, *schemes], timeout=200).checked()
+        run_learners(2, PROGRAM, args=[folder, *schemes]).checked()
         found = {}
         for i, spec in enumerate(patience):
             output = Path(folder, f"merged {i}")

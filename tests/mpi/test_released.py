@@ -28,7 +28,7 @@ def launched() -> list[dict[str, Any]]:
     # a close, or a step, that waits for the other super learner would wait beyond the launch
     waits = dict.fromkeys(("HVD_ADPSGD_DEADLINE_S", "HVD_ADPSGD_LEAVE_DEADLINE_S"), "600")
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", **waits}
-    return run_learners(4, PROGRAM, env=env, timeout=150).checked().said
+    return run_learners(4, PROGRAM, env=env).checked().said
 
 
 def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:

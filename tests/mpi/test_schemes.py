@@ -546,7 +546,7 @@ def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
 @functools.cache
 def uneven() -> dict[str, list[Facts]]:
     """Three super learners; the first leaves early."""
-    return by_case(run_learners(3, UNEVEN, env=ALONE, timeout=200).checked())
+    return by_case(run_learners(3, UNEVEN, env=ALONE).checked())
 
 
 @pytest.mark.parametrize(
@@ -586,5 +586,5 @@ def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
 
 def test_who_ends_early_is_waited_for_and_left_behind() -> None:
     """The process of learner 0 ends: from then on the mean is that of the others."""
-    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE, timeout=150).checked()
+    result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE).checked()
     assert result.by_rank() == [{"rank": r, "steps": n} for r, n in enumerate([3, 12, 12])]

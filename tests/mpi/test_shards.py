@@ -57,7 +57,7 @@ def run(learners: int, of: str, *args: str, program: str = SHARDS, **env: str) -
         "HVD_ADPSGD_LOG_LEVEL": "info",
         **env,
     }
-    return run_learners(learners, program, args=args, env=options, timeout=150)
+    return run_learners(learners, program, args=args, env=options)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
         "HVD_ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_SAME_HOST": same_host,
     }
-    result = run_learners(3, SHARES, args=[str(share), wire], env=env, timeout=120).checked()
+    result = run_learners(3, SHARES, args=[str(share), wire], env=env).checked()
     moved = math.ceil(WHOLE * share)  # chunks; one of them may be the last one, which is shorter
     most, least = moved / CHUNKS, (moved - (WHOLE - CHUNKS)) / CHUNKS
     for facts in result.by_rank():
@@ -117,7 +117,7 @@ def test_a_byte_of_a_share_brings_models_together_as_the_law_says(share: float) 
     The limits are four times as far from 1 as the means of so many windows scatter.
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_CHUNK_KIB": "64"}
-    result = run_learners(4, CONTRACTION, args=[str(share), "120"], env=env, timeout=240).checked()
+    result = run_learners(4, CONTRACTION, args=[str(share), "120"], env=env).checked()
     found = result.by_rank()[0]["found"]
     assert sum(pairs for _, pairs in found) / len(found) > 1, found
     least, most = (

@@ -113,7 +113,7 @@ ROUNDING = {"float64": 1e-14, "float32": 1e-5, "float16": 5e-3}
 
 @pytest.fixture(scope="module")
 def said() -> list[dict]:
-    return run_learners(MOST, SUMS, timeout=120).checked().said
+    return run_learners(MOST, SUMS).checked().said
 
 
 @pytest.mark.parametrize("n", range(2, MOST + 1))
@@ -145,7 +145,7 @@ def test_the_butterfly_sends_in_log2_n_stages_and_folds_the_rest(said: list[dict
 @pytest.mark.parametrize("n", [3, 4])
 def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
     """Also by those whose neighbour in the butterfly has the same."""
-    result = run_learners(n, UNLIKE, args=["butterfly"], timeout=120)
+    result = run_learners(n, UNLIKE, args=["butterfly"])
     assert [facts["kind"] for facts in result.by_rank()] == ["ModelMismatchError"] * n, (
         result.report()
     )
@@ -154,5 +154,5 @@ def test_models_of_other_sizes_are_refused_by_all(n: int) -> None:
 @pytest.mark.parametrize("way", ["mpi", "butterfly"])
 def test_a_learner_that_waits_for_its_node_takes_its_part_in_a_mean(way: str) -> None:
     """Learner 0 has published and is in its all-reduce: all chunks are merged, there as elsewhere."""
-    result = run_learners(4, PUBLISHED, args=[way], timeout=120).checked()
+    result = run_learners(4, PUBLISHED, args=[way]).checked()
     assert [facts["merged"] for facts in result.by_rank()] == [8] * 4, result.report()

@@ -32,7 +32,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
     env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path)}
-    result = run_learners(3, PROGRAM, env=env, timeout=150).checked()
+    result = run_learners(3, PROGRAM, env=env).checked()
     for facts in result.by_rank():
         assert set(facts["known"]) == {"0", "1", "2"}, facts
         for rank, (step, learner, exchanges) in facts["known"].items():
@@ -72,7 +72,7 @@ def test_nothing_watches_if_it_is_turned_off() -> None:
 
 @pytest.mark.extended
 def test_the_next_leader_sends_when_the_first_has_failed() -> None:
-    result = run_learners(3, PROGRAM, env={**OPTIONS, "FAILS": "0"}, timeout=150)
+    result = run_learners(3, PROGRAM, env={**OPTIONS, "FAILS": "0"})
     found = {facts["rank"]: facts for facts in result.said}
     assert set(found) == {1, 2}, result.report()
     assert found[1]["sent"] > 0 and found[1]["threads"] == ["hvd_adpsgd.watching"]
@@ -82,14 +82,14 @@ def test_the_next_leader_sends_when_the_first_has_failed() -> None:
 @pytest.mark.extended
 def test_a_writer_that_raises_is_left_off_and_training_goes_on() -> None:
     env = {**OPTIONS, "WRITER_RAISES": "1"}
-    result = run_learners(2, PROGRAM, env=env, timeout=150).checked()
+    result = run_learners(2, PROGRAM, env=env).checked()
     assert result.stderr.count("Nothing more is sent to it, training continues") == 1
     assert all(facts["step"] > 0 and not facts["points"] for facts in result.by_rank())
 
 
 def test_a_failure_is_in_the_record(tmp_path: Path) -> None:
     env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path), "FAILS": "2"}
-    run_learners(3, PROGRAM, env=env, timeout=200)
+    run_learners(3, PROGRAM, env=env)
     run = read(tmp_path)
     failed = [event for event in run.events if event.what == "failed"]
     assert {event.about for event in failed} == {2}, run.events

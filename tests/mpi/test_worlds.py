@@ -60,7 +60,7 @@ def test_places(n: int, k: int) -> None:
 
 def test_places_under_horovodrun() -> None:
     env = {SIZE: "1"}
-    result = run_learners(2, PLACES, env=env, launcher="horovodrun", timeout=120).checked()
+    result = run_learners(2, PLACES, env=env, launcher="horovodrun").checked()
     assert result.by_rank() == expected_places(2, 1)
 
 
@@ -224,7 +224,7 @@ def test_shutdown_init_and_merge() -> None:
     """
     # whoever waited for a deadline in shutdown() would do so beyond the launch
     env = {SIZE: "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "600"}
-    said = run_learners(3, program, env=env, timeout=120).checked().by_rank()
+    said = run_learners(3, program, env=env).checked().by_rank()
     uninitialized = "NotInitializedError"
     for rank, facts in enumerate(said):
         assert facts == {
@@ -262,7 +262,7 @@ def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
         say(rank=1, gone=gone, alone=hvd.allreduce(torch.tensor([7.0]), op=hvd.Sum).item())
         sys.exit(5)
     """
-    result = run_learners(2, program, timeout=120)
+    result = run_learners(2, program)
     first, second = result.by_rank()
     assert first["seconds"] > 0.4
     assert second == {"rank": 1, "gone": True, "alone": 7.0}
@@ -321,7 +321,7 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
         say(rank=rank, first=first, sums=sums, lost=lost)
     """
     env = {SIZE: "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "600"}  # nobody waits for that
-    result = run_learners(4, program, env=env, timeout=120)
+    result = run_learners(4, program, env=env)
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2, 3], result.report()
     for facts in said:
@@ -358,7 +358,7 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         hvd.broadcast_parameters(model.state_dict(), root_rank=None)
         say(rank=rank, lost=hvd.failed_ranks(), firsts=firsts, outcomes=outcomes, object=object)
     """
-    result = run_learners(4, program, env={SIZE: "2"}, timeout=150)
+    result = run_learners(4, program, env={SIZE: "2"})
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [1, 2, 3], result.report()
     for facts in said:
@@ -387,7 +387,7 @@ def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
         except Exception as error:
             say(rank=hvd.rank(), kind=type(error).__name__, text=str(error))
     """
-    result = run_learners(3, program, env={SIZE: "1"}, timeout=150)
+    result = run_learners(3, program, env={SIZE: "1"})
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2], result.report()
     for facts in said:
