@@ -32,7 +32,7 @@ def run_rounds(n: int, *args: object) -> dict[str, Any]:
 # ---- matrices -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, *SIZES])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.extended), *SIZES])
 def test_lock_step_is_the_product_of_the_matrices(n: int) -> None:
     rounds, seed = 7, 11
     result = run_rounds(

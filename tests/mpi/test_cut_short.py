@@ -38,7 +38,7 @@ def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
 
     In the other half the exchange ends. It takes milliseconds; on a busy machine it may take seconds.
     """
-    told = learners(2, "cut_short.py", "--who", who, "--leave-s", 14, *way)
+    told = learners(2, "cut_short.py", "--who", who, "--leave-s", 10, *way)
     merged = [one["merged"] for one in told]
     assert merged[0] == merged[1] and 0 < merged[0] < 100, told
     assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told

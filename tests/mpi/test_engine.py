@@ -37,7 +37,7 @@ def run_mean(n: int, *args: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("n", "strategy", "wire", "way", "seed"),
     [
-        (2, "random_pairs", None, SHARED, 1),
+        pytest.param(2, "random_pairs", None, SHARED, 1, marks=pytest.mark.extended),
         pytest.param(2, "fixed_ring", "float16", SENT, 2, marks=pytest.mark.extended),
         (3, "random_ring", "bfloat16", SHARED, 3),
         (4, "random_pairs:seed=4", None, SENT, 4),
