@@ -273,7 +273,7 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
         say(rank=rank)
         {end}
     """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "60"}
     result = run_learners(3, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
     assert [facts["rank"] for facts in result.by_rank()] == [0, 2], result.report()
     assert result.returncode == status, result.report()
@@ -296,7 +296,7 @@ def test_a_follower_killed_when_all_is_trained_is_told(where: str, line: str) ->
             rank == 3 and die()
             hvd.barrier()
     """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "60"}
     result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
     assert line in result.stderr, result.report()
     assert result.returncode == FAILED_STATUS, result.report()

@@ -74,10 +74,12 @@ class Learner:
     def die(self) -> None:
         """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile.
 
-        None ends before that: this learner has the lease of a chunk in the middle of its model.
+        None ends before that: this learner has the leases of chunks in the middle of its model, one of
+        each lane.
         """
         self.engine.memory.absorb(self.addresses, 0)
-        self.engine.memory.store.lease(LEASED)
+        for chunk in range(LEASED, LEASED + LANES):
+            self.engine.memory.store.lease(chunk)
         loop = self.engine.loop
         assert loop is not None
         while True:
