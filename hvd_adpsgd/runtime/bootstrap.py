@@ -6,12 +6,13 @@ Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hvd_adpsgd import strategies
@@ -34,7 +35,14 @@ from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners, shards_of
 
-__all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
+__all__ = [
+    "enter",
+    "init",
+    "merge_super_learners",
+    "shut_down",
+    "undone_on_failure",
+    "watch_exit",
+]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -103,9 +111,9 @@ def _everyone(comm: Any, store: Callable[[Place], Store] | None) -> Any:
 
 def enter(world: World, process_sets: Any = None) -> World:
     """Start Horovod in the super learner; worlds.current returns this world from now on."""
+    worlds.put(world)
     _start_horovod(world, process_sets)
     _log_from(world.config.log_level)
-    worlds.put(world)
     exit_state.has_begun = True
     state_dump.add_source("world", _describe)
     state_dump.watch(world.rank, world.config.state_dir)
@@ -290,6 +298,17 @@ def merge_super_learners(world: World) -> World:
 
 
 # ---- tear down ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """If init() raises inside, no world is left behind, and init() may follow."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # logged there; the first error is raised
+            shut_down()
+        raise
 
 
 def watch_exit() -> None:

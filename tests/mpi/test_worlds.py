@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 
 import pytest
@@ -239,6 +240,45 @@ def test_shutdown_init_and_merge() -> None:
             "quick": True,
         }
     assert len(said) == 3
+
+
+def test_after_an_init_that_failed_the_next_one_works() -> None:
+    """A bad option that is found late, and one that only another learner has."""
+    program = """
+        import threading, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        secret = sys.argv[1]
+
+        def refused(**options):
+            try:
+                hvd.init(config=Config(super_learner_size=1, join_secret_file=secret, **options))
+            except Exception as error:
+                ends = time.monotonic() + 60
+                while threads() and time.monotonic() < ends:
+                    time.sleep(0.01)
+                return type(error).__name__, hvd.is_initialized(), threads()
+
+        def threads():
+            names = [thread.name for thread in threading.enumerate()]
+            return [name for name in names if name in ("hvd_adpsgd.door", "hvd_adpsgd.watching")]
+
+        refusals = [
+            refused(engine_cpus="x"),
+            refused(dashboard="no address") if rank == 1 else refused(dashboard="127.0.0.1:0"),
+        ]
+        hvd.init(config=Config(super_learner_size=1))
+        from mpi4py import MPI
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        say(rank=rank, refusals=refusals, total=total, mpi=MPI.COMM_WORLD.allreduce(rank))
+        hvd.shutdown()
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_learners(2, program, args=[folder + "/secret"], timeout=90).checked()
+    for facts in result.by_rank():
+        assert facts["refusals"] == [["ConfigError", False, []]] * 2, result.report()
+        assert (facts["total"], facts["mpi"]) == (2.0, 1)
 
 
 def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
