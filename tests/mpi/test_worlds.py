@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -242,14 +242,15 @@ def test_shutdown_init_and_merge() -> None:
     assert len(said) == 3
 
 
-def test_after_an_init_that_failed_the_next_one_works() -> None:
+def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
     """A bad option that is found late, and one that only another learner has."""
     program = """
         import threading, torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.config import Config
         rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-        secret = sys.argv[1]
+        os.chdir(sys.argv[1])
+        secret = "secret"
 
         def refused(**options):
             try:
@@ -268,17 +269,45 @@ def test_after_an_init_that_failed_the_next_one_works() -> None:
             refused(engine_cpus="x"),
             refused(dashboard="no address") if rank == 1 else refused(dashboard="127.0.0.1:0"),
         ]
-        hvd.init(config=Config(super_learner_size=1))
+        hvd.init(config=Config(super_learner_size=1, record="record", timeline="trace.json"))
         from mpi4py import MPI
+        os.chdir("/")  # files named before stay where they are
+        model = torch.nn.Linear(2, 2)
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
         total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
         say(rank=rank, refusals=refusals, total=total, mpi=MPI.COMM_WORLD.allreduce(rank))
         hvd.shutdown()
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = run_learners(2, program, args=[folder + "/secret"], timeout=90).checked()
+    result = run_learners(2, program, args=[str(tmp_path)], timeout=90).checked()
+    for rank in range(2):
+        assert (tmp_path / f"trace.{rank}.json").exists()
+        assert '"left"' in (tmp_path / "record" / f"{rank}.jsonl").read_text()
+    assert "deleted" not in result.stderr
     for facts in result.by_rank():
         assert facts["refusals"] == [["ConfigError", False, []]] * 2, result.report()
         assert (facts["total"], facts["mpi"]) == (2.0, 1)
+
+
+@pytest.mark.parametrize("how", ["spawn", pytest.param("forkserver", marks=pytest.mark.extended)])
+def test_a_worker_that_imports_the_script_again_is_refused(how: str) -> None:
+    """A script without `if __name__ == "__main__":`."""
+    program = """
+        import multiprocessing, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        worker = multiprocessing.get_context(sys.argv[1]).Process(target=print)
+        try:
+            worker.start()
+            worker.join()
+            end = worker.exitcode
+        except OSError as error:  # the fork server has ended
+            end = type(error).__name__
+        say(rank=hvd.rank(), end=end, total=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+    """
+    result = run_learners(1, program, args=[how], timeout=120).checked()
+    (facts,) = result.by_rank()
+    assert facts["end"] != 0 and facts["total"] == 1.0, result.report()
+    assert result.stderr.count("this is a child process of the learner with pid") == 1
 
 
 def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
