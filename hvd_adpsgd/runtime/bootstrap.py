@@ -378,6 +378,8 @@ def shut_down() -> None:
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
         shutdown.mark(False)
+    elif finished:
+        shutdown.leave_behind(world.collectives.messages)
     preemption.watch(None)
     if failures:
         raise failures[0]

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,7 @@ __all__ = [
     "exit_state",
     "flush_output",
     "free",
+    "leave_behind",
     "mark",
     "returns",
     "script_fails",
@@ -62,6 +63,7 @@ FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysex
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # between polls for learners that have exited
+_RECEIVE_S = 0.02  # between two looks for messages that are dropped
 _FLUSH_S = 0.5  # longest wait until MPI has sent what an ending process has said last
 _LAUNCHERS = ("prterun", "mpirun")
 _LAST_FINALIZER = -100  # of multiprocessing, whose queues end at -5
@@ -122,6 +124,7 @@ class ExitState:
         is_over: the script has ended; exit handlers run.
         exit_status: the last argument of sys.exit, exit or quit.
         script: the outermost frame of the script.
+        at_end: called in this order before MPI or the connections end.
         verdict: the status with which this process ends in place of 0.
     """
 
@@ -137,6 +140,7 @@ class ExitState:
     is_over: bool = False
     exit_status: object = None
     script: FrameType | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
     verdict: int = 0
 
     def lacks_others(self, everyone: Any) -> None:
@@ -307,6 +311,24 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
     return mine or (decision is not None and not decision.flag)
 
 
+def leave_behind(messages: Messages) -> None:
+    """Leave operations over all learners to the peers that are still in them, until this process ends.
+
+    A thread receives what they have sent before they know, and drops it: else their sends never complete.
+    """
+    messages.leave(time.monotonic() + _FLUSH_S)
+    over = threading.Event()
+
+    def receive() -> None:
+        while not over.wait(_RECEIVE_S):
+            for _ in messages.transport.poll():
+                pass
+
+    thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
+    thread.start()
+    exit_state.at_end += [over.set, thread.join]  # before MPI or the connections end
+
+
 def free(*communicators: Any) -> None:
     for comm in communicators:
         if comm is not None:
@@ -410,6 +432,8 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
         shut_down()
     flush_output()  # the rest may take a while
+    for act in exit_state.at_end:
+        act()
     if exit_state.hub is not None and not exit_state.finalizes:
         _leave_hub(exit_state.hub)
         return

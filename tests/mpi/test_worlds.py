@@ -339,6 +339,42 @@ def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
     assert result.returncode == 5, result.report()
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.extended)])
+def test_operations_continue_without_a_learner_that_has_left(launcher: str, tmp_path: Path) -> None:
+    """Learner 0 returns from shutdown() early, and its process stays until the others are done."""
+    program = """
+        import pathlib, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
+        rank, folder = hvd.rank(), pathlib.Path(sys.argv[1])
+        if rank == 0:
+            hvd.shutdown()
+            ends = time.monotonic() + 100
+            while len(list(folder.iterdir())) < 2 and time.monotonic() < ends:
+                time.sleep(0.01)
+            sys.exit()
+        objects = hvd.allgather_object("x" * 2**20)  # a large message to learner 0, too
+        sums = [hvd.allreduce(torch.full((300_000,), 1.0), op=hvd.Sum)[-1].item() for _ in range(3)]
+        try:
+            with hvd.on_failure("raise"):
+                hvd.barrier()
+        except Exception as error:
+            told = type(error).__name__ + ": " + str(error)
+        say(rank=rank, objects=len(objects), sums=sums, told=told, failed=hvd.failed_ranks())
+        (folder / str(rank)).touch()
+    """
+    result = run_learners(
+        3, program, args=[str(tmp_path)], launcher=launcher, timeout=120
+    ).checked()
+    facts = {f["rank"]: f for f in result.said}
+    assert sorted(facts) == [1, 2], result.report()
+    for fact in facts.values():
+        assert (fact["objects"], fact["sums"], fact["failed"]) == (2, [2.0] * 3, [])
+        assert fact["told"].startswith("PeerFailedError: barrier: learners [0] of 3 are gone")
+    assert "are gone" not in result.stderr, "it has left in order"
+
+
 @pytest.mark.parametrize(
     "how",
     [
