@@ -33,7 +33,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import mpi_exceptions, mpi_failures, ulfm_enabled
+from hvd_adpsgd.engine.failures import (
+    is_under_mpi,
+    mpi_exceptions,
+    mpi_failures,
+    ulfm_enabled,
+)
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
 from hvd_adpsgd.runtime.attempt import gather_once
@@ -248,10 +253,10 @@ class Teardown:
 
     def ends_last(self, seconds: float) -> bool:
         """Whether all other learners have ended; the first one that runs waits so long for the others."""
-        from mpi4py import MPI
-
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
-        with contextlib.suppress(MPI.Exception):  # shutdown() has freed it: others are there too
+        with contextlib.suppress(
+            *mpi_exceptions()
+        ):  # shutdown() has freed it: others are there too
             while last is None and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
                 last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
@@ -437,10 +442,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     if exit_state.hub is not None and not exit_state.finalizes:
         _leave_hub(exit_state.hub)
         return
-
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized() and exit_state.finalizes and not _ended_mpi(MPI, seconds):
+    if exit_state.finalizes and is_under_mpi() and not _ended_mpi(seconds):
         last = _ends_last()
         if last and ulfm_enabled():
             _release_launcher()
@@ -478,11 +480,15 @@ def _end_without_finalize(keeps_status: bool, last: bool) -> None:
     process_exit.end_without_finalize(keeps_status, exit_state.verdict)
 
 
-def _ended_mpi(mpi: Any, seconds: float) -> bool:
+def _ended_mpi(seconds: float) -> bool:
     """Finalize MPI; False if that would wait for learners that may have failed.
 
     With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
     """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return True
     if (
         exit_state.stuck and ulfm_enabled()
     ):  # MPI_Finalize under a thread that uses MPI ends the job
@@ -491,7 +497,7 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
         return returns(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:
         return False
-    mpi.Finalize()
+    MPI.Finalize()
     return True
 
 

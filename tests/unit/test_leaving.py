@@ -147,3 +147,18 @@ shutdown.at_exit(lambda: None, lambda: 1.0)
 def test_a_failure_of_others_is_the_status_whatever_the_output_is(end, status):
     said = subprocess.run([sys.executable, "-c", LAST + end], capture_output=True, text=True)
     assert said.returncode == status, said.stderr
+
+
+def test_a_process_without_mpi_does_not_start_it_at_its_end():
+    """In a job of torchrun, whether it leaves or init() has failed."""
+    script = """
+import atexit, sys
+from types import SimpleNamespace
+atexit.register(lambda: print("mpi4py.MPI" in sys.modules))  # runs last
+from hvd_adpsgd.runtime import shutdown
+barrier = SimpleNamespace(rank=0, ranks=(0, 1), ended=lambda: {1})
+print(shutdown.Teardown(barrier, None, (0, 1), None).ends_last(5.0), "mpi4py.MPI" in sys.modules)
+shutdown.at_exit(lambda: None, lambda: 1.0)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.stdout.split() == ["True", "False", "False"], said.stderr
