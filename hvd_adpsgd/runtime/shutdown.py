@@ -321,14 +321,17 @@ def leave_behind(messages: Messages) -> None:
 
     A thread receives what they have sent before they know, and drops it: else their sends never complete.
     """
-    messages.leave(time.monotonic() + _FLUSH_S)
     over = threading.Event()
 
     def receive() -> None:
-        while not over.wait(_RECEIVE_S):
-            for _ in messages.transport.poll():
-                pass
+        # where the network fails, peers learn from the end of this process that it has left
+        with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+            while not over.wait(_RECEIVE_S):
+                for _ in messages.transport.poll():
+                    pass
 
+    with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+        messages.leave(time.monotonic() + _FLUSH_S)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
     exit_state.at_end += [over.set, thread.join]  # before MPI or the connections end
