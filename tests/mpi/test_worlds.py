@@ -339,15 +339,42 @@ def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
     assert result.returncode == 5, result.report()
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.extended)])
-def test_operations_continue_without_a_learner_that_has_left(launcher: str, tmp_path: Path) -> None:
-    """Learner 0 returns from shutdown() early, and its process stays until the others are done."""
+@pytest.mark.parametrize(
+    ("launcher", "averaging"),
+    [
+        ("mpirun", "periodic_averaging:period=1"),
+        *(
+            pytest.param(launcher, averaging, marks=pytest.mark.extended)
+            for launcher, averaging in (
+                ("srun", "periodic_averaging:period=1"),
+                ("mpirun", "synchronous_gossip"),
+                ("srun", "random_pairs"),
+            )
+        ),
+    ],
+)
+def test_operations_continue_without_a_learner_that_has_left(
+    launcher: str, averaging: str, tmp_path: Path
+) -> None:
+    """Learner 0 makes fewer steps and returns from shutdown(); its process stays until all are done."""
     program = """
         import pathlib, torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.config import Config
         hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
         rank, folder = hvd.rank(), pathlib.Path(sys.argv[1])
+        model = torch.nn.Linear(10, 10)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), averaging=sys.argv[2])
+        steps = []
+        for _ in range(2 if rank == 0 else 4):
+            try:
+                optimizer.zero_grad()
+                model(torch.ones(2, 10)).sum().backward()
+                optimizer.step()
+                steps.append("")
+            except Exception as error:
+                steps.append(type(error).__name__)
         if rank == 0:
             hvd.shutdown()
             ends = time.monotonic() + 100
@@ -361,16 +388,16 @@ def test_operations_continue_without_a_learner_that_has_left(launcher: str, tmp_
                 hvd.barrier()
         except Exception as error:
             told = type(error).__name__ + ": " + str(error)
-        say(rank=rank, objects=len(objects), sums=sums, told=told, failed=hvd.failed_ranks())
+        say(rank=rank, objects=len(objects), sums=sums, told=told, failed=hvd.failed_ranks(), steps=steps)
         (folder / str(rank)).touch()
     """
-    result = run_learners(
-        3, program, args=[str(tmp_path)], launcher=launcher, timeout=120
-    ).checked()
+    args = [str(tmp_path), averaging]
+    result = run_learners(3, program, args=args, launcher=launcher, timeout=120).checked()
     facts = {f["rank"]: f for f in result.said}
     assert sorted(facts) == [1, 2], result.report()
     for fact in facts.values():
         assert (fact["objects"], fact["sums"], fact["failed"]) == (2, [2.0] * 3, [])
+        assert fact["steps"][:2] == ["", ""] and {*fact["steps"]} <= {"", "PeerFailedError"}
         assert fact["told"].startswith("PeerFailedError: barrier: learners [0] of 3 are gone")
     assert "are gone" not in result.stderr, "it has left in order"
 
