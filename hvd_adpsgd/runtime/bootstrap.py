@@ -6,12 +6,16 @@ Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
+import multiprocessing
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvd_adpsgd import strategies
@@ -34,10 +38,18 @@ from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners, shards_of
 
-__all__ = ["enter", "init", "merge_super_learners", "shut_down", "watch_exit"]
+__all__ = [
+    "enter",
+    "init",
+    "merge_super_learners",
+    "shut_down",
+    "undone_on_failure",
+    "watch_exit",
+]
 
 log = logging.getLogger("hvd_adpsgd")
 
+_LEARNER_PID = "ADPSGD_LEARNER_PID"  # in the environment of child processes
 _PER_LEARNER = (
     "dashboard_token",
     "join",
@@ -67,13 +79,15 @@ def init(
         The world, which worlds.current returns from now on.
 
     Raises:
-        LaunchError: if the processes were started in a way in which the worlds cannot be made.
+        LaunchError: if the processes were started in a way in which the worlds cannot be made, or if this
+            one is a child process of a learner.
         ConfigError: on all learners, if an option is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
         PeerFailedError: if a learner ends meanwhile.
     """
     _require_whole()
+    _require_no_learner_above()
     everyone = _everyone(comm, store)
     try:
         with mpi_failures("init()"):
@@ -103,9 +117,10 @@ def _everyone(comm: Any, store: Callable[[Place], Store] | None) -> Any:
 
 def enter(world: World, process_sets: Any = None) -> World:
     """Start Horovod in the super learner; worlds.current returns this world from now on."""
+    worlds.put(world)
+    os.environ[_LEARNER_PID] = str(os.getpid())
     _start_horovod(world, process_sets)
     _log_from(world.config.log_level)
-    worlds.put(world)
     exit_state.has_begun = True
     state_dump.add_source("world", _describe)
     state_dump.watch(world.rank, world.config.state_dir)
@@ -153,11 +168,34 @@ def _require_whole() -> None:
         )
 
 
+def _require_no_learner_above() -> None:
+    """Raise LaunchError in a child of a learner: it would start the MPI and Horovod of its parent again."""
+    above = os.environ.get(_LEARNER_PID)
+    if above is not None and int(above) in _multiprocessing_parents():
+        raise LaunchError(
+            f"init(): this is a child process of the learner with pid {above}. multiprocessing imports the "
+            "script again in each worker that it spawns. Put all that only learners do, init() included, "
+            'under `if __name__ == "__main__":`.'
+        )
+
+
+def _multiprocessing_parents() -> set[int]:
+    """Pids that this process may be a child of, by multiprocessing; empty if it is none."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        return {parent.pid}
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return set()
+    # it imports the script, and is a child of the learner, or of the fork server, which is
+    server = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{os.getppid()}/status").read_text(), re.M)
+    return {os.getppid(), int(server[1]) if server else 0}
+
+
 def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     """Agree with all learners, then cut the communicator; the same outcome on all of them."""
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
-    checked = communicators.with_wire(_agreed_config(answers), everyone)
+    checked = _with_absolute_paths(communicators.with_wire(_agreed_config(answers), everyone))
     _log_from(checked.log_level)
     _look_for_heartbeats(everyone, [answer["misses_heartbeats"] for answer in answers])
     placements = tuple(answer["placement"] for answer in answers)
@@ -223,6 +261,12 @@ def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
                 )
     config: Config = answers[0]["config"]
     return config
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """A script may change its folder after init(), with files open and others still to be opened."""
+    paths = {name: getattr(config, name) for name in ("record", "state_dir", "timeline")}
+    return config.replace(**{name: os.path.abspath(path) for name, path in paths.items() if path})
 
 
 def _cut(
@@ -292,6 +336,17 @@ def merge_super_learners(world: World) -> World:
 # ---- tear down ----------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """If init() raises inside, no world is left behind, and init() may follow."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # logged there; the first error is raised
+            shut_down()
+        raise
+
+
 def watch_exit() -> None:
     """From now on the process exits as runtime/shutdown describes."""
     shutdown.mark(True)
@@ -312,6 +367,7 @@ def shut_down() -> None:
     world, seconds = worlds.current(), _leave_deadline_s()
     finished = _finish_operations(world, seconds)
     worlds.put(None)
+    os.environ.pop(_LEARNER_PID, None)
     failures = list(world.teardown.run_stops())
     world.departure.has_said()
     ends = time.monotonic() + seconds
@@ -322,6 +378,8 @@ def shut_down() -> None:
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
         shutdown.mark(False)
+    elif finished:
+        shutdown.leave_behind(world.collectives.messages)
     preemption.watch(None)
     if failures:
         raise failures[0]

@@ -404,7 +404,9 @@ class Collectives:
             return False
         preemption.hold()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
-        self._membership.mates_ended(gone)
+        left = {self._ranks[place] for place in self.messages.left}
+        self._membership.note_left(left)
+        self._membership.mates_ended(set(gone) - left)
         self._membership.look()
         if self._rank == self.ranks[0]:
             self._tell_of(gone, doing)

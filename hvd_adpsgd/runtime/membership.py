@@ -141,6 +141,13 @@ class Membership:
             if not set(ranks).isdisjoint(group):
                 self.states[i] = PeerState.FAILED
 
+    def note_left(self, ranks: Collection[int]) -> None:
+        """Learners have returned from shutdown(): mark super learners of which all have, unless failed."""
+        for i, group in enumerate(self._groups):
+            if set(ranks).issuperset(group) and self.states[i] is not PeerState.FAILED:
+                self.states[i] = PeerState.LEFT
+                self._left[i] = True
+
     def mates_ended(self, ranks: Collection[int]) -> None:
         """Processes have exited: mark this super learner if one was its own; engines report on peers."""
         self.fail(set(ranks).intersection(self._groups[self.own]))

@@ -43,11 +43,12 @@ _SPAN, CHANNELS = (
     2**13,
     2**9,
 )  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
-_AGREEMENT, _ABANDON, _LAST, FIRST_PHASE = (
+_AGREEMENT, _ABANDON, _LAST, _LEAVES, FIRST_PHASE = (
     0,
     1,
     2,
     3,
+    4,
 )  # channels; each collective of an attempt has one
 FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
@@ -77,7 +78,8 @@ class Messages:
 
     Attributes:
         agreement: of all learners of `comm`.
-        failed: places believed failed: reported by the transport, or told by a peer.
+        failed: places believed failed: reported by the transport, or told by a peer; or that have left.
+        left: places that take part in nothing more, though their processes may go on.
     """
 
     def __init__(self, comm: Any):
@@ -86,6 +88,7 @@ class Messages:
         self.place, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.agreement = Agreement(self.size, self.place, direct=self.size <= FEW)
         self.failed: set[int] = set()
+        self.left: set[int] = set()
         self._abandoned: dict[int, tuple[str, str, int] | None] = {}  # by number
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
 
@@ -95,8 +98,10 @@ class Messages:
         """Send bytes without waiting. `data` must not change until `flush`.
 
         A learner that is believed failed is sent to as well, unless the transport has reported it: it may be
-        alive, and wait to be told what the others have decided.
+        alive, and wait to be told what the others have decided. One that has left waits for nothing.
         """
+        if place in self.left:
+            return
         number = self.agreement.number if number is None else number
         self.transport.send(place, number % _SPAN * CHANNELS + channel, data)
         self._believe_reported()
@@ -163,6 +168,9 @@ class Messages:
         number = current + (tag // CHANNELS - current + _SPAN // 2) % _SPAN - _SPAN // 2
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
+        elif channel == _LEAVES:
+            self.left.add(source)
+            self.believe_failed({source})
         elif channel == _ABANDON and number >= current - 1:
             reason = pickle.loads(buffer.tobytes())
             self._abandoned[number] = self._abandoned.get(number) or reason
@@ -281,6 +289,13 @@ class Messages:
                 "HVD_ADPSGD_FAILURE_TIMEOUT_S."
             )
         return core.decision(number)
+
+    def leave(self, ends: float) -> None:
+        """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
+        for place in range(self.size):
+            if place != self.place:
+                self.send(place, _LEAVES, b"")
+        self.flush(ends=ends)
 
     def close(self, ends: float) -> bool:
         """Receive everything that is on its way here; whether the communicator can be freed.

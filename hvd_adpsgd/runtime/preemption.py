@@ -20,7 +20,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -159,13 +158,8 @@ def _is_due(reading: int) -> bool:
 
 def _end(status: int = 0) -> None:
     """End with what the script has printed: by SIGTERM, or with this status if it is not 0."""
-    shutdown.returns(_flush, _FLUSH_S)
+    shutdown.returns(shutdown.flush_output, _FLUSH_S)
     shutdown.mark(False)
     if status:
         os._exit(status)
     signal_pipe.end_by(signal.SIGTERM)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

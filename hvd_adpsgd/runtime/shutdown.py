@@ -11,24 +11,34 @@ Worlds record in `exit_state` what the exit depends on; `at_exit` receives what 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
+import dis
 import functools
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import util
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import mpi_exceptions, mpi_failures, ulfm_enabled
+from hvd_adpsgd.engine.failures import (
+    is_under_mpi,
+    mpi_exceptions,
+    mpi_failures,
+    ulfm_enabled,
+)
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.runtime import process_exit
 from hvd_adpsgd.runtime.attempt import gather_once
@@ -44,7 +54,9 @@ __all__ = [
     "Teardown",
     "at_exit",
     "exit_state",
+    "flush_output",
     "free",
+    "leave_behind",
     "mark",
     "returns",
     "script_fails",
@@ -56,8 +68,10 @@ FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysex
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # between polls for learners that have exited
+_RECEIVE_S = 0.02  # between two looks for messages that are dropped
 _FLUSH_S = 0.5  # longest wait until MPI has sent what an ending process has said last
 _LAUNCHERS = ("prterun", "mpirun")
+_LAST_FINALIZER = -100  # of multiprocessing, whose queues end at -5
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
 # $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
 _RELEASE = (
@@ -113,7 +127,10 @@ class ExitState:
         goodbye: the barrier that the last shutdown, or init(), did not complete; None if it did.
         ends: deadline of that shutdown, of time.monotonic.
         is_over: the script has ended; exit handlers run.
-        exit_status: the argument of sys.exit.
+        exit_status: the last argument of sys.exit, exit or quit.
+        script: the outermost frame of the script.
+        at_end: called in this order before MPI or the connections end.
+        verdict: the status with which this process ends in place of 0.
     """
 
     finalizes: bool = False
@@ -127,6 +144,9 @@ class ExitState:
     ends: float = 0.0
     is_over: bool = False
     exit_status: object = None
+    script: FrameType | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+    verdict: int = 0
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: freeing and finalizing would wait for the failed learners."""
@@ -233,10 +253,10 @@ class Teardown:
 
     def ends_last(self, seconds: float) -> bool:
         """Whether all other learners have ended; the first one that runs waits so long for the others."""
-        from mpi4py import MPI
-
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
-        with contextlib.suppress(MPI.Exception):  # shutdown() has freed it: others are there too
+        with contextlib.suppress(
+            *mpi_exceptions()
+        ):  # shutdown() has freed it: others are there too
             while last is None and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
                 last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
@@ -296,6 +316,27 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
     return mine or (decision is not None and not decision.flag)
 
 
+def leave_behind(messages: Messages) -> None:
+    """Leave operations over all learners to the peers that are still in them, until this process ends.
+
+    A thread receives what they have sent before they know, and drops it: else their sends never complete.
+    """
+    over = threading.Event()
+
+    def receive() -> None:
+        # where the network fails, peers learn from the end of this process that it has left
+        with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+            while not over.wait(_RECEIVE_S):
+                for _ in messages.transport.poll():
+                    pass
+
+    with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+        messages.leave(time.monotonic() + _FLUSH_S)
+    thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
+    thread.start()
+    exit_state.at_end += [over.set, thread.join]  # before MPI or the connections end
+
+
 def free(*communicators: Any) -> None:
     for comm in communicators:
         if comm is not None:
@@ -319,22 +360,48 @@ def returns(call: Callable[[], object], seconds: float) -> bool:
 def script_fails() -> bool:
     """Whether the script ends by an exception or with a status other than 0."""
     error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, SystemExit):
-        return True
+    if error is not None:
+        return not isinstance(error, SystemExit) or error.code not in (None, 0)
     if not exit_state.is_over:
         return False
-    return exit_state.exit_status not in (None, 0) or getattr(sys, "last_value", None) is not None
+    if getattr(sys, "last_value", None) is not None:
+        return True
+    # a script that has caught SystemExit returns from its outermost frame
+    return exit_state.exit_status not in (None, 0) and not _has_returned(exit_state.script)
+
+
+def _has_returned(frame: FrameType | None) -> bool:
+    """Whether a frame that is no longer running ended by `return`, and not by an exception."""
+    if frame is None:
+        return False
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _outermost_frame() -> FrameType | None:
+    """Of the main thread: that of the script."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _note_exits() -> None:
+    """Record the argument of sys.exit, exit and quit on the main thread; exit handlers do not receive it.
+
+    A weakness that we accept: `raise SystemExit(1)` is not noticed, nor an `exit` imported from
+    sys before init(). Peers see such a learner leave in good order.
+    """
+    exit_state.script = _outermost_frame()
+    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        if hasattr(module, name):  # python -S has no builtins.exit
+            setattr(module, name, _noting(getattr(module, name)))
 
 
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """sys.exit that also records its argument, which exit handlers do not receive.
-
-    A weakness that we accept: `raise SystemExit(1)` is not noticed. Its peers see it leave in good order.
-    """
-
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        exit_state.exit_status = status
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread
+            exit_state.exit_status = status
         leave(status)
 
     return noted
@@ -352,33 +419,53 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
     """
     if exit_state.watched:
         return
-    atexit.register(_leave, os.getpid(), shut_down, patience_s)
-    sys.exit = _noting(sys.exit)
+    leave = functools.partial(_leave, os.getpid(), shut_down, patience_s)
+    if multiprocessing.parent_process() is None:
+        atexit.register(leave)
+        _note_exits()
+    else:
+        util.Finalize(None, _leave_as_child, (leave,), exitpriority=_LAST_FINALIZER)
     exit_state.watched = True
 
 
 def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
     """At exit: shut down, then end MPI, in bounded time."""
-    if os.getpid() != pid:  # a forked child, not a learner
+    if (
+        os.getpid() != pid
+    ):  # a forked child, not a learner: without the destructors of Horovod and Gloo,
+        process_exit.end_without_finalize(True)  # which join threads that it does not have
         return
     seconds = patience_s()
     exit_state.is_over = True
     with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
         shut_down()
+    flush_output()  # the rest may take a while
+    for act in exit_state.at_end:
+        act()
     if exit_state.hub is not None and not exit_state.finalizes:
         _leave_hub(exit_state.hub)
         return
-
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized() and exit_state.finalizes and not _ended_mpi(MPI, seconds):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if exit_state.finalizes and is_under_mpi() and not _ended_mpi(seconds):
         last = _ends_last()
         if last and ulfm_enabled():
             _release_launcher()
-        process_exit.end_without_finalize(last, FAILED_STATUS if exit_state.has_failures else 0)
+        _end_without_finalize(last, last)
     mark(False)
+
+
+def _leave_as_child(leave: Callable[[], object]) -> None:
+    """`leave` in a child of multiprocessing: one that was forked runs no exit handlers, Python's or C's."""
+    leave()
+    if exit_state.verdict and sys.exc_info()[1] is None:
+        flush_output()
+        os._exit(exit_state.verdict)
+
+
+def flush_output() -> None:
+    """Write out what the script has printed; sys.stdout may be None, closed, or the script's own object."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the exit status must not depend on it
+            stream.flush()
 
 
 def _leave_hub(hub: Hub) -> None:
@@ -387,17 +474,24 @@ def _leave_hub(hub: Hub) -> None:
     last = not is_clean and _ends_last()
     hub.close()
     if not is_clean:  # handlers of exit() that come later may wait for a thread that is left behind
-        sys.stdout.flush()
-        sys.stderr.flush()
-        status = FAILED_STATUS if last and exit_state.has_failures else 0
-        process_exit.end_without_finalize(True, status)
+        _end_without_finalize(True, last)
 
 
-def _ended_mpi(mpi: Any, seconds: float) -> bool:
+def _end_without_finalize(keeps_status: bool, last: bool) -> None:
+    """See process_exit; the process that ends last reports a failure in place of status 0."""
+    exit_state.verdict = FAILED_STATUS if last and exit_state.has_failures else 0
+    process_exit.end_without_finalize(keeps_status, exit_state.verdict)
+
+
+def _ended_mpi(seconds: float) -> bool:
     """Finalize MPI; False if that would wait for learners that may have failed.
 
     With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
     """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return True
     if (
         exit_state.stuck and ulfm_enabled()
     ):  # MPI_Finalize under a thread that uses MPI ends the job
@@ -406,7 +500,7 @@ def _ended_mpi(mpi: Any, seconds: float) -> bool:
         return returns(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:
         return False
-    mpi.Finalize()
+    MPI.Finalize()
     return True
 
 

@@ -108,12 +108,12 @@ class Cluster:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / max(self.share, 1e-3))))
         bounds: dict[str, Bound] = {**BOUNDS, "slow": (0, self.super_learners)}
         for name, bound in bounds.items():
             in_bound(
                 f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
             )
+        object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / self.share)))
         if 60 * self.minutes < self.step_s:
             raise ConfigError(
                 f"a cluster: {self.minutes:g} minutes (--minutes) are less than a step of {self.step_s:g} s "

@@ -379,8 +379,8 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     if not newcomer.is_in(world) or prepared is None:
         _drop(prepared)
         raise PeerFailedError(
-            f"super learner {world.super_rank} was to join, but the others did not meet it within "
-            f"{MEETING_S:g} s. They go on."
+            f"super learner {world.super_rank} was to join, but the others did not meet it: one of them "
+            f"failed, or did not come within {MEETING_S:g} s. They go on."
         )
     _switch(world, *prepared)
     merged = prepared[0]

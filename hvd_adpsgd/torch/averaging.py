@@ -41,16 +41,23 @@ from hvd_adpsgd.torch.shard_staging import ShardStaging
 from hvd_adpsgd.torch.timeline import StepRecord
 from hvd_adpsgd.torch.update_rules import make_rule
 
-__all__ = ["Averaging", "live"]
+__all__ = ["Averaging", "live", "stop_dropped"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _live: list[Averaging] = []
 
 
-def live() -> list[Averaging]:
-    """The running averagings, oldest first."""
-    return _live
+def live(also_stopping: bool = False) -> list[Averaging]:
+    """The running averagings, oldest first; also those whose stop is due or under way, if asked for."""
+    return [averaging for averaging in _live if also_stopping or not averaging.stopped]
+
+
+def stop_dropped() -> None:
+    """Stop the averagings whose optimizer was garbage collected; on a thread of the script."""
+    for averaging in live(also_stopping=True):
+        if averaging.dropped:
+            averaging.stop()
 
 
 class Averaging:
@@ -69,6 +76,7 @@ class Averaging:
         specs: the averaged tensors, as they were added.
         shards: into how many the model is cut; 1: the leader averages all of it.
         stopped: why averaging has stopped; "" while it runs.
+        dropped: the optimizer was garbage collected, and `stop_dropped` has not seen it yet.
         at_stop: called by `stop`.
         pauses: depth of nested pauses.
         lent: depth of nested `averaged` blocks, in which the tensors hold the mean.
@@ -88,6 +96,7 @@ class Averaging:
         self.restart = True
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.stopped = ""
+        self.dropped = False
         self.at_stop: list[Callable[[], object]] = []
         self.pauses = self.lent = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
@@ -107,6 +116,8 @@ class Averaging:
         world.teardown.at_shutdown(self.stop)
         world.departure.at_leave(self._say_goodbye)
         world.membership.sources.append(self._peer_news)
+        if stop_dropped not in world.collectives.before:
+            world.collectives.before.append(stop_dropped)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
         _live.append(self)
@@ -232,6 +243,7 @@ class Averaging:
             also_before_joining: a super learner that has not joined yet may do this.
         """
         preemption.hold()
+        stop_dropped()
         if self.stopped:
             raise NotInitializedError(
                 f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
@@ -488,8 +500,17 @@ class Averaging:
         self.engine.memory.extend(self.specs[-1])
         self._stage()
 
+    def drop(self) -> None:
+        """The optimizer was garbage collected: `stop_dropped` stops this later.
+
+        The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
+        """
+        self.dropped = not self.stopped
+        self.stopped = self.stopped or "the optimizer was dropped"
+
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
+        self.dropped = False
         self.stopped = self.stopped or why
         while self.at_stop:
             self.at_stop.pop()()

@@ -59,14 +59,15 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
                 "Call hvd.shutdown() first, or drop the second call."
             )
         return
-    if joining.is_joining():
-        joining.enter(tcp_store)
-    else:
-        bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
-        newcomers.open_door(worlds.current())
-    cores.reserve(worlds.current())
+    with bootstrap.undone_on_failure():
+        if joining.is_joining():
+            joining.enter(tcp_store)
+        else:
+            bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
+            newcomers.open_door(worlds.current())
+        cores.reserve(worlds.current())
+        watching.start(worlds.current())
     _given = given
-    watching.start(worlds.current())
 
 
 def _repeats(given: tuple[Any, ...]) -> bool:

@@ -37,7 +37,7 @@ from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch import checkpoint
-from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.averaging import Averaging, live, stop_dropped
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
 from hvd_adpsgd.torch.node import in_node
@@ -126,6 +126,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     world = _join_if_synchronous(world, spec.strategy)
     if live():
         gc.collect()  # before the new engine: a dropped optimizer in a cycle still holds its memory
+    stop_dropped()
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         optimizer,
@@ -149,8 +150,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
     mine.at_stop.append(functools.partial(_unhook, weakref.proxy(wrapped)))
-    dropped = weakref.finalize(wrapped, mine.stop, "the optimizer was dropped")
-    dropped.atexit = False  # else stop() runs before shutdown(), and reports no failure
+    weakref.finalize(wrapped, mine.drop).atexit = False  # shutdown() stops what is left
     return wrapped
 
 

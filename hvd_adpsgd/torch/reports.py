@@ -59,7 +59,7 @@ def _views() -> list[dict[str, Any]]:
             "stopped": averaging.stopped,
             "engine": averaging.engine.view(),
         }
-        for averaging in list(live())
+        for averaging in live(also_stopping=True)
     ]
 
 

@@ -37,7 +37,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,7 +84,6 @@ class Staging:
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
         self._fit = True  # the model in the mirror
-        self._lands_in = 0  # thread
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
 
     def bind(self, memory: ModelMemory, tensors: Sequence[torch.Tensor]) -> None:
@@ -151,7 +149,6 @@ class Staging:
         check: _Check,
         offer: Callable[[int, bool], None] | None,
     ) -> None:
-        self._lands_in = threading.get_ident()
         for event in busy:
             event.wait()
         self._fit = check.finite()
@@ -197,12 +194,7 @@ class Staging:
     def release(self) -> None:
         """The memory is freed next."""
         try:
-            if (
-                threading.get_ident() == self._lands_in
-            ):  # a dropped optimizer is freed in any thread
-                self._await_devices()
-            else:
-                self.settle()
+            self.settle()
         except RuntimeError as error:  # of a device that failed: training raises it, or has
             log.warning("copies of the model from its device ended: %s", error)
         for pinned, device, memory in self._pinned.values():
@@ -216,7 +208,7 @@ class Staging:
         """`release`, for good."""
         self.release()
         if self._threads is not None:
-            self._threads.shutdown(wait=threading.get_ident() != self._lands_in)
+            self._threads.shutdown()
 
 
 class _Check(NamedTuple):

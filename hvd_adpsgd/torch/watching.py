@@ -236,15 +236,15 @@ class Watcher:
         """
         try:
             with self._lock:
-                self._look(stopping.world if stopping else worlds.current(), stopping is not None)
+                self._look(stopping.world if stopping else worlds.current(), stopping)
         except NotInitializedError:
             return  # the worlds are being made again
         except Exception as error:
             self._over.set()
             logger.error("the view of the run ends, training continues: %s", error, exc_info=True)
 
-    def _look(self, world: World, last: bool) -> None:
-        averaging = next(iter(live()), None)
+    def _look(self, world: World, stopping: Averaging | None) -> None:
+        averaging, last = stopping or next(iter(live()), None), stopping is not None
         if averaging is None and self._watched is not None:
             return  # it has stopped: its last look was at its stop
         if averaging is not None and (self._watched is None or self._watched() is not averaging):

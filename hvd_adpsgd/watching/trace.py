@@ -47,8 +47,16 @@ _NO_TRACE = (  # what reading a file of any content raises
 
 
 def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """The file of one learner: trace.json becomes trace.3.json."""
+    """The file of one learner: trace.json becomes trace.3.json.
+
+    Raises:
+        ConfigError: for a path that names no file.
+    """
     whole = Path(path)
+    if not whole.name:
+        raise ConfigError(
+            f"HVD_ADPSGD_TIMELINE={path} names no file. Set it to one, as trace.json."
+        )
     return whole.with_name(f"{whole.stem}.{rank}{whole.suffix}")
 
 

@@ -480,6 +480,8 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
 
         def held():
             gc.collect()
+            hvd.barrier()  # what was dropped stops there
+            gc.collect()
             engines = sum(isinstance(o, Engine) for o in gc.get_objects())
             return engines, len(os.listdir("/proc/self/fd"))
 

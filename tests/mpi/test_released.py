@@ -51,3 +51,11 @@ def test_close_gives_back_at_once_and_its_peers_train_on() -> None:
         assert after["descriptors"] < before["descriptors"], facts
         assert facts["error"] == "NotInitializedError", facts
         assert "optimizer.close()" in facts["text"]
+
+
+def test_a_collection_on_any_thread_waits_for_nothing() -> None:
+    """The engine stops later, in the next operation over all learners."""
+    assert len(said("collected")) == 4
+    for facts in said("collected"):
+        assert not facts["hangs"], facts
+        assert "adpsgd-engine" not in facts["after"]["threads"], facts

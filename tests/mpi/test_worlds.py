@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -240,6 +241,74 @@ def test_shutdown_init_and_merge() -> None:
     assert len(said) == 3
 
 
+def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
+    """A bad option that is found late, and one that only another learner has."""
+    program = """
+        import threading, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        os.chdir(sys.argv[1])
+        secret = "secret"
+
+        def refused(**options):
+            try:
+                hvd.init(config=Config(super_learner_size=1, join_secret_file=secret, **options))
+            except Exception as error:
+                ends = time.monotonic() + 60
+                while threads() and time.monotonic() < ends:
+                    time.sleep(0.01)
+                return type(error).__name__, hvd.is_initialized(), threads()
+
+        def threads():
+            names = [thread.name for thread in threading.enumerate()]
+            return [name for name in names if name in ("hvd_adpsgd.door", "hvd_adpsgd.watching")]
+
+        refusals = [
+            refused(engine_cpus="x"),
+            refused(dashboard="no address") if rank == 1 else refused(dashboard="127.0.0.1:0"),
+        ]
+        hvd.init(config=Config(super_learner_size=1, record="record", timeline="trace.json"))
+        from mpi4py import MPI
+        os.chdir("/")  # files named before stay where they are
+        model = torch.nn.Linear(2, 2)
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        say(rank=rank, refusals=refusals, total=total, mpi=MPI.COMM_WORLD.allreduce(rank))
+        hvd.shutdown()
+    """
+    result = run_learners(2, program, args=[str(tmp_path)], timeout=90).checked()
+    for rank in range(2):
+        assert (tmp_path / f"trace.{rank}.json").exists()
+        assert '"left"' in (tmp_path / "record" / f"{rank}.jsonl").read_text()
+    assert "deleted" not in result.stderr
+    for facts in result.by_rank():
+        assert facts["refusals"] == [["ConfigError", False, []]] * 2, result.report()
+        assert (facts["total"], facts["mpi"]) == (2.0, 1)
+
+
+@pytest.mark.parametrize("how", ["spawn", pytest.param("forkserver", marks=pytest.mark.extended)])
+def test_a_worker_that_imports_the_script_again_is_refused(how: str) -> None:
+    """A script without `if __name__ == "__main__":`."""
+    program = """
+        import multiprocessing, torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        worker = multiprocessing.get_context(sys.argv[1]).Process(target=print)
+        try:
+            worker.start()
+            worker.join()
+            end = worker.exitcode
+        except OSError as error:  # the fork server has ended
+            end = type(error).__name__
+        say(rank=hvd.rank(), end=end, total=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+    """
+    result = run_learners(1, program, args=[how], timeout=120).checked()
+    (facts,) = result.by_rank()
+    assert facts["end"] != 0 and facts["total"] == 1.0, result.report()
+    assert result.stderr.count("this is a child process of the learner with pid") == 1
+
+
 def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
     """Learner 0 fails while learner 1 is busy: it leaves, learner 1 goes on and has the last word."""
     program = """
@@ -267,6 +336,69 @@ def test_leaving_without_the_others_is_bounded_and_ends_nothing() -> None:
     assert first["seconds"] > 0.4
     assert second == {"rank": 1, "gone": True, "alone": 7.0}
     assert result.returncode == 5, result.report()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "averaging"),
+    [
+        ("mpirun", "periodic_averaging:period=1"),
+        *(
+            pytest.param(launcher, averaging, marks=pytest.mark.extended)
+            for launcher, averaging in (
+                ("srun", "periodic_averaging:period=1"),
+                ("mpirun", "synchronous_gossip"),
+                ("srun", "random_pairs"),
+            )
+        ),
+    ],
+)
+def test_operations_continue_without_a_learner_that_has_left(
+    launcher: str, averaging: str, tmp_path: Path
+) -> None:
+    """Learner 0 makes fewer steps and returns from shutdown(); its process stays until all are done."""
+    program = """
+        import pathlib, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
+        rank, folder = hvd.rank(), pathlib.Path(sys.argv[1])
+        model = torch.nn.Linear(10, 10)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), averaging=sys.argv[2])
+        steps = []
+        for _ in range(2 if rank == 0 else 4):
+            try:
+                optimizer.zero_grad()
+                model(torch.ones(2, 10)).sum().backward()
+                optimizer.step()
+                steps.append("")
+            except Exception as error:
+                steps.append(type(error).__name__)
+        if rank == 0:
+            hvd.shutdown()
+            ends = time.monotonic() + 100
+            while len(list(folder.iterdir())) < 2 and time.monotonic() < ends:
+                time.sleep(0.01)
+            sys.exit()
+        objects = hvd.allgather_object("x" * 2**20)  # a large message to learner 0, too
+        sums = [hvd.allreduce(torch.full((300_000,), 1.0), op=hvd.Sum)[-1].item() for _ in range(3)]
+        try:
+            with hvd.on_failure("raise"):
+                hvd.barrier()
+        except Exception as error:
+            told = type(error).__name__ + ": " + str(error)
+        say(rank=rank, objects=len(objects), sums=sums, told=told, failed=hvd.failed_ranks(), steps=steps)
+        (folder / str(rank)).touch()
+    """
+    args = [str(tmp_path), averaging]
+    result = run_learners(3, program, args=args, launcher=launcher, timeout=120).checked()
+    facts = {f["rank"]: f for f in result.said}
+    assert sorted(facts) == [1, 2], result.report()
+    for fact in facts.values():
+        assert (fact["objects"], fact["sums"], fact["failed"]) == (2, [2.0] * 3, [])
+        assert fact["steps"][:2] == ["", ""] and {*fact["steps"]} <= {"", "PeerFailedError"}
+        assert fact["told"].startswith("PeerFailedError: barrier: learners [0] of 3 are gone")
+    assert "are gone" not in result.stderr, "it has left in order"
 
 
 @pytest.mark.parametrize(

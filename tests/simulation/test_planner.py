@@ -158,6 +158,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         "--random-seed 100000000000000000000",
         *(f"--minutes {value}" for value in ("nan", "0", "-1", "inf")),
         *(f"--rate {value}" for value in ("nan", "0", "-1", "inf")),
+        *(f"--share {value}" for value in ("nan", "0", "-1", "2")),
     ],
 )
 def test_a_number_out_of_its_bound_is_refused(

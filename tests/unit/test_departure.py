@@ -37,13 +37,13 @@ START = """
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts START and a program, which says its pid first; ends it afterwards."""
+    """Starts START and a program, which says its pid first, below other commands; ends it afterwards."""
     running: list[subprocess.Popen] = []
 
-    def run(program: str) -> tuple[subprocess.Popen, int]:
+    def run(program: str, *above: str) -> tuple[subprocess.Popen, int]:
         source = textwrap.dedent(START) + textwrap.dedent(program)
         process = subprocess.Popen(
-            [sys.executable, "-c", source],
+            [*above, sys.executable, "-c", source],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,3 +126,16 @@ def test_a_forked_child_ends_by_the_signal_alone(start):
     """)
     assert rest(process) == [str(-signal.SIGTERM)]
     assert process.returncode == 0
+
+
+def test_the_first_process_of_a_container_ends_too(start):
+    """The kernel drops a signal that process 1 of a namespace sends to itself."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no namespaces for processes here")
+    process, _ = start(
+        "preemption.watch(departure()); print(os.getpid(), flush=True); os.kill(1, 15); wait_here()",
+        *unshare,
+    )
+    assert rest(process) == ["1", "last", "first"]
+    assert process.returncode == 128 + signal.SIGTERM

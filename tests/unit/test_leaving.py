@@ -43,7 +43,7 @@ def test_one_of_the_living_waits_if_none_of_them_fails(data):
 
 
 SCRIPT = """
-import sys
+import os, sys, threading
 import mpi4py
 mpi4py.rc.initialize = False
 from hvd_adpsgd.runtime import shutdown
@@ -67,6 +67,16 @@ assert not shutdown.script_fails()
         ("sys.exit('a message')", True),
         ("raise ValueError", True),
         ("try:\n    sys.exit(3)\nfinally:\n    print()", True),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", False),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    sys.exit(0)", False),
+        ("def main():\n    with open(os.devnull):\n        sys.exit(3)\nmain()", True),
+        (
+            "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()",
+            False,
+        ),
+        ("exit(1)", True),
+        ("quit(1)", True),
+        pytest.param("quit()", False, marks=pytest.mark.extended),
         ("raise SystemExit(3)", False),  # a weakness: see docs/failures.md
     ],
 )
@@ -75,3 +85,80 @@ def test_whether_the_script_fails(end, fails):
         [sys.executable, "-c", SCRIPT.format(end=end)], capture_output=True, text=True, timeout=120
     )
     assert said.stdout.split()[-1:] == [str(fails)], said.stderr
+
+
+AS_CHILD = """
+import multiprocessing, sys
+from types import SimpleNamespace
+from hvd_adpsgd.runtime import shutdown
+
+def learner():
+    shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
+    shutdown.exit_state.goodbye = {goodbye}
+    shutdown.exit_state.has_failures = True
+    shutdown.at_exit(lambda: print(shutdown.script_fails()), lambda: 1.0)
+    {end}
+
+child = multiprocessing.get_context("fork").Process(target=learner)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+ALONE = "SimpleNamespace(rank=0, ranks=(0,), ended=lambda: set())"
+
+
+@pytest.mark.parametrize(
+    ("end", "goodbye", "expected"),
+    [
+        ("pass", None, ["False", "0"]),
+        ("pass", ALONE, ["False", "75"]),
+        ("sys.exit(3)", ALONE, ["True", "3"]),
+        ("1 / 0", ALONE, ["True", "1"]),
+    ],
+)
+def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, goodbye, expected):
+    script = AS_CHILD.format(end=end, goodbye=goodbye)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.stdout.split() == expected, said.stderr
+
+
+LAST = f"""
+import os, sys
+from types import SimpleNamespace
+from hvd_adpsgd.runtime import shutdown
+shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
+shutdown.exit_state.goodbye = {ALONE}
+shutdown.exit_state.has_failures = True
+shutdown.at_exit(lambda: None, lambda: 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 75),
+        ("sys.stdout = None", 75),
+        ("sys.stdout.close()", 75),
+        pytest.param("sys.stdout = sys.stderr = None", 75, marks=pytest.mark.extended),
+        ("sys.stdout = object()", 120),  # Python's own, where it cannot flush
+        ("if os.fork() == 0: sys.exit(0)\nsys.exit(os.wait()[1])", 75),  # the child ends with 0
+    ],
+)
+def test_a_failure_of_others_is_the_status_whatever_the_output_is(end, status):
+    said = subprocess.run([sys.executable, "-c", LAST + end], capture_output=True, text=True)
+    assert said.returncode == status, said.stderr
+
+
+def test_a_process_without_mpi_does_not_start_it_at_its_end():
+    """In a job of torchrun, whether it leaves or init() has failed."""
+    script = """
+import atexit, sys
+from types import SimpleNamespace
+atexit.register(lambda: print("mpi4py.MPI" in sys.modules))  # runs last
+from hvd_adpsgd.runtime import shutdown
+barrier = SimpleNamespace(rank=0, ranks=(0, 1), ended=lambda: {1})
+print(shutdown.Teardown(barrier, None, (0, 1), None).ends_last(5.0), "mpi4py.MPI" in sys.modules)
+shutdown.at_exit(lambda: None, lambda: 1.0)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.stdout.split() == ["True", "False", "False"], said.stderr

@@ -563,6 +563,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert report_command.main([str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert report_command.main([str(tmp_path), "-o", str(tmp_path / "no" / "x")]) == 2
+    before = (tmp_path / "0.jsonl").read_bytes()
+    assert report_command.main([str(tmp_path), "-o", str(tmp_path / "0.jsonl")]) == 2
+    assert (tmp_path / "0.jsonl").read_bytes() == before
+    assert top.main(["--json", "http://[::1"]) == 2
+    assert "top: no run at 'http://[::1'" in capsys.readouterr().err
     monkeypatch.setenv("HVD_ADPSGD_RECORD", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "140")
     assert top.main(["--once"]) == 0

@@ -33,6 +33,7 @@ cdef void _end(int status, void *argument) noexcept nogil:
     if keeps_status:
         _exit(status)
     kill(getpid(), SIGKILL)
+    _exit(status)  # the first process of a container does not get its own signals
 
 
 def end_without_finalize(bint last, int verdict=0):
@@ -41,7 +42,7 @@ def end_without_finalize(bint last, int verdict=0):
     With its status if that is 0 or if `last`, else by SIGKILL.
 
     Args:
-        last: no other process of the job runs.
+        last: no other process of the job runs, or none hears of this one's status from Open MPI's launcher.
         verdict: status to end with instead of 0; must be 0 unless `last`.
 
     Raises:

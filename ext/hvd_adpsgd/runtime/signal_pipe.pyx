@@ -36,6 +36,7 @@ cdef extern from *:
         sigaddset(&mask, number);
         pthread_sigmask(SIG_UNBLOCK, &mask, NULL);
         kill(getpid(), number);
+        _exit(128 + number);    /* still here: process 1 of a container, to which no signal of its own comes */
     }
 
     static void adpsgd_heard(int number)
@@ -91,6 +92,9 @@ def listen(int number, int fd, bint ends=False):
 
 
 def end_by(int number):
-    """End this process by the signal, as if nobody had listened to it; from any thread."""
+    """End this process by the signal, as if nobody had listened to it; from any thread.
+
+    The first process of a container, which cannot signal itself, ends with the status that a shell shows for it.
+    """
     with nogil:
         adpsgd_end_by(number)

@@ -51,7 +51,14 @@ _LEAST = {
     "straggler": 0.0,
     "device_ms": 0.0,
     "pause_ms": 0.0,
+    "steps": 1,
+    "seconds": 0.1,
+    "slow": 0.0,
+    "columns": 1,
+    "simulated": 0,
+    "windows": 0,
 }
+_LEAST_OF = {"gossip": {"steps": 0}}
 
 _MEANINGS = {
     "memcpy_gb_per_s": "read and written",
@@ -276,15 +283,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the learners, print what they measured. Returns the exit status."""
+    """Launch the learners, print what they measured. Returns 0, 1 if they failed, 2 for a wrong argument."""
     try:
-        require_at_least(_LEAST, vars(args))
+        require_at_least(_LEAST | _LEAST_OF.get(args.kind, {}), vars(args))
+        return _run(args)
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
-        return 1
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
     if asked.get("picture"):
         return _draw_overlap(asked)
+    result: dict[str, Any] | None
     if args.kind in _HERE:
         result = _measure_here(args)
     elif args.kind == "watching":
@@ -307,14 +319,9 @@ def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> No
             )
 
 
-def _measure_here(args: argparse.Namespace) -> dict[str, Any] | None:
-    """By a module that needs no launcher, or starts its own; None for an argument that is refused."""
-    module = importlib.import_module(f"{__name__}.{args.kind}")
-    try:
-        return dict(module.measure(args))
-    except ConfigError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return None
+def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
+    """By a module that needs no launcher, or starts its own."""
+    return dict(importlib.import_module(f"{__name__}.{args.kind}").measure(args))
 
 
 def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:

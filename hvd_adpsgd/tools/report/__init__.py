@@ -36,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(folder: str, output: Path) -> Path:
+    if output.suffix == ".jsonl":
+        raise ConfigError(
+            f"no page: {str(output)!r} would be a file of a record. Name another file with -o."
+        )
     text = page(read(folder))
     try:
         output.write_text(text, "utf-8")

@@ -24,7 +24,10 @@ def fetched(url: str) -> list[bytes]:
     Raises:
         ConfigError: if there is no such page, or it refuses.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise _none(url, str(error)) from error
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({})
     )  # the token is for it alone

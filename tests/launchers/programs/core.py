@@ -87,6 +87,10 @@ def main() -> None:
     for averaging in ("random_pairs", "delay_by_one"):
         facts[averaging] = train(averaging)
     hvd.barrier()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # not a learner
+    facts["forked"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     hvd.shutdown()
     hvd.init()  # again
     facts["again"] = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from learner import DEADLINE_S, outcome, say
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.torch import watching
 
 WRAPS = 20
 
@@ -62,6 +64,31 @@ def wrap_and_drop() -> None:
         advance(model, optimizer)
 
 
+def collected() -> None:
+    """Collected in the midst of a look of the watcher: nothing of ours waits there for anything."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = wrapped(model)
+    advance(model, optimizer)
+    lock = threading.Lock()
+    for watcher in watching.running():
+        watcher.look()  # which then wants a last look at the end of this optimizer
+        lock = watcher._lock
+
+    def collect() -> None:
+        nonlocal optimizer
+        with lock:
+            optimizer = None
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(30)
+    hangs = thread.is_alive()
+    if not hangs:  # the next operation stops the engine
+        hvd.barrier()
+    say(case="collected", hangs=hangs, after=held(), leads=hvd.is_leader())
+
+
 def dropped() -> None:
     for _ in range(3):
         wrap_and_drop()
@@ -94,4 +121,6 @@ if __name__ == "__main__":
     dropped()
     hvd.barrier()
     closed()
+    hvd.barrier()
+    collected()
     hvd.shutdown()
