@@ -27,6 +27,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 OPTIMIZERS = "SGD nesterov Adam AdamW RMSprop Adagrad Adadelta NAdam RAdam".split()
 STEPS = 12  # of same_in_node.py
+BY_HAND = {"as_by_hand": True, "apart": False}
 
 Facts = dict[str, Any]
 
@@ -87,6 +88,11 @@ def test_same_in_super_learners_of_three(name: str) -> None:
         ("closure", {"returns_loss": True}),
         ("accumulate", {}),
         ("clip", {"clipped": True}),
+        ("changed", BY_HAND),
+        ("changed_in_groups", BY_HAND),
+        ("changed_parts", BY_HAND),
+        ("checkpointed", BY_HAND),
+        ("naive_scaler", {"skipped": 3}),
         ("hooks", {"before": STEPS, "after": STEPS, "lr": pytest.approx(0.01 * 0.9**12)}),
         ("scaled", {"skipped": 3}),
         ("dynamic", {}),
