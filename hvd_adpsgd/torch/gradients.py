@@ -26,7 +26,14 @@ class _Mark(NamedTuple):
 
     def is_of(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter still has this gradient, changed or not."""
-        return (None if self.grad is None else self.grad()) is parameter.grad
+        if self.grad is None or parameter.grad is None:
+            return self.grad is None and parameter.grad is None
+        return self.grad() is parameter.grad
+
+    def is_as_it_was(self, parameter: torch.Tensor) -> bool:
+        """Whether it has this gradient, and the gradient is not changed."""
+        grad = parameter.grad
+        return self.is_of(parameter) and (grad is None or grad._version == self.version)
 
 
 class Gradients:
@@ -60,7 +67,7 @@ class Gradients:
 
     def changed(self) -> list[torch.Tensor]:
         """Parameters whose gradients are with Horovod and were changed or replaced meanwhile."""
-        return [p for p, mark in self._submitted.items() if mark != _Mark.of(p)]
+        return [p for p, mark in self._submitted.items() if not mark.is_as_it_was(p)]
 
     def average(self, parameters: Parameters, by_backward: bool) -> None:
         """The gradients of these parameters are averaged."""
@@ -77,10 +84,8 @@ class Gradients:
 
     def is_same(self, in_place: bool) -> bool:
         """Whether no averaged gradient was replaced; with `in_place`, nor changed."""
-        marks = self._averaged.items()
-        return self.averaged and all(
-            mark == _Mark.of(p) if in_place else mark.is_of(p) for p, mark in marks
-        )
+        test = _Mark.is_as_it_was if in_place else _Mark.is_of
+        return self.averaged and all(test(mark, p) for p, mark in self._averaged.items())
 
     def release(self) -> None:
         """They are used or dropped: new ones may come."""

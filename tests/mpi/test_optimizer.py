@@ -269,6 +269,15 @@ def test_checkpoint_of_plain_horovod_continues_identically(tmp_path: Path) -> No
 
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "before_init": ("NotInitializedError", ("hvd.init()",)),
+    "clipped_too_early": (
+        "GradientOrderError",
+        ("'used.", " and 1 more", "2 of 4 parameters", "'unused.", "synchronize()", "freeze"),
+    ),
+    "scaled_too_early": ("GradientOrderError", ("'used.", "2 of 4", "synchronize()")),
+    "stepped_too_early": ("GradientOrderError", ("skip_synchronize()", "its own")),
+    "clipped_with_adasum": ("GradientOrderError", ("op=Adasum", "without effect", "hook")),
+    "accumulated": ("GradientOrderError", ("more than backward_passes_per_step=1", "zero_grad()")),
+    "accumulated_too_often": ("GradientOrderError", ("backward_passes_per_step=2",)),
     "other_names": ("ModelMismatchError", ("tensor 0", "weightx", "learner 3", "same names")),
     "other_shapes": ("ModelMismatchError", ("weight float32[2, 3]", "learner 2", "[3, 3]")),
     "other_shapes_in_the_node": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),

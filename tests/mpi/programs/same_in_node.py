@@ -267,7 +267,10 @@ class Scaled(Case):
 
 
 class Dynamic(Case):
-    """In each step each learner leaves out some layers, not the same as the others do."""
+    """In each step each learner leaves out some layers, not the same as the others do.
+
+    One whose gradients are complete meets one that lacks some in an operation between backward() and step().
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -276,9 +279,18 @@ class Dynamic(Case):
     def loss(self, step: int) -> torch.Tensor:
         x = self.inputs(step)
         for i, layer in enumerate(self.model):  # type: ignore[arg-type]
-            if (step + hvd.rank() + i) % 3 and (step != 5 or i < 2):
+            whole = step % 4 == hvd.rank()
+            if whole or ((step + hvd.rank() + i) % 3 and (step != 5 or i < 2)):
                 x = torch.tanh(layer(x))
         return x.square().mean() if x.requires_grad else self.model[0](x).square().mean()
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        where = [hvd.super_learner, hvd.global_process_set][step // 4 % 2]
+        hvd.allreduce(loss.detach(), name=f"loss.{step}", process_set=where)
+        self.optimizer.step()
 
 
 class Growing(Case):
