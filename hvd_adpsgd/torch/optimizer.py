@@ -146,6 +146,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         _say_nothing_to_average(world, spec.strategy)
         type(wrapped).close = _unhook
+        _repair(wrapped)
         if world.config.timeline is not None:
             _record_parts(wrapped, StepRecord(world))
         return wrapped
@@ -311,6 +312,33 @@ def _inner_process_set(process_set: Any, world: World) -> Any:
             "run one super learner."
         )
     return process_set
+
+
+def _repair(wrapped: Any) -> None:
+    """With one super learner: accept what torch's optimizers accept and Horovod's do not."""
+    kind = type(wrapped)  # Horovod made this class for this instance
+    wrapped._compression = _Reducible(wrapped._compression)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        _require_no_handles(self)
+        super(kind, self).zero_grad(set_to_none)
+
+    kind.zero_grad = zero_grad
+    if hasattr(wrapped, "_starting_models"):  # Adasum reduces parameters
+        return
+    reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
+
+    def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+        _lay_out_gradient(parameter)
+        return reduce(self, parameter)
+
+    def grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+        for parameter in parameters:
+            _lay_out_gradient(parameter)
+        return reduce_group(self, parameters)
+
+    kind._allreduce_grad_async = allreduce_grad_async
+    kind._grouped_allreduce_grad_async = grouped_allreduce_grad_async
 
 
 def _record_parts(wrapped: Any, record: StepRecord) -> None:
@@ -614,13 +642,17 @@ class _Reducible:
 
 
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    _require_no_handles(self)
+    self._gradients.release()
+    super(self.__class__, self).zero_grad(set_to_none)
+
+
+def _require_no_handles(self: Any) -> None:
     if self._handles:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
             "optimizer.synchronize(). This is prohibited as it can cause a race condition."
         )
-    self._gradients.release()
-    super(self.__class__, self).zero_grad(set_to_none)
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
