@@ -502,7 +502,23 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
         for _ in range(5):
             once()
         say(rank=hvd.rank(), first=first, last=held())
+
+        from hvd_adpsgd.torch.averaging import Averaging
+        def fails(self):
+            raise MemoryError("no page can be locked")
+        Averaging._stage = fails
+        tasks = len(os.listdir("/proc/self/task"))
+        try:
+            once()
+        except MemoryError as error:
+            message = str(error)
+        say(rank=hvd.rank(), failed=message, more=len(os.listdir("/proc/self/task")) - tasks, left=held())
     """
     for facts in run_learners(2, program, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).by_rank():
         assert facts["first"][0] == facts["last"][0] == 0, facts
         assert facts["last"][1] <= facts["first"][1], facts
+        assert facts["failed"] == "no page can be locked"
+        assert facts["more"] == 0, (
+            "the engine of an optimizer that could not be wrapped has stopped"
+        )
+        assert facts["left"][1] <= facts["first"][1], facts
