@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 __all__ = ["Mates"]
 
 _COMPLETE, _JOINED, _ASKED = range(3)  # columns
-_PAUSE_S = 2e-4  # between two looks; Horovod's own cycle is 1 ms
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks; Horovod's own cycle is 1 ms
 
 
 class Mates:
@@ -82,6 +82,7 @@ class Mates:
             not begun, or for the gradients of another optimizer: to wait for it would never end.
         """
         others = list(others)
+        pause = _SHORTEST_PAUSE_S
         while True:
             late = (self._rows[:, _COMPLETE] <= self.sets) & (self._rows[:, _JOINED] == 0)
             if not late.any() or are_averaged():
@@ -90,7 +91,8 @@ class Mates:
                 self._waits_for_this(late, column, mates) for column, mates in self._waits(others)
             ):
                 return False
-            time.sleep(_PAUSE_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def _waits(self, others: Iterable[Mates]) -> list[tuple[int, Mates]]:
         return [(_ASKED, self), *((_COMPLETE, other) for other in others)]

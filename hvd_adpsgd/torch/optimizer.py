@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import sys
 import warnings
@@ -22,6 +23,7 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
+from torch.amp import grad_scaler
 
 from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config
@@ -529,9 +531,18 @@ def _average_after_backward(self: Any) -> None:
     """Average, unless another learner of the super learner lacks gradients and waits for this one."""
     if not self._handles:  # a hook has called step() or synchronize()
         return
-    handles = [handle for handle, _ in self._handles.values() if isinstance(handle, int)]
+    handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
     if self._averaging.all_submit(lambda: all(map(horovod.poll, handles))):
         _average(self, by_backward=True)
+
+
+def _pollable(handle: Any) -> list[int]:
+    """Horovod's handles; those of a sparse gradient are inside the function that Horovod gives for it."""
+    if isinstance(handle, int):
+        return [handle]
+    assert handle is not None, "every gradient is submitted"
+    held = inspect.getclosurevars(handle).nonlocals
+    return [value for name, value in held.items() if name.endswith("_handle")]
 
 
 def _synchronize(self: Any) -> None:
@@ -563,8 +574,8 @@ def _is_called_by_scaler() -> bool:
     """Whether GradScaler calls step(): it has unscaled the gradients, which their version does not show."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
+        if frame.f_code.co_filename == grad_scaler.__file__:
+            return bool(frame.f_locals["self"].is_enabled())
         frame = frame.f_back
     return False
 
@@ -586,11 +597,14 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
     missing = gradients.missing(self._requires_update) if changed else []
     again = not self._handles and gradients.is_same(in_place=averaging.world.inner_size == 1)
     gradients.release()
+    for parameter in changed:
+        _lay_out_gradient(parameter)  # Horovod needs one to overwrite
     with averaging.reducing(len(self._requires_update), again):
         self._horovod.synchronize(self)
-    gradients.average(_reduced(self), by_backward)
     if changed:
-        _refuse_changed(self, changed, missing)
+        gradients.forget()
+        _refuse_changed(self, changed, missing, by_backward)
+    gradients.average(_reduced(self), by_backward)
 
 
 def _reduced(self: Any) -> Iterable[torch.Tensor]:
@@ -600,14 +614,18 @@ def _reduced(self: Any) -> Iterable[torch.Tensor]:
     return self._requires_update or self._allreduce_delay
 
 
-def _refuse_changed(self: Any, changed: list[torch.Tensor], missing: list[torch.Tensor]) -> None:
+def _refuse_changed(
+    self: Any, changed: list[torch.Tensor], missing: list[torch.Tensor], by_backward: bool
+) -> None:
     why = "another learner of the super learner was in another operation"
     if missing:
         count = f"{len(missing)} of {len(self._requires_update)} parameters"
         why = f"{count} got no gradient ({_named(self, missing)})"
+    if by_backward:
+        why = "a hook changed it inside backward()"
     raise GradientOrderError(
         f"step {self._averaging.step}: the gradient of {_named(self, changed)} was changed while the "
-        f"super learner averaged it. backward() could not wait for the average, because {why}. Call "
+        f"super learner averaged it: backward() had not waited for the average, because {why}. Call "
         "optimizer.synchronize() after backward(), before gradients are changed; or freeze parameters that "
         "the loss does not use (requires_grad_(False)) before wrapping."
     )

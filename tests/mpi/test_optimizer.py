@@ -275,6 +275,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "scaled_too_early": ("GradientOrderError", ("'used.", "2 of 4", "synchronize()")),
     "stepped_too_early": ("GradientOrderError", ("skip_synchronize()", "its own")),
+    "changed_by_a_hook": ("GradientOrderError", ("'weight'", "a hook", "inside backward()")),
     "clipped_with_adasum": ("GradientOrderError", ("op=Adasum", "without effect", "hook")),
     "accumulated": ("GradientOrderError", ("more than backward_passes_per_step=1", "zero_grad()")),
     "accumulated_too_often": ("GradientOrderError", ("backward_passes_per_step=2",)),

@@ -42,9 +42,9 @@ def join(device: int = -1) -> int:
             done.
         CollectiveMismatchError: on all learners, if one calls another operation over all learners.
     """
-    if inner_process_set(None, "join") is not None:
-        return int(horovod.join(device))
     world = worlds.current()
+    if world.is_plain:
+        return int(horovod.join(device))
     call = Call("join", private=(time.time(), world.rank))
     with joined(device):
         calls = run_call(world, call, lambda attempt: attempt.calls)

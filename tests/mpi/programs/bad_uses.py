@@ -235,6 +235,18 @@ def stepped_too_early() -> None:
             optimizer.step()
 
 
+def changed_by_a_hook() -> None:
+    """That runs after Horovod's."""
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+
+        def late(*_: Any) -> None:
+            model.weight.grad.mul_(0.5)  # type: ignore[operator, union-attr]
+
+        optimizer._grad_accs[0].register_hook(late)
+        backward(model, optimizer)
+
+
 def clipped_with_adasum() -> None:
     model = linear()
     with retired(wrap(model, op=hvd.Adasum)) as optimizer:
@@ -291,6 +303,7 @@ CASES: dict[str, Any] = {
         clipped_too_early,
         scaled_too_early,
         stepped_too_early,
+        changed_by_a_hook,
         clipped_with_adasum,
         accumulated,
         accumulated_too_often,

@@ -290,7 +290,7 @@ class Dynamic(Case):
         loss.backward()
         where = [hvd.super_learner, hvd.global_process_set][step // 4 % 2]
         hvd.allreduce(loss.detach(), name=f"loss.{step}", process_set=where)
-        self.optimizer.step()
+        torch.amp.GradScaler("cpu", enabled=False).step(self.optimizer)
 
 
 class Growing(Case):
