@@ -317,7 +317,7 @@ class Averaging:
         with self.record.part("inner_allreduce", self.step), in_node(self):
             yield
         self._submitted = 0
-        self.mates.sets += 1
+        self.mates.averaged()
         if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:

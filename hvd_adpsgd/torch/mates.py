@@ -26,7 +26,8 @@ class Mates:
 
         complete    sets of which the learner has submitted every gradient
         joined      0, or 1 + the first set to which it contributes zeros because it has called join()
-        asked       operations other than gradient averaging that it has begun
+        asked       operations other than gradient averaging that it has begun since the last set, behind the
+                    number of that set: a count that differed before (after an error) is alike again
 
     Args:
         inner: communicator of the super learner (mpi4py).
@@ -40,6 +41,13 @@ class Mates:
         self._rows: NDArray[np.int64] = shared_counters(3, inner)
         self._mine = self._rows[rank]
         self.sets = 0
+        self._asked = 0
+
+    def averaged(self) -> None:
+        """One more set of gradients is averaged."""
+        self.sets += 1
+        self._asked = 0
+        self._mine[_ASKED] = self.sets << 32
 
     def submitted(self) -> None:
         """Every gradient of the set under way is submitted, or is submitted next without a wait."""
@@ -47,7 +55,8 @@ class Mates:
 
     def asks(self) -> None:
         """Note that this learner begins an operation of all learners, or of the super learner."""
-        self._mine[_ASKED] += 1
+        self._asked += 1
+        self._mine[_ASKED] = (self.sets << 32) + self._asked
 
     def joins(self) -> None:
         """Note that this learner makes no more steps until all learners have called join()."""
@@ -55,8 +64,8 @@ class Mates:
 
     def returns(self, sets: int) -> None:
         """All learners have called join(): this one goes on with set number `sets`."""
-        self.sets = sets
-        self._mine[_COMPLETE], self._mine[_JOINED] = sets, 0
+        self.sets, self._asked = sets, 0
+        self._mine[:] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
         """Whether a learner contributes zeros to the set that was averaged last.

@@ -81,7 +81,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Wrap `optimizer`: gradients are averaged in the node, models between nodes.
 
     Inside the super learner every argument up to `process_set` means what it means in Horovod. All
-    learners of the job must call this together, with the same arguments.
+    learners of the job must call this together, with the same arguments. With several super learners,
+    backward() returns when the gradients are averaged, so they may be clipped before step().
 
     Args:
         optimizer: any torch optimizer but LBFGS.

@@ -123,6 +123,13 @@ def test_a_learner_does_not_wait_for_one_that_waits_for_it() -> None:
     me.asks()
     other.submitted()
     assert me.all_submit([], never), "that operation is over"
+    other.asks()  # and it alone has raised an error
+    for one in (me, other, third):
+        one.averaged()
+    third.submitted()
+    me.submitted()
+    waits = iter((False, False, True))
+    assert me.all_submit([], lambda: next(waits)), "it is only late, and not ahead"
 
 
 def test_a_learner_does_not_wait_for_one_that_waits_with_another_optimizer() -> None:
@@ -141,14 +148,14 @@ def test_a_learner_that_has_joined_is_not_waited_for() -> None:
     other.joins()  # after 0 sets
     me.submitted()
     assert me.all_submit([], never)
-    me.sets = 1
+    me.averaged()
     assert me.has_joined(1)
     assert me.someone_has_joined()
     other.returns(1)
     assert not me.someone_has_joined()
     other.joins()  # it has contributed to set 0, of which the other learner may still be
     assert not me.has_joined(1)
-    me.sets = 2
+    me.averaged()
     assert me.has_joined(1)
 
 
