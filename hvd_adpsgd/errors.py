@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "CopyError",
     "DeviceMovedError",
+    "GradientOrderError",
     "InnerOnlyError",
     "LaunchError",
     "LearnerFailedError",
@@ -133,6 +134,15 @@ class DeviceMovedError(AdpsgdError, RuntimeError):
     """A parameter changed device or storage after the optimizer was wrapped.
 
     Move the model first (`model.to(device)`), then wrap the optimizer.
+    """
+
+
+class GradientOrderError(AdpsgdError, AssertionError):
+    """Gradients were changed, or computed once more, at a moment when they are being averaged.
+
+    Without it the learners of a super learner would step with different numbers. It is also an AssertionError
+    because Horovod raises one in such places. Nothing was applied to the model. Call
+    `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new ones.
     """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
 
-__all__ = ["NO_SLOT", "Area", "Landing", "ModelMemory"]
+__all__ = ["NO_SLOT", "Area", "Landing", "ModelMemory", "Place"]
 
 _CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
 THREAD_NBYTES = 4 * 2**20  # a pass over less is not worth a thread, which is started for it
@@ -47,6 +47,14 @@ class Landing(NamedTuple):
 
     slot: int
     step: int
+
+
+class Place(NamedTuple):
+    """How many publications a learner has met; see ModelMemory."""
+
+    published: bool
+    calls: int
+    publications: int
 
 
 class ModelMemory:
@@ -223,17 +231,33 @@ class ModelMemory:
         opened = (self.store.published + 1) % self._nslots
         return any(area.mailbox.flags[opened].any() for area in self.areas)
 
-    def all_met(self) -> None:
+    def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
         """Call after a gradient all-reduce or a barrier of the node.
 
         Earlier, the leader may not have published, and the slot would still be filled.
+
+        Args:
+            has_joined: whether the learner of that rank was not there, but contributed zeros. If that is the
+                leader, it has not published either.
         """
         if self.published and not self._met:
+            if has_joined(self._leader):
+                self.published = False
+                return
             self._met = True
             if self._notes[self._calls % _ROWS]:
                 self._slot = self._publications % self._nslots
                 self._publications += 1
             self._calls += 1
+
+    def place(self) -> Place:
+        """Where this learner is among the publications, with nothing readable."""
+        assert not self._met
+        return Place(self.published, self._calls, self._publications)
+
+    def go_to(self, places: Sequence[Place]) -> None:
+        """Be where the leader is, of all learners' places: this one was away while others published."""
+        self.published, self._calls, self._publications = places[self._leader]
 
     def take(self) -> int:
         """The readable slot, which is applied now, or NO_SLOT."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,9 +103,9 @@ class ModelShards:
         for shard in self.shards:
             shard.publish()
 
-    def all_met(self) -> None:
+    def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
         for shard in self.shards:
-            shard.all_met()
+            shard.all_met(has_joined)
 
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1

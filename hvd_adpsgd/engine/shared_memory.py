@@ -22,7 +22,16 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["File", "Mailbox", "host_name", "private_memory", "slots_of", "try_file", "try_map"]
+__all__ = [
+    "File",
+    "Mailbox",
+    "host_name",
+    "private_memory",
+    "shared_counters",
+    "slots_of",
+    "try_file",
+    "try_map",
+]
 
 SHARED_FOLDER = "/dev/shm"
 NOTES = 64  # bytes
@@ -109,6 +118,29 @@ class Mailbox:
         if self.file is not None:
             os.close(self.file.handle)
             self.file = None
+
+
+def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
+    """Counters of the learners of a super learner, 0: each learner writes its own row, all read all rows.
+
+    A load or store of one counter is atomic.
+
+    Args:
+        columns: counters of a learner.
+        inner: communicator of the super learner (mpi4py); all of its learners call this together. None for
+            a learner alone.
+
+    Returns:
+        Shape (learners, columns).
+
+    Raises:
+        WorldError: as of Mailbox.
+    """
+    if inner is None or inner.Get_size() == 1:
+        return np.zeros((1, columns), np.int64)
+    width = -(-columns // 8) * 8  # a cache line of its own for each learner
+    memory, _ = _shared_memory(inner.Get_size() * width * 8, inner, False, 0)
+    return memory.view(np.int64).reshape(-1, width)[:, :columns]
 
 
 def host_name() -> str:

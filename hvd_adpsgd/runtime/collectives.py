@@ -159,6 +159,7 @@ class Collectives:
         ranks: ranks in the job of the learners that operations include.
         on_failure: "continue" or "raise", once learners have failed.
         joining: this is a joining learner that has not joined yet.
+        asked: called when an operation is asked for, also one of the super learner.
         before: called before each operation, on the thread that asks for it.
         turns: of operations; for those that another thread runs later.
 
@@ -180,6 +181,7 @@ class Collectives:
         quorum: str | None = None,
     ):
         self.on_failure = on_failure
+        self.asked: list[Callable[[], object]] = []
         self.before: list[Callable[[], object]] = []
         self._rank, self._size, self._membership = rank, size, membership
         self.turns = Turns()
@@ -267,9 +269,15 @@ class Collectives:
         """Do what must come before an operation; not in one that was prepared where it was asked for."""
         if self.turns.is_taken():
             return
+        self.asks()
         with self._preparing:
             for prepare in list(self.before):
                 prepare()
+
+    def asks(self) -> None:
+        """An operation, of all learners or of the super learner, is asked for."""
+        for note in list(self.asked):
+            note()
 
     def gather(self, doing: str, value: Any) -> list[Any]:
         """The values of the learners in `ranks`, in that order; a collective, see `run`.

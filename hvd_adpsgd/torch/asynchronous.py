@@ -7,6 +7,7 @@ must be the same on all learners. The script must leave the tensors alone until 
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
 from hvd_adpsgd.torch.collectives.calls import require_tensors
 from hvd_adpsgd.torch.collectives.gathers import gather
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
+from hvd_adpsgd.torch.devices import Stream, device_of
 
 __all__ = [
     "allgather_async",
@@ -140,7 +142,7 @@ def _allreduce(
     is_group = operation.startswith("grouped")
     require_tensors(operation, given if is_group else [given])
     reduced = reduction("grouped_allreduce" if is_group else "allreduce", *arguments)
-    return _begin(operation, lambda: act(reduced))
+    return _begin(operation, given if is_group else [given], lambda: act(reduced))
 
 
 def allgather_async(
@@ -151,7 +153,9 @@ def allgather_async(
     if inner is not None:
         return horovod.allgather_async(tensor, name, inner)
     require_tensors("allgather_async", [tensor])
-    return _begin("allgather_async", lambda: gather("allgather", name, [tensor])[0].tensor)
+    return _begin(
+        "allgather_async", [tensor], lambda: gather("allgather", name, [tensor])[0].tensor
+    )
 
 
 def grouped_allgather_async(
@@ -164,6 +168,7 @@ def grouped_allgather_async(
     require_tensors("grouped_allgather_async", tensors)
     return _begin(
         "grouped_allgather_async",
+        tensors,
         lambda: [one.tensor for one in gather("grouped_allgather", name, tensors)],
     )
 
@@ -180,7 +185,7 @@ def broadcast_async(
         return horovod.broadcast_async(tensor, root_rank or 0, name, inner)
     require_tensors("broadcast_async", [tensor])
     output = tensor.detach().clone()
-    return _begin("broadcast_async", lambda: _broadcast(output, root_rank, name))
+    return _begin("broadcast_async", [output], lambda: _broadcast(output, root_rank, name))
 
 
 def broadcast_async_(
@@ -194,7 +199,7 @@ def broadcast_async_(
     if inner is not None:
         return horovod.broadcast_async_(tensor, root_rank or 0, name, inner)
     require_tensors("broadcast_async_", [tensor])
-    return _begin("broadcast_async_", lambda: _broadcast(tensor, root_rank, name))
+    return _begin("broadcast_async_", [tensor], lambda: _broadcast(tensor, root_rank, name))
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) -> torch.Tensor:
@@ -205,20 +210,25 @@ def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) ->
 # ---- the thread ---------------------------------------------------------------------------------
 
 _asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+_starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def _begin(operation: str, act: Callable[[], Any]) -> Handle:
+def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], Any]) -> Handle:
     """Let the thread do it, in one operation over all learners, when its turn has come."""
     global _thread
     collectives = worlds.current().collectives
     with counted(operation) as caller:
         collectives.prepare()  # here: it may change the model, which is this thread's
-        handle, number = Handle(caller), collectives.turns.take()
-    if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
-        _thread = threading.Thread(target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True)
-        _thread.start()
-    _asked.put(lambda: _run(collectives, number, handle, act))
+        streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
+        with _starting:  # the order of the numbers is that of the queue
+            handle, number = Handle(caller), collectives.turns.take()
+            if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
+                _thread = threading.Thread(
+                    target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
+                )
+                _thread.start()
+            _asked.put(lambda: _run(collectives, number, handle, streams, act))
     return handle
 
 
@@ -227,10 +237,23 @@ def _work(asked: queue.SimpleQueue[Callable[[], None]]) -> None:
         asked.get()()
 
 
-def _run(collectives: Collectives, number: int, handle: Handle, act: Callable[[], Any]) -> None:
+def _run(
+    collectives: Collectives,
+    number: int,
+    handle: Handle,
+    streams: Sequence[Stream],
+    act: Callable[[], Any],
+) -> None:
+    """Act on the streams of the script: behind what computes the tensors, before what uses the result."""
+
+    def operate() -> None:
+        handle.result = act()
+
+    for stream in streams:
+        operate = functools.partial(stream.do, operate)
     try:
         with torch.no_grad(), collectives.turns.as_taken(number), on_behalf(handle.caller):
-            handle.result = act()
+            operate()
     except BaseException as error:
         handle.error = error
     handle.over.set()

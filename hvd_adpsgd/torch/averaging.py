@@ -34,6 +34,7 @@ from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
 from hvd_adpsgd.torch.cores import engine_cores, pass_threads
+from hvd_adpsgd.torch.mates import Mates
 from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
@@ -78,6 +79,8 @@ class Averaging:
         stopped: why averaging has stopped; "" while it runs.
         dropped: the optimizer was garbage collected, and `stop_dropped` has not seen it yet.
         at_stop: called by `stop`.
+        optimizer: the wrapped optimizer, None once it is freed.
+        mates: where the other learners of the super learner are.
         pauses: depth of nested pauses.
         lent: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
@@ -98,6 +101,7 @@ class Averaging:
         self.stopped = ""
         self.dropped = False
         self.at_stop: list[Callable[[], object]] = []
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.lent = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
@@ -107,17 +111,25 @@ class Averaging:
         self._ahead: ModelMemory | ModelShards | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
         self.shards = _shards(world, spec)
+        with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
+            self.mates = Mates(world.inner, world.inner_rank)
         self.engine = self.make_engine(
             world.outer if self._has_shard else None,
             world.members,
             functools.partial(_gather_from_counterparts, world, self._has_shard),
         )
-        self._stage()
+        try:
+            self._stage()
+        except BaseException:
+            self.engine.stop()  # nobody else can
+            self.engine.release()
+            raise
         world.teardown.at_shutdown(self.stop)
         world.departure.at_leave(self._say_goodbye)
         world.membership.sources.append(self._peer_news)
         if stop_dropped not in world.collectives.before:
             world.collectives.before.append(stop_dropped)
+        world.collectives.asked.append(self.mates.asks)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
         _live.append(self)
@@ -299,17 +311,29 @@ class Averaging:
         finally:
             self._steps.leave()
 
+    def all_submit(self, are_averaged: Callable[[], bool]) -> bool:
+        """Wait until every learner of the super learner has submitted its gradients; see Mates.all_submit."""
+        others = [averaging.mates for averaging in live() if averaging is not self]
+        return self.mates.all_submit(others, are_averaged)
+
     @contextlib.contextmanager
-    def reducing(self, gradients: int) -> Iterator[None]:
-        """Inside, wait for the node's all-reduces of this many gradients."""
+    def reducing(self, gradients: int, again: bool = False) -> Iterator[None]:
+        """Inside, wait for the node's all-reduces.
+
+        Args:
+            gradients: how many.
+            again: they are those of the last time: no round belongs to them.
+        """
         self.require_running()
+        self.mates.submitted()
         with self.record.part("inner_allreduce", self.step), in_node(self):
             yield
         self._submitted = 0
-        if self.plan.in_step is not None:
+        self.mates.averaged()
+        if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:
-            self.engine.memory.all_met()
+            self.engine.memory.all_met(self.mates.has_joined)
         self._require_quorum()
 
     def _require_quorum(self) -> None:
@@ -416,8 +440,11 @@ class Averaging:
         return self.absorb()
 
     def _publish_in_node(self) -> None:
-        """Publish, unless this step's gradient all-reduce has made a published slot readable."""
-        if not self.engine.memory.readable:
+        """Publish, unless this step's gradient all-reduce has made a published slot readable.
+
+        A learner that has called join() does not come: corrections wait in the open slot.
+        """
+        if not self.engine.memory.readable and not self.mates.someone_has_joined():
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
                 self.meet_in_node()
@@ -512,17 +539,16 @@ class Averaging:
         """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
         self.dropped = False
         self.stopped = self.stopped or why
-        while self.at_stop:
-            self.at_stop.pop()()
+        with contextlib.suppress(IndexError):  # another thread stops it, too
+            while True:
+                self.at_stop.pop()()
         world = self.world
-        if self.catch_up in world.collectives.before:
-            world.collectives.before.remove(self.catch_up)
+        _remove(world.collectives.asked, self.mates.asks)
+        _remove(world.collectives.before, self.catch_up)
         world.teardown.forget(self.stop)
         world.departure.forget(self._say_goodbye)
-        if self._peer_news in world.membership.sources:
-            world.membership.sources.remove(self._peer_news)
-        if self in _live:
-            _live.remove(self)
+        _remove(world.membership.sources, self._peer_news)
+        _remove(_live, self)
         self.engine.stop(broken=world.teardown.fails)
         world.membership.update(self._peer_news(), self.step)
         if not world.teardown.has_begun:
@@ -539,6 +565,12 @@ class Averaging:
     def _say_goodbye(self) -> None:
         """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
         self.engine.stop(within_s=preemption.GOODBYE_S)
+
+
+def _remove(items: list[Any], item: Any) -> None:
+    """Remove it if it is there, in one step: another thread may do the same."""
+    with contextlib.suppress(ValueError):
+        items.remove(item)
 
 
 def _report_nonfinite(averaging: Averaging) -> None:

@@ -178,6 +178,7 @@ def inner_process_set(process_set: Any, doing: str) -> Any | None:
     world = worlds.current()
     everyone = process_set is None or process_set is global_process_set
     if process_set is super_learner or (everyone and world.super_size == 1):
+        world.collectives.asks()
         return super_learner
     if everyone:
         return None

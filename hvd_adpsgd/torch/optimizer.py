@@ -12,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import horovod.torch as horovod
 import torch
+from torch.amp import grad_scaler
 
 from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config
@@ -27,6 +31,7 @@ from hvd_adpsgd.errors import (
     AdpsgdError,
     ConfigError,
     CopyError,
+    GradientOrderError,
     InnerOnlyError,
     StrategyMismatchError,
     UnsupportedOptimizerError,
@@ -40,6 +45,7 @@ from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live, stop_dropped
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree
+from hvd_adpsgd.torch.gradients import Gradients
 from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.parameters import AveragingSpec
 from hvd_adpsgd.torch.supported import require_models, require_supported
@@ -75,7 +81,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Wrap `optimizer`: gradients are averaged in the node, models between nodes.
 
     Inside the super learner every argument up to `process_set` means what it means in Horovod. All
-    learners of the job must call this together, with the same arguments.
+    learners of the job must call this together, with the same arguments. With several super learners,
+    backward() returns when the gradients are averaged, so they may be clipped before step().
 
     Args:
         optimizer: any torch optimizer but LBFGS.
@@ -143,12 +150,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         _say_nothing_to_average(world, spec.strategy)
         type(wrapped).close = _unhook
+        _repair(wrapped)
         if world.config.timeline is not None:
             _record_parts(wrapped, StepRecord(world))
         return wrapped
     wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
+    mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(_unhook, weakref.proxy(wrapped)))
     weakref.finalize(wrapped, mine.drop).atexit = False  # shutdown() stops what is left
     return wrapped
@@ -308,6 +317,33 @@ def _inner_process_set(process_set: Any, world: World) -> Any:
     return process_set
 
 
+def _repair(wrapped: Any) -> None:
+    """With one super learner: accept what torch's optimizers accept and Horovod's do not."""
+    kind = type(wrapped)  # Horovod made this class for this instance
+    wrapped._compression = _Reducible(wrapped._compression)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        _require_no_handles(self)
+        super(kind, self).zero_grad(set_to_none)
+
+    kind.zero_grad = zero_grad
+    if hasattr(wrapped, "_starting_models"):  # Adasum reduces parameters
+        return
+    reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
+
+    def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+        _lay_out_gradient(parameter)
+        return reduce(self, parameter)
+
+    def grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+        for parameter in parameters:
+            _lay_out_gradient(parameter)
+        return reduce_group(self, parameters)
+
+    kind._allreduce_grad_async = allreduce_grad_async
+    kind._grouped_allreduce_grad_async = grouped_allreduce_grad_async
+
+
 def _record_parts(wrapped: Any, record: StepRecord) -> None:
     """With one super learner: the parts of Horovod's steps go into the timeline."""
     kind = type(wrapped)  # Horovod made this class for this instance
@@ -329,6 +365,18 @@ def _record_parts(wrapped: Any, record: StepRecord) -> None:
         return loss
 
     kind.synchronize, kind.step = synchronize, step
+
+
+def _synchronize_for_step(self: Any) -> None:
+    if self._should_synchronize:
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
+                "it in `with optimizer.skip_synchronize():`.",
+                stacklevel=3,  # the line that calls step()
+            )
+        self.synchronize()
+    self._synchronized = False
 
 
 _said_nothing_to_average = False
@@ -381,6 +429,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     namespace["_horovod"] = horovods
     wrapped.__class__ = type(parent.__name__, (parent,), namespace)
     wrapped._compression = _Reducible(wrapped._compression)
+    wrapped._gradients = Gradients()
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -392,7 +441,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         if closure is None:
-            _synchronize_for_step(self)
+            _average_for_step(self)
             if not averaging.before_optimizer():
                 averaging.finish_step()
                 return None
@@ -402,18 +451,6 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         return loss
 
 
-def _synchronize_for_step(self: Any) -> None:
-    if self._should_synchronize:
-        if self._synchronized:
-            warnings.warn(
-                "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
-                "it in `with optimizer.skip_synchronize():`.",
-                stacklevel=3,  # the line that calls step()
-            )
-        self.synchronize()
-    self._synchronized = False
-
-
 def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
     if closure is None:
         return None
@@ -421,25 +458,50 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
-        if self._should_synchronize:
-            self.synchronize()
-            self._synchronized = False
+        _average_for_step(self)
         self._averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
         return loss
 
     return evaluate
 
 
-def _synchronize(self: Any) -> None:
-    """Wait for the node's gradient all-reduces."""
-    with self._averaging.reducing(len(self._requires_update)):
-        self._horovod.synchronize(self)
+# ---- when gradients are averaged -----------------------------------------------------------
+#
+# With the last gradient submitted, backward() waits for the averages at its end, as with DDP: what a script
+# does to gradients before step() (clip, unscale, log, zero), it does to the same numbers on all learners.
+# If a gradient is missing then (unused parameters, several backward passes), synchronize() or step() waits.
 
 
-def _before_gradient(self: Any, count: int) -> None:
+def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+    return _submit(self, (parameter,), lambda h: h._allreduce_grad_async(self, parameter))
+
+
+def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+    return _submit(self, parameters, lambda h: h._grouped_allreduce_grad_async(self, parameters))
+
+
+def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[Any], Any]) -> Any:
+    """Pass gradients to Horovod; with the last one, backward() averages them at its end."""
+    _before_gradient(self, parameters)
+    for parameter in parameters:
+        _lay_out_gradient(parameter)
+    with in_node(self._averaging):
+        handle = submit(self._horovod)
+    is_last = self._gradients.submit(parameters) == len(self._requires_update)
+    if is_last and torch._C._current_graph_task_id() != -1:  # in backward()
+        self._averaging.mates.submitted()
+        # run by the thread of the last gradient: on a GPU that is not the caller's
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(_average_after_backward, self)
+        )
+    return handle
+
+
+def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
     """See Averaging.before_gradient. If it refuses the first gradient of a step, Horovod forgets the hook."""
     try:
-        self._averaging.before_gradient(count, len(self._requires_update))
+        _require_no_accumulation(self, parameters)
+        self._averaging.before_gradient(len(parameters), len(self._requires_update))
     except AdpsgdError:
         if not self._handles:  # else the all-reduces of other gradients are running
             for parameter in self._allreduce_delay:
@@ -448,19 +510,126 @@ def _before_gradient(self: Any, count: int) -> None:
         raise
 
 
-def _allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
-    _before_gradient(self, 1)
-    _lay_out_gradient(parameter)
-    with in_node(self._averaging):
-        return self._horovod._allreduce_grad_async(self, parameter)
+def _require_no_accumulation(self: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise GradientOrderError if new gradients were added to averaged ones."""
+    added = self._gradients.accumulated(parameters)
+    if added:
+        raise GradientOrderError(
+            f"step {self._averaging.step}: the gradient of {_named(self, added)} was computed more than "
+            f"backward_passes_per_step={self.backward_passes_per_step} times before step(), and added to one "
+            "that is averaged. Increase backward_passes_per_step to accumulate gradients, or call "
+            "optimizer.zero_grad() before backward() if a step is skipped."
+        )
 
 
-def _grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
-    _before_gradient(self, len(parameters))
-    for parameter in parameters:
-        _lay_out_gradient(parameter)
-    with in_node(self._averaging):
-        return self._horovod._grouped_allreduce_grad_async(self, parameters)
+def _named(self: Any, parameters: list[torch.Tensor]) -> str:
+    """The first of them by name, for messages."""
+    others = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+    return f"{self._parameter_names.get(parameters[0])!r}{others}"
+
+
+def _average_after_backward(self: Any) -> None:
+    """Average, unless another learner of the super learner lacks gradients and waits for this one."""
+    if not self._handles:  # a hook has called step() or synchronize()
+        return
+    handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
+    if self._averaging.all_submit(lambda: all(map(horovod.poll, handles))):
+        _average(self, by_backward=True)
+
+
+def _pollable(handle: Any) -> list[int]:
+    """Horovod's handles; those of a sparse gradient are inside the function that Horovod gives for it."""
+    if isinstance(handle, int):
+        return [handle]
+    assert handle is not None, "every gradient is submitted"
+    held = inspect.getclosurevars(handle).nonlocals
+    return [value for name, value in held.items() if name.endswith("_handle")]
+
+
+def _synchronize(self: Any) -> None:
+    """Wait until the gradients are averaged in the super learner; if backward() has not done it, do it."""
+    gradients = self._gradients
+    if gradients.averaged and gradients.by_backward and not self._handles:
+        self._averaging.require_running()
+        gradients.by_backward = False  # what comes now may be added to them, as in Horovod
+        self._synchronized = True
+        return
+    _average(self)
+
+
+def _average_for_step(self: Any) -> None:
+    """Average what is not averaged yet, unless the script says that step() must not."""
+    gradients = self._gradients
+    if self._handles and not self._should_synchronize:
+        raise GradientOrderError(
+            f"step {self._averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
+            "averaged: each learner would use its own. Call optimizer.synchronize() before it."
+        )
+    if self._should_synchronize and (self._handles or not gradients.averaged):
+        _average(self, unscaled=bool(self._handles) and _is_called_by_scaler())
+    gradients.release()
+    self._synchronized = False
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether GradScaler calls step(): it has unscaled the gradients, which their version does not show."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == grad_scaler.__file__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> None:
+    """Submit missing gradients, and wait for all.
+
+    Args:
+        self: the optimizer.
+        by_backward: backward() does it.
+        unscaled: gradients were changed since they were submitted.
+
+    Raises:
+        GradientOrderError: if gradients were changed between their submission and now; they are averaged.
+    """
+    gradients, averaging = self._gradients, self._averaging
+    _require_no_accumulation(self, self._handles)
+    changed = gradients.submitted() if unscaled else gradients.changed()
+    missing = gradients.missing(self._requires_update) if changed else []
+    again = not self._handles and gradients.is_same(in_place=averaging.world.inner_size == 1)
+    gradients.release()
+    for parameter in changed:
+        _lay_out_gradient(parameter)  # Horovod needs one to overwrite
+    with averaging.reducing(len(self._requires_update), again):
+        self._horovod.synchronize(self)
+    if changed:
+        gradients.forget()
+        _refuse_changed(self, changed, missing, by_backward)
+    gradients.average(_reduced(self), by_backward)
+
+
+def _reduced(self: Any) -> Iterable[torch.Tensor]:
+    """The parameters whose gradients are averaged; none where nobody asks whether they are the same."""
+    if self._averaging.world.inner_size == 1 and self._averaging.plan.in_step is None:
+        return ()
+    return self._requires_update or self._allreduce_delay
+
+
+def _refuse_changed(
+    self: Any, changed: list[torch.Tensor], missing: list[torch.Tensor], by_backward: bool
+) -> None:
+    why = "another learner of the super learner was in another operation"
+    if missing:
+        count = f"{len(missing)} of {len(self._requires_update)} parameters"
+        why = f"{count} got no gradient ({_named(self, missing)})"
+    if by_backward:
+        why = "a hook changed it inside backward()"
+    raise GradientOrderError(
+        f"step {self._averaging.step}: the gradient of {_named(self, changed)} was changed while the "
+        f"super learner averaged it: backward() had not waited for the average, because {why}. Call "
+        "optimizer.synchronize() after backward(), before gradients are changed; or freeze parameters that "
+        "the loss does not use (requires_grad_(False)) before wrapping."
+    )
 
 
 def _lay_out_gradient(parameter: torch.Tensor) -> None:
@@ -492,12 +661,17 @@ class _Reducible:
 
 
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    _require_no_handles(self)
+    self._gradients.release()
+    super(self.__class__, self).zero_grad(set_to_none)
+
+
+def _require_no_handles(self: Any) -> None:
     if self._handles:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
             "optimizer.synchronize(). This is prohibited as it can cause a race condition."
         )
-    super(self.__class__, self).zero_grad(set_to_none)
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -544,6 +718,7 @@ def _state_dict(self: Any) -> dict[str, Any]:
 
 
 def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    self._gradients.forget()
     super(self.__class__, self).load_state_dict(
         {key: value for key, value in state_dict.items() if key != "averaging"}
     )
@@ -588,8 +763,17 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """As `_step`; Horovod's Adasum optimizer steps parameter by parameter during backward."""
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
+        changed = [] if closure else self._gradients.changed()
+        self._gradients.forget()
+        if changed:
+            raise GradientOrderError(
+                f"step {averaging.step}: the gradient of {_named(self, changed)} was changed after "
+                "backward(), without effect: op=Adasum uses gradients inside backward(). Change them in "
+                "Parameter.register_post_accumulate_grad_hook, or use op=Average."
+            )
         with averaging.reducing(len(self._requires_update)):
             loss = self._horovod.step(self, closure)
+        self._gradients.forget()
         averaging.finish_step()
         return loss
 
@@ -598,7 +782,9 @@ def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
     self._averaging.before_update()
     with in_node(self._averaging):
-        return self._horovod._allreduce_grad_async(self, parameter)
+        handle = self._horovod._allreduce_grad_async(self, parameter)
+    self._gradients.submit((parameter,))
+    return handle
 
 
 def _adasum_add_param_group(self: Any, param_group: dict[str, Any]) -> None:

@@ -444,12 +444,22 @@ def test_one_super_learner_is_plain_horovod() -> None:
                     m.reducescatter(x), m.synchronize(m.allreduce_async(x, op=m.Adasum, process_set=s)),
                     m.alltoall(x)]
         same = [torch.equal(a, b) for a, b in zip(run(horovod), run(hvd))]
+        for groups in (None, 1):  # gradients that Horovod alone does not reduce
+            ps = [torch.nn.Parameter(torch.ones(6, 5).t()), torch.nn.Parameter(torch.ones(7).bfloat16())]
+            o = hvd.DistributedOptimizer(torch.optim.SGD(ps, lr=1.0), groups=groups,
+                named_parameters=[("strided", ps[0]), ("brain", ps[1])])
+            for _ in range(2):
+                o.zero_grad(set_to_none=False)
+                ((ps[0] * torch.arange(30.).view(5, 6)).sum() * (1 + rank) + ps[1].sum() * rank).backward()
+                o.step()
+            same += [torch.equal(ps[0], 1 - 3 * torch.arange(30.).view(5, 6)),
+                     torch.equal(ps[1], torch.zeros(7).bfloat16()), ps[1].grad.dtype == torch.bfloat16]
         say(rank=rank, same=same, ranks=hvd.global_process_set.ranks,
             place=[hvd.rank(), hvd.size(), horovod.rank(), horovod.size()], join=hvd.join() in (0, 1),
             isinstance=isinstance(hvd.global_process_set, hvd.ProcessSet))
     """
     for facts in run_learners(2, program).checked().by_rank():
-        assert facts["same"] == [True] * 8
+        assert facts["same"] == [True] * 14
         assert facts["ranks"] == [0, 1]
         assert facts["place"] == [facts["rank"], 2] * 2
         assert facts["join"] and facts["isinstance"]

@@ -27,6 +27,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 OPTIMIZERS = "SGD nesterov Adam AdamW RMSprop Adagrad Adadelta NAdam RAdam".split()
 STEPS = 12  # of same_in_node.py
+BY_HAND = {"as_by_hand": True, "apart": False}
 
 Facts = dict[str, Any]
 
@@ -87,6 +88,11 @@ def test_same_in_super_learners_of_three(name: str) -> None:
         ("closure", {"returns_loss": True}),
         ("accumulate", {}),
         ("clip", {"clipped": True}),
+        ("changed", BY_HAND),
+        ("changed_in_groups", BY_HAND),
+        ("changed_parts", BY_HAND),
+        ("checkpointed", BY_HAND),
+        ("naive_scaler", {"skipped": 3}),
         ("hooks", {"before": STEPS, "after": STEPS, "lr": pytest.approx(0.01 * 0.9**12)}),
         ("scaled", {"skipped": 3}),
         ("dynamic", {}),
@@ -266,6 +272,16 @@ def test_checkpoint_of_plain_horovod_continues_identically(tmp_path: Path) -> No
 
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "before_init": ("NotInitializedError", ("hvd.init()",)),
+    "clipped_too_early": (
+        "GradientOrderError",
+        ("'used.", " and 1 more", "2 of 4 parameters", "'unused.", "synchronize()", "freeze"),
+    ),
+    "scaled_too_early": ("GradientOrderError", ("'used.", "2 of 4", "synchronize()")),
+    "stepped_too_early": ("GradientOrderError", ("skip_synchronize()", "its own")),
+    "changed_by_a_hook": ("GradientOrderError", ("'weight'", "a hook", "inside backward()")),
+    "clipped_with_adasum": ("GradientOrderError", ("op=Adasum", "without effect", "hook")),
+    "accumulated": ("GradientOrderError", ("more than backward_passes_per_step=1", "zero_grad()")),
+    "accumulated_too_often": ("GradientOrderError", ("backward_passes_per_step=2",)),
     "other_names": ("ModelMismatchError", ("tensor 0", "weightx", "learner 3", "same names")),
     "other_shapes": ("ModelMismatchError", ("weight float32[2, 3]", "learner 2", "[3, 3]")),
     "other_shapes_in_the_node": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),
@@ -490,7 +506,23 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
         for _ in range(5):
             once()
         say(rank=hvd.rank(), first=first, last=held())
+
+        from hvd_adpsgd.torch.averaging import Averaging
+        def fails(self):
+            raise MemoryError("no page can be locked")
+        Averaging._stage = fails
+        tasks = len(os.listdir("/proc/self/task"))
+        try:
+            once()
+        except MemoryError as error:
+            message = str(error)
+        say(rank=hvd.rank(), failed=message, more=len(os.listdir("/proc/self/task")) - tasks, left=held())
     """
     for facts in run_learners(2, program, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).by_rank():
         assert facts["first"][0] == facts["last"][0] == 0, facts
         assert facts["last"][1] <= facts["first"][1], facts
+        assert facts["failed"] == "no page can be locked"
+        assert facts["more"] == 0, (
+            "the engine of an optimizer that could not be wrapped has stopped"
+        )
+        assert facts["left"][1] <= facts["first"][1], facts

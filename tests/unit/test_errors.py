@@ -25,6 +25,7 @@ BASES = {
     "UnsupportedOptimizerError": (TypeError,),
     "NonFiniteModelError": (ArithmeticError,),
     "DeviceMovedError": (RuntimeError,),
+    "GradientOrderError": (AssertionError,),
     "TransportError": (RuntimeError,),
     "PeerFailedError": (errors.TransportError,),
     "LearnerFailedError": (errors.PeerFailedError,),

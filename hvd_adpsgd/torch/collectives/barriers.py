@@ -11,6 +11,7 @@ from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import Call
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call
+from hvd_adpsgd.torch.uneven_steps import joined
 
 __all__ = ["barrier", "join"]
 
@@ -25,18 +26,26 @@ def barrier(process_set: Any = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Wait until all learners have no more data; in the node, supply zero gradients meanwhile.
+    """Wait until all learners have no more data; in the super learner, supply zero gradients meanwhile.
+
+    With several super learners, all learners of a super learner continue with the model and the optimizer
+    state of the one among them that made most steps.
 
     Args:
         device: id of the GPU for these zeros; -1 is the CPU.
 
     Returns:
         Rank of the learner that joined last, by the clocks of the hosts.
+
+    Raises:
+        StrategyMismatchError: for a strategy whose super learners wait for each other; before anything is
+            done.
+        CollectiveMismatchError: on all learners, if one calls another operation over all learners.
     """
-    if inner_process_set(None, "join") is not None:
-        return int(horovod.join(device))
     world = worlds.current()
+    if world.is_plain:
+        return int(horovod.join(device))
     call = Call("join", private=(time.time(), world.rank))
-    horovod.join(device)
-    calls = run_call(world, call, lambda attempt: attempt.calls)
+    with joined(device):
+        calls = run_call(world, call, lambda attempt: attempt.calls)
     return int(max(other.private for other in calls)[1])

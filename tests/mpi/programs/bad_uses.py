@@ -194,6 +194,81 @@ def swapped() -> None:
         step(model, optimizer)
 
 
+class Halves(nn.Module):
+    """The loss uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().sum()
+
+
+def backward(model: nn.Module, optimizer: Any, times: int = 1) -> None:
+    optimizer.zero_grad()
+    for _ in range(times):
+        model(torch.full((1, 3), 1.0 + hvd.rank())).sum().backward()
+
+
+def clipped_too_early() -> None:
+    model = Halves()
+    with retired(wrap(model)) as optimizer:
+        backward(model, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def scaled_too_early() -> None:
+    model, scaler = Halves(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with retired(wrap(model)) as optimizer:
+        scaler.scale(torch.zeros(1))
+        backward(model, optimizer)
+        scaler.step(optimizer)
+
+
+def stepped_too_early() -> None:
+    model = Halves()
+    with retired(wrap(model)) as optimizer:
+        backward(model, optimizer)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def changed_by_a_hook() -> None:
+    """That runs after Horovod's."""
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+
+        def late(*_: Any) -> None:
+            model.weight.grad.mul_(0.5)  # type: ignore[operator, union-attr]
+
+        optimizer._grad_accs[0].register_hook(late)
+        backward(model, optimizer)
+
+
+def clipped_with_adasum() -> None:
+    model = linear()
+    with retired(wrap(model, op=hvd.Adasum)) as optimizer:
+        backward(model, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def accumulated() -> None:
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        backward(model, optimizer, times=2)
+
+
+def accumulated_too_often() -> None:
+    """The third backward pass adds to the mean of two."""
+    model = linear()
+    with retired(wrap(model, backward_passes_per_step=2)) as optimizer:
+        backward(model, optimizer, times=3)
+        optimizer.step()
+
+
 def other_group_elsewhere() -> None:
     """Found when super learners next exchange; each notices by itself, so nobody waits."""
     model = linear()
@@ -225,6 +300,13 @@ def average_other_models() -> None:
 CASES: dict[str, Any] = {
     f.__name__: f
     for f in (
+        clipped_too_early,
+        scaled_too_early,
+        stepped_too_early,
+        changed_by_a_hook,
+        clipped_with_adasum,
+        accumulated,
+        accumulated_too_often,
         other_names,
         other_shapes,
         other_shapes_in_the_node,

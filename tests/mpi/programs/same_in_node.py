@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from learner import (
     DEADLINE_S,
     generator,
@@ -24,6 +25,7 @@ from learner import (
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.torch.reports import metrics_of
 
 STEPS = 12
@@ -145,6 +147,92 @@ class Clip(Case):
             self.optimizer.step()
 
 
+class Changed(Case):
+    """Gradients are unscaled, clipped, counted and dropped after backward(), without synchronize()."""
+
+    SCALE = 8.0
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(net(), sgd, **how)
+        self.facts.update(as_by_hand=True, apart=False)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        by_hand = self.by_hand(step)
+        (self.SCALE * self.loss(step)).backward()
+        mine = [p.grad for p in self.model.parameters()]
+        norm = self.change(mine)
+        self.facts["apart"] |= len(set(worlds.current().inner.allgather(norm))) > 1
+        self.change(by_hand)
+        pairs = zip(mine, by_hand, strict=True)
+        self.facts["as_by_hand"] &= all(
+            torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in pairs
+        )
+        self.optimizer.step()
+
+    def change(self, grads: list[torch.Tensor]) -> float:
+        """What scripts do to gradients; returns their norm."""
+        for grad in grads:
+            grad.data.div_(self.SCALE)
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item()
+        for grad in grads:
+            grad.mul_(min(1.0, 0.1 / norm))
+        grads[-1][grads[-1].abs() < grads[-1].abs().mean()] = 0.0
+        return norm
+
+    def by_hand(self, step: int) -> list[torch.Tensor]:
+        """The mean gradient of the super learner."""
+        model, total = copy.deepcopy(self.model), None
+        for rank in worlds.current().groups[hvd.super_rank()]:
+            x = torch.randn(6, 5, generator=generator(step, rank))
+            loss = self.SCALE * model(x).square().mean()
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+        assert total is not None
+        return [g / hvd.super_learner.size() for g in total]
+
+
+class Checkpointed(Changed):
+    """Activation checkpointing with nested backward passes."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        x = self.inputs(step).requires_grad_()
+        for layer in self.model:  # type: ignore[attr-defined]
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+class ChangedParts(Changed):
+    """backward_passes_per_step=2, and a loss of two halves, each with its own backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(backward_passes_per_step=2)
+
+    def loss(self, step: int) -> torch.Tensor:
+        a, b = super().loss(step) * torch.tensor([0.25, 0.75])
+        (self.SCALE * a).backward(retain_graph=True)
+        return b
+
+
+class NaiveScaler(Case):
+    """GradScaler as the tutorials of torch have it: no synchronize(), no unscale_()."""
+
+    def __init__(self) -> None:
+        super().__init__(net(), sgd)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        self.facts["skipped"] = 0
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        infinite = step % 4 == hvd.super_rank() and hvd.super_learner.rank() == 0
+        loss = self.loss(step) * (float("inf") if infinite else 1.0)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        self.facts["skipped"] += self.scaler.get_scale() < before
+
+
 class Hooks(Case):
     """The user's step hooks run once per step; LR schedulers find nothing to warn of."""
 
@@ -192,7 +280,10 @@ class Scaled(Case):
 
 
 class Dynamic(Case):
-    """In each step each learner leaves out some layers, not the same as the others do."""
+    """In each step each learner leaves out some layers, not the same as the others do.
+
+    One whose gradients are complete meets one that lacks some in an operation between backward() and step().
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -201,9 +292,18 @@ class Dynamic(Case):
     def loss(self, step: int) -> torch.Tensor:
         x = self.inputs(step)
         for i, layer in enumerate(self.model):  # type: ignore[arg-type]
-            if (step + hvd.rank() + i) % 3 and (step != 5 or i < 2):
+            whole = step % 4 == hvd.rank()
+            if whole or ((step + hvd.rank() + i) % 3 and (step != 5 or i < 2)):
                 x = torch.tanh(layer(x))
         return x.square().mean() if x.requires_grad else self.model[0](x).square().mean()
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        where = [hvd.super_learner, hvd.global_process_set][step // 4 % 2]
+        hvd.allreduce(loss.detach(), name=f"loss.{step}", process_set=where)
+        torch.amp.GradScaler("cpu", enabled=False).step(self.optimizer)
 
 
 class Growing(Case):
@@ -355,6 +455,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "closure": Closure,
     "accumulate": Accumulate,
     "clip": Clip,
+    "changed": Changed,
+    "changed_in_groups": lambda: Changed(groups=2),
+    "changed_parts": ChangedParts,
+    "checkpointed": Checkpointed,
+    "naive_scaler": NaiveScaler,
     "hooks": Hooks,
     "scaled": Scaled,
     "dynamic": Dynamic,

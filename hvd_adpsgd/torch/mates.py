@@ -1,0 +1,112 @@
+"""Where the other learners of a super learner are: shared counters, read between its all-reduces.
+
+A set of gradients is what one all-reduce of all parameters averages; sets are numbered from 0, alike on all
+learners of the super learner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.shared_memory import shared_counters
+
+__all__ = ["Mates"]
+
+_COMPLETE, _JOINED, _ASKED = range(3)  # columns
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks; Horovod's own cycle is 1 ms
+
+
+class Mates:
+    """Counters of the learners of one super learner. All of them make it together.
+
+        complete    sets of which the learner has submitted every gradient
+        joined      0, or 1 + the first set to which it contributes zeros because it has called join()
+        asked       operations other than gradient averaging that it has begun since the last set, behind the
+                    number of that set: a count that differed before (after an error) is alike again
+
+    Args:
+        inner: communicator of the super learner (mpi4py).
+        rank: of this learner in it.
+
+    Attributes:
+        sets: sets of gradients that are averaged.
+    """
+
+    def __init__(self, inner: Any, rank: int):
+        self._rows: NDArray[np.int64] = shared_counters(3, inner)
+        self._mine = self._rows[rank]
+        self.sets = 0
+        self._asked = 0
+
+    def averaged(self) -> None:
+        """One more set of gradients is averaged."""
+        self.sets += 1
+        self._asked = 0
+        self._mine[_ASKED] = self.sets << 32
+
+    def submitted(self) -> None:
+        """Every gradient of the set under way is submitted, or is submitted next without a wait."""
+        self._mine[_COMPLETE] = self.sets + 1
+
+    def asks(self) -> None:
+        """Note that this learner begins an operation of all learners, or of the super learner."""
+        self._asked += 1
+        self._mine[_ASKED] = (self.sets << 32) + self._asked
+
+    def joins(self) -> None:
+        """Note that this learner makes no more steps until all learners have called join()."""
+        self._mine[_JOINED] = self.sets + 1
+
+    def returns(self, sets: int) -> None:
+        """All learners have called join(): this one goes on with set number `sets`."""
+        self.sets, self._asked = sets, 0
+        self._mine[:] = sets, 0, sets << 32
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether a learner contributes zeros to the set that was averaged last.
+
+        Alike on all learners that contribute: the number of the set decides, not the moment of the call.
+        """
+        joined = self._rows[rank, _JOINED]
+        return bool(0 < joined <= self.sets)
+
+    def someone_has_joined(self) -> bool:
+        """Whether any learner contributes zeros to the set that was averaged last."""
+        return any(map(self.has_joined, range(len(self._rows))))
+
+    def all_submit(self, others: Iterable[Mates], are_averaged: Callable[[], bool]) -> bool:
+        """Wait until every learner has submitted the set that this one has submitted.
+
+        Args:
+            others: of further optimizers.
+            are_averaged: whether Horovod has finished with this set, also in failure.
+
+        Returns:
+            False if a learner that lacks gradients of this set waits in an operation that this learner has
+            not begun, or for the gradients of another optimizer: to wait for it would never end.
+        """
+        others = list(others)
+        pause = _SHORTEST_PAUSE_S
+        while True:
+            late = (self._rows[:, _COMPLETE] <= self.sets) & (self._rows[:, _JOINED] == 0)
+            if not late.any() or are_averaged():
+                return True
+            if any(
+                self._waits_for_this(late, column, mates) for column, mates in self._waits(others)
+            ):
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+
+    def _waits(self, others: Iterable[Mates]) -> list[tuple[int, Mates]]:
+        return [(_ASKED, self), *((_COMPLETE, other) for other in others)]
+
+    @staticmethod
+    def _waits_for_this(late: NDArray[np.bool_], column: int, mates: Mates) -> bool:
+        """Whether one of the late learners is ahead of this one in something else."""
+        return bool((mates._rows[late, column] > mates._mine[column]).any())

@@ -1,0 +1,170 @@
+"""hvd.join(): the learners of a super learner have made unequal numbers of steps.
+
+A learner that has joined contributes zeros to the gradient averages of the others, through Horovod, and
+applies no corrections. If it is the leader, no learner applies any: they gather in the open slot until all
+have joined. Then the model and the optimizer state of the learner that made most steps become those of the
+whole super learner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.errors import StrategyMismatchError
+from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.torch.averaging import Averaging, live
+from hvd_adpsgd.torch.collectives.calls import bytes_of
+from hvd_adpsgd.torch.node import in_node, node_failures
+
+__all__ = ["joined"]
+
+_PIECE_NBYTES = 2**30  # of a broadcast: MPI counts in 32 bits
+
+
+@contextlib.contextmanager
+def joined(device: int) -> Iterator[None]:
+    """Inside, this learner contributes zeros to gradient averages, until all of its super learner are inside.
+
+    Args:
+        device: see horovod.join.
+
+    Raises:
+        StrategyMismatchError: before anything is done, for a strategy whose super learners wait for each
+            other.
+        LearnerFailedError: if a learner of this super learner has failed.
+    """
+    averagings = list(live())
+    for averaging in averagings:
+        _require_asynchronous(averaging)
+    for averaging in averagings:
+        _begin(averaging)
+    waiting: Future[int] = Future()
+    # in a thread, and not waited for after an error: another learner may never join
+    threading.Thread(target=_join, args=(device, waiting), daemon=True).start()
+    yield
+    with contextlib.ExitStack() as stack:
+        for averaging in averagings:
+            stack.enter_context(in_node(averaging))
+        waiting.result()
+    for averaging in averagings:
+        with node_failures(averaging), mpi_failures("join"):
+            _end(averaging)
+
+
+def _join(device: int, waiting: Future[int]) -> None:
+    try:
+        waiting.set_result(horovod.join(device))
+    except BaseException as error:
+        waiting.set_exception(error)
+
+
+def _require_asynchronous(averaging: Averaging) -> None:
+    averaging.require_running()
+    if averaging.plan.in_step is not None:
+        raise StrategyMismatchError(
+            f"join() with averaging={averaging.spec.strategy.spec()}: its super learners wait for each other "
+            "in every round, so all must make the same number of steps. Give all the same number of batches "
+            "and leave join() out, or use a strategy that never waits (random_pairs)."
+        )
+
+
+@torch.no_grad()
+def _begin(averaging: Averaging) -> None:
+    """The last step is made: apply the corrections that may be read, then tell the other learners."""
+    averaging.absorb()
+    averaging.mates.joins()  # before horovod.join: the next all-reduce shows it to all
+
+
+@torch.no_grad()
+def _end(averaging: Averaging) -> None:
+    """All learners of the super learner are here: continue from the one that made most steps."""
+    memories = averaging.engine.memory.shards
+    places = [memory.place() for memory in memories]
+    mine = (averaging.mates.sets, averaging.step, places)
+    told = allgather_object(averaging.world.inner, mine)
+    sets = [its for its, _, _ in told]
+    root = sets.index(max(sets))
+    averaging.mates.returns(sets[root])
+    if min(sets) == sets[root]:
+        return
+    averaging.step = told[root][1]
+    _copy_model(averaging, root)
+    for i, memory in enumerate(memories):
+        memory.go_to([its[i] for _, _, its in told])
+    averaging.engine.publish(averaging.step)
+    averaging.meet_in_node()
+    averaging.absorb()
+
+
+def _copy_model(averaging: Averaging, root: int) -> None:
+    """Overwrite the averaged tensors and the optimizer's state with those of one learner."""
+    rules = itertools.chain(*averaging.rule.tensors().values())
+    tensors = [*averaging.parameters.tensors, *rules]
+    optimizer = averaging.optimizer()
+    if optimizer is not None:
+        tensors += _state_tensors(optimizer, root)
+    _broadcast(list({id(tensor): tensor for tensor in tensors}.values()), root)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer, root: int) -> list[torch.Tensor]:
+    """Give the optimizer the root's options and state. Returns the tensors of it, to be overwritten."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    mine = [_outline(optimizer.state.get(p, {})) for p in parameters]
+    options, states = horovod.broadcast_object((options, mine), root)
+    for group, its in zip(optimizer.param_groups, options, strict=True):
+        group.update(its)
+    tensors: list[torch.Tensor] = []
+    for parameter, outline in zip(parameters, states, strict=True):
+        if outline:
+            state = optimizer.state[parameter]
+            tensors += _fit(state, outline, parameter.device)
+    return tensors
+
+
+def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes in place of tensors."""
+    return {
+        key: (value.shape, value.dtype, value.device.type == "cpu")
+        if isinstance(value, torch.Tensor)
+        else [value]
+        for key, value in state.items()
+    }
+
+
+def _fit(
+    state: dict[str, Any], outline: Mapping[str, Any], device: torch.device
+) -> Iterable[torch.Tensor]:
+    """Give a parameter's state these keys and values; tensors of the right kind stay, their values come."""
+    for key in set(state) - set(outline):
+        del state[key]
+    for key, its in outline.items():
+        if isinstance(its, list):
+            state[key] = its[0]
+            continue
+        shape, dtype, on_host = its
+        held = state.get(key)
+        if not isinstance(held, torch.Tensor) or (held.shape, held.dtype) != (shape, dtype):
+            state[key] = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)
+        yield state[key]
+
+
+def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
+    """Overwrite tensors of any dtype and layout with the root's, inside the super learner."""
+    copies = [bytes_of(tensor.detach()) for tensor in tensors]
+    pieces = [piece for copy in copies for piece in copy.split(_PIECE_NBYTES) if piece.numel()]
+    handles = [horovod.broadcast_async_(piece, root, f"join.{i}") for i, piece in enumerate(pieces)]
+    for handle in handles:
+        horovod.synchronize(handle)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if copy.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(copy.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,77 @@
+"""The thread of asynchronous operations: the script's streams, one order, one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hvd_adpsgd.runtime.turns import Turns
+from hvd_adpsgd.torch import asynchronous
+from hvd_adpsgd.torch.devices import Host
+
+DEADLINE_S = 60.0
+
+
+class PerThread(Host):
+    """A device whose current stream is another one in each thread, as CUDA's is."""
+
+    log: ClassVar[list[tuple[str, str]]] = []
+
+    def current(self) -> Any:
+        mine = threading.current_thread().name
+
+        def do(operation: Callable[[], object]) -> None:
+            self.log.append((mine, threading.current_thread().name))
+            operation()
+
+        return SimpleNamespace(do=do)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> None:
+    collectives = SimpleNamespace(prepare=lambda: None, turns=Turns())
+    monkeypatch.setattr(
+        asynchronous.worlds, "current", lambda: SimpleNamespace(collectives=collectives)
+    )
+
+
+@pytest.mark.usefixtures("world")
+def test_an_operation_runs_on_the_stream_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "device_of", lambda tensor: PerThread(tensor.device))
+    PerThread.log.clear()
+    handle = asynchronous._begin("allreduce_async", [torch.ones(2), torch.ones(3)], lambda: "done")
+    assert handle.over.wait(DEADLINE_S)
+    assert asynchronous.synchronize(handle) == "done"
+    assert PerThread.log == [(threading.current_thread().name, "hvd_adpsgd")]
+
+
+@pytest.mark.usefixtures("world")
+def test_operations_of_several_threads_share_one_thread_in_the_order_of_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second worker would wait for the turn of an operation that is behind its own in the queue."""
+    monkeypatch.setattr(asynchronous, "_thread", None)
+    handles: list[asynchronous.Handle] = []
+    names: list[str] = []
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        start.wait(DEADLINE_S)
+        for _ in range(50):
+            act = lambda: names.append(threading.current_thread().name)  # noqa: E731
+            handles.append(asynchronous._begin("barrier", [], act))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    before = set(threading.enumerate())
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert all(handle.over.wait(DEADLINE_S) for handle in handles)
+    assert len(names) == len(handles) == 400
+    assert len(set(threading.enumerate()) - before) == 1
