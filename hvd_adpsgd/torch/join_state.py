@@ -12,6 +12,7 @@ import torch
 from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described
+from hvd_adpsgd.torch.optimizer_state import load_in_place
 
 __all__ = ["JoinState", "shares", "terms"]
 
@@ -74,7 +75,7 @@ class JoinState:
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Overwrite optimizers and averagings; the model has its values."""
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
-            optimizer.load_state_dict(saved)
+            load_in_place(optimizer, saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
                 checkpoint.load_state(averaging, state)

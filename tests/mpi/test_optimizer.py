@@ -298,6 +298,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "number_of_buffers": ("ConfigError", ("buffers", "int", "model.named_buffers()")),
     "a_list_to_reduce": ("ConfigError", ("allreduce", "list", "torch.as_tensor")),
     "init_with_other_options": ("AlreadyInitializedError", ("other arguments", "hvd.shutdown()")),
+    "ddp_after_wrapping": ("ModelMismatchError", ("DistributedDataParallel", "Leave")),
+    "some_wrapped_again": ("NotInitializedError", ("another optimizer was wrapped around",)),
     "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
     "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
     "swapped": (
@@ -325,6 +327,19 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
     for facts in said:
         for word in words:
             assert word in facts["text"], facts["text"]
+
+
+def test_a_state_may_be_loaded_between_backward_and_step() -> None:
+    assert ["error" in facts for facts in refused()["state_loaded_before_the_step"]] == [False] * 4
+    assert [facts["same"] for facts in refused()["after a load"]] == [True] * 4
+
+
+def test_an_optimizer_of_which_a_part_is_wrapped_again_is_named_at_once() -> None:
+    assert len(refused()["logged at wrapping"]) == 4
+    for lines in (facts["logged"] for facts in refused()["logged at wrapping"]):
+        assert len(lines) == 1, "the second optimizer is closed, and trains as much as the first"
+        assert "averages bias no longer" in lines[0]
+        assert "around 1 of its 2 parameters" in lines[0]
 
 
 def test_model_that_is_not_finite_raises_on_its_super_learner_only() -> None:

@@ -25,6 +25,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
+from hvd_adpsgd.torch.optimizer_state import load_in_place, options, set_options
 
 __all__ = [
     "broadcast",
@@ -134,6 +135,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
 
+    Values go into the groups and tensors that are there: schedulers made before, and what the script holds of
+    the optimizer, go on.
+
     Over several super learners the state is the root's exactly: where the root's optimizer has not
     stepped yet, no learner's has afterwards. (Horovod makes an empty state by a step with zero
     gradients, which counts as a step and applies weight decay.)
@@ -149,7 +153,10 @@ def broadcast_optimizer_state(
         PeerFailedError: if the root failed.
     """
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
+        held = options(optimizer)
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
+        # Horovod replaces tensors, and leaves out the options of an optimizer that has no state
+        set_options(optimizer, horovod.broadcast_object(options(optimizer), root_rank or 0), held)
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
@@ -161,7 +168,7 @@ def broadcast_optimizer_state(
     data = _broadcast_data(call, lambda: _saved(optimizer.state_dict()))
     if data is not None:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        optimizer.load_state_dict(state)
+        load_in_place(optimizer, state)
 
 
 def _saved(state: dict[str, Any]) -> bytes:

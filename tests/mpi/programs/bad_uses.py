@@ -4,11 +4,13 @@ Ends with one learner per super learner, where no gradient is averaged before st
 """
 
 import copy
+import logging
 import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from learner import outcome, retired, same_in_node, say
@@ -170,6 +172,51 @@ def moved() -> None:
         optimizer.step()
 
 
+def ddp_after_wrapping() -> None:
+    """As trainer frameworks do that find a process group. No real one: making it imports the compiler."""
+    model = linear()
+    found = mock.patch.object(torch.distributed, "is_initialized", return_value=True)
+    with retired(wrap(model)) as optimizer, found:
+        kind = nn.parallel.DistributedDataParallel
+        ddp = kind.__new__(kind)
+        nn.Module.__init__(ddp)
+        ddp.module = model
+        step(model, optimizer)
+
+
+def state_loaded_before_the_step() -> None:
+    """The gradients of a backward pass are dropped, and training goes on."""
+    model = linear()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with training(model) as optimizer:
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+            step(model, optimizer)
+        same = same_in_node(model.parameters())
+        say(case="after a load", same=same)
+
+
+def some_wrapped_again() -> None:
+    """A parameter has one owner: the earlier optimizer is retired, which is logged at once."""
+    model = linear()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hvd_adpsgd")
+    log.addHandler(handler)
+    try:
+        with training(model) as first:
+            again = sgd([model.weight])
+            for plain in (again, sgd(model.parameters())):
+                hvd.DistributedOptimizer(plain).close()  # type: ignore[attr-defined]
+            say(case="logged at wrapping", logged=logged)
+            first.step()
+    finally:
+        log.removeHandler(handler)
+
+
 def reshaped() -> None:
     model = linear()
     with training(model) as optimizer:
@@ -248,6 +295,9 @@ CASES: dict[str, Any] = {
         synchronous_beside_another,
         not_finite,
         other_group_in_the_node,
+        ddp_after_wrapping,
+        state_loaded_before_the_step,
+        some_wrapped_again,
         unfrozen,
         swapped,
         average_other_models,
