@@ -23,7 +23,7 @@ def terms() -> list[str]:
 
 
 def _terms_of(averaging: Averaging) -> list[str]:
-    """Strategy, shards, parameters, and what parameter groups have added since."""
+    """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
     _, *added = averaging.specs
     shards = "a model that is not cut"
     if averaging.shards > 1:
@@ -34,6 +34,7 @@ def _terms_of(averaging: Averaging) -> list[str]:
     return [
         f"with {averaging.spec.strategy.spec()}",
         shards,
+        *(f"with {argument}" for argument in averaging.spec.arguments),
         *described(averaging.spec.named),
         *(str(spec) for specs in added for spec in specs),
     ]

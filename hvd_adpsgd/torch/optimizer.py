@@ -39,7 +39,7 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
-from hvd_adpsgd.torch.consistency import agree
+from hvd_adpsgd.torch.consistency import agree, require_same_sets
 from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.optimizer_state import require_shareable, stand_in
 from hvd_adpsgd.torch.parameters import AveragingSpec
@@ -51,6 +51,8 @@ __all__ = ["DistributedOptimizer"]
 log = logging.getLogger("hvd_adpsgd")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+_OPS = {horovod.Average: "Average", horovod.Sum: "Sum", horovod.Adasum: "Adasum"}
 
 
 @counted("DistributedOptimizer")
@@ -121,23 +123,29 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
+    inner = {  # Horovod's
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+    }
     spec = agree(
-        world, lambda: _spec(world, optimizer, averaging, given, process_set, named, buffers, op)
+        world, lambda: _spec(world, optimizer, averaging, given, inner, process_set, named, buffers)
     )
     world = _join_if_synchronous(world, spec.strategy)
+    if world.is_plain:
+        ranks = _inner_process_set(process_set, world).ranks or ()
+        require_same_sets(world, "hvd.DistributedOptimizer", ranks)
     if live():
         gc.collect()  # before the new engine: a dropped optimizer in a cycle still holds its memory
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
         named_parameters=named,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
+        **inner,
         process_set=_inner_process_set(process_set, world),
     )
     if world.is_plain:
@@ -159,10 +167,10 @@ def _spec(
     optimizer: torch.optim.Optimizer,
     averaging: Strategy | str | None,
     given: dict[str, Any],
+    inner: dict[str, Any],
     process_set: Any,
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
-    op: Any,
 ) -> AveragingSpec:
     """The spec of this learner's call, after the checks that need no peer."""
     require_supported(optimizer)
@@ -179,10 +187,33 @@ def _spec(
     _require_pairs(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
-    if op == horovod.Adasum:
+    if inner["op"] == horovod.Adasum:
         strategy.refuse("op=Adasum")
-    trained = _trained(_names(optimizer, named), optimizer.param_groups)
-    return AveragingSpec(strategy, config, trained, _floating(buffers))
+    names = _names(optimizer, named)
+    trained = _trained(names, optimizer.param_groups)
+    compared = {
+        "optimizer": type(optimizer),
+        "averaging": strategy.spec(),
+        **{name: getattr(config, name) for name in given},
+        **inner,
+        "op": _OPS.get(inner["op"], inner["op"]),
+    }
+    arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
+    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments)
+
+
+def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
+    """An argument of DistributedOptimizer for comparisons, the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return names.get(value, "a tensor that is not a parameter")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_as_text(each, names) for each in value)}]"
+    if value is None or isinstance(value, (bool, str)):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return repr(float(value)).removesuffix(".0")
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__
 
 
 def _listed(pairs: Any) -> Any:

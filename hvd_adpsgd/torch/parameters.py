@@ -28,12 +28,14 @@ class AveragingSpec:
         config: options, those of this optimizer already in.
         trained: (name, tensor) of what the optimizer trains.
         buffers: (name, tensor) of what is only averaged.
+        arguments: "name=value" of each argument that is no tensor.
     """
 
     strategy: Strategy
     config: Config
     trained: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
+    arguments: list[str]
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:

@@ -4,6 +4,8 @@ Ends with one learner per super learner, where no gradient is averaged before st
 """
 
 import copy
+import functools
+import inspect
 import logging
 import pickle
 import time
@@ -85,6 +87,46 @@ def other_strategies() -> None:
 
 def other_wires() -> None:
     wrap(linear(), wire_dtype="float16" if hvd.super_rank() else None)
+
+
+# Each argument of DistributedOptimizer, as another one is on learner 3.
+OTHER: dict[str, Any] = {
+    "optimizer": lambda model, named: torch.optim.Adam(model.parameters()),
+    "named_parameters": lambda model, named: None,
+    "compression": hvd.Compression.fp16,
+    "backward_passes_per_step": 2,
+    "op": hvd.Sum,
+    "gradient_predivide_factor": 2.0,
+    "num_groups": 1,
+    "groups": lambda model, named: [[p for _, p in named]],
+    "sparse_as_dense": True,
+    "averaging": "fixed_ring",
+    "exchanges_per_step": 0.5,
+    "exchange_share": 0.25,
+    "max_staleness": 3,
+    "wire_dtype": "bfloat16",
+    "buffers": lambda model, named: nn.BatchNorm1d(1),
+}
+
+
+def other_arguments() -> None:
+    """A new argument fails here until it is compared."""
+    walked = set(inspect.signature(hvd.DistributedOptimizer).parameters)
+    assert walked - set(OTHER) == {"process_set"}, "all learners, or hvd.super_learner: alike here"
+    for name, other in OTHER.items():
+        model = linear()
+        named = list(model.named_parameters())
+        arguments = {"optimizer": sgd(model.parameters()), "named_parameters": named}
+        if hvd.rank() == 3:
+            arguments[name] = other(model, named) if inspect.isfunction(other) else other
+        found = outcome(functools.partial(hvd.DistributedOptimizer, **arguments))
+        say(case=f"argument {name}", **found)
+
+
+def other_sets(both: Any, rest: Any) -> None:
+    """With one super learner: learner 1 is in the set of learner 0, and passes another one."""
+    wrap(linear(), process_set=both if hvd.rank() < 2 else rest)
+    wrap(linear(), process_set=both if hvd.rank() == 0 else rest)
 
 
 def complex_numbers() -> None:
@@ -378,6 +420,7 @@ def main() -> None:
     say(case="before_init", **before)
     for name, case in CASES.items():
         say(case=name, **outcome(case))
+    other_arguments()
     model = linear()
     optimizer = wrap(model)
     step(model, optimizer)
@@ -393,6 +436,10 @@ def main() -> None:
     hvd.init(config=Config(super_learner_size=1))
     for name, case in ALONE.items():
         say(case=name, **outcome(case))
+    hvd.shutdown()
+    sets: Any = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
+    hvd.init(process_sets=sets, config=Config(super_learner_size=4))
+    say(case="other_sets", **outcome(functools.partial(other_sets, *sets)))
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
     say(case="no_timeline", **outcome(value()))
