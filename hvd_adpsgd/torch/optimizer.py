@@ -42,7 +42,7 @@ from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree, require_same_sets
 from hvd_adpsgd.torch.node import in_node
 from hvd_adpsgd.torch.optimizer_state import require_shareable, stand_in
-from hvd_adpsgd.torch.parameters import AveragingSpec
+from hvd_adpsgd.torch.parameters import AveragingSpec, statistics
 from hvd_adpsgd.torch.supported import require_models, require_supported
 from hvd_adpsgd.torch.timeline import StepRecord
 
@@ -425,7 +425,7 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
     """(name, tensor) of the buffers asked for that can be averaged."""
     if buffers is None:
         return []
-    pairs = _listed(buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers)
+    pairs = _listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)
     _require_named("buffers", pairs)
     return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
 

@@ -21,6 +21,7 @@ from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
     bytes_of,
     described,
+    require_dense,
     require_tensor,
     run_call,
 )
@@ -109,14 +110,16 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
         root_rank: whose, among all learners; None: the first surviving learner.
 
     Raises:
-        ConfigError: for params of another type or a root_rank out of range.
+        ConfigError: for params of another type, an entry that is no dense tensor, a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameters differ in name, dtype, shape.
         PeerFailedError: if the root failed.
     """
+    named = _named(params)
+    require_dense("broadcast_parameters", named)
     if inner_process_set(None, "broadcast_parameters") is not None:
         horovod.broadcast_parameters(params, root_rank or 0)
         return
-    broadcast_all("broadcast_parameters", None, _named(params), root_rank)
+    broadcast_all("broadcast_parameters", None, named, root_rank)
 
 
 def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
@@ -232,13 +235,14 @@ def broadcast_all(
     root_rank: int | None,
 ) -> None:
     """Overwrite tensors with the root's. One that MPI cannot write to is copied there and back."""
+    require_dense(kind, named)
     world = worlds.current()
     call = Call(kind, name, described(named), root_rank)
 
     def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
         for _, tensor in named:
-            staged = tensor.detach().cpu().contiguous()
+            staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
             attempt.broadcast(bytes_of(staged).numpy(), root)
             if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
                 tensor.detach().copy_(staged)
