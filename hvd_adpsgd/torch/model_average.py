@@ -33,10 +33,11 @@ log = logging.getLogger("hvd_adpsgd")
 def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     """Make the model the exact mean over super learners, in place; all learners call it together.
 
-    Parameters and floating-point buffers become the mean of the leaders' values; with weights,
-    sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its running exchanges
-    finish and pending corrections are applied first. For a2cid2 the middle of its two models is averaged.
-    Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
+    Parameters and floating-point buffers (but the vectors of spectral_norm) become the mean of the leaders'
+    values; with weights, sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its
+    running exchanges finish and pending corrections are applied first. For a2cid2 the middle of its two
+    models is averaged. Waits for the slowest super learner: use it for evaluation and for the final
+    checkpoint.
 
     Args:
         model: the same module on every learner.

@@ -105,12 +105,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Returns:
         An instance of the optimizer's own class: LR schedulers and GradScaler accept it, and
-        state_dict() is the optimizer's own.
+        state_dict() is the optimizer's own. It shares param_groups, state, hooks and attributes with
+        `optimizer`: what was made of that, such as a scheduler, goes on, and has effect here.
 
     Raises:
         NotInitializedError: before hvd.init().
-        UnsupportedOptimizerError: for LBFGS, or an optimizer that is wrapped already.
-        ModelMismatchError, StrategyMismatchError: on every learner, if learners differ.
+        UnsupportedOptimizerError: for LBFGS, an optimizer that is wrapped already, or an object with
+            attributes that wrapping would lose.
+        ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ.
         ConfigError: for a value out of its range.
 
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
