@@ -62,6 +62,8 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
     arguments, and it makes a new state. Here the constructor takes over the attributes as they are.
     """
     parent = type(optimizer)
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer.__setstate__({})  # one around another, that has not called torch's constructor
     shared = {k: v for k, v in vars(optimizer).items() if k not in _METHODS}
 
     def share(self: Any, params: Any) -> None:

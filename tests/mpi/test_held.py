@@ -64,6 +64,7 @@ def test_wrapping_takes_everything_over(place: str) -> None:
         assert facts["called"] == ["pre", "post"], "each hook once, and not the one removed"
         assert facts["sum"] == 7.0, "of Adagrad's argument"
         assert facts["demanding"] == 2.5, "of a constructor that needs it"
+        assert facts["around"] == [0.75] * 3
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -109,6 +109,17 @@ class Demanding(torch.optim.SGD):
         self.limit = limit
 
 
+class Around(torch.optim.Optimizer):
+    """Around another one, as Lookahead is; without torch's constructor."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self.base, self.defaults = base, base.defaults
+        self.param_groups, self.state = base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
 def carried(where: str) -> None:
     """What the plain optimizer has when it is wrapped."""
     facts: dict[str, Any] = {}
@@ -134,6 +145,9 @@ def carried(where: str) -> None:
     with retired(wrap(Demanding([torch.nn.Parameter(torch.ones(1))], limit=2.5))) as w:
         step(w)
         facts["demanding"] = w.limit  # type: ignore[attr-defined]
+    with retired(wrap(Around(sgd(lr=1.0, momentum=0.0)))) as w:
+        step(w, 0.25)
+        facts["around"] = group_of(w).tolist()
     say(case=f"{where}/carried", **facts)
 
 
