@@ -41,7 +41,7 @@ from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree, require_same_sets
 from hvd_adpsgd.torch.node import in_node
-from hvd_adpsgd.torch.optimizer_state import require_shareable, stand_in
+from hvd_adpsgd.torch.optimizer_state import keeping_held, require_shareable, stand_in
 from hvd_adpsgd.torch.parameters import AveragingSpec, statistics
 from hvd_adpsgd.torch.supported import require_models, require_supported
 from hvd_adpsgd.torch.timeline import StepRecord
@@ -378,7 +378,8 @@ def _plain_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     _drop_gradients(self)
-    self._parent.load_state_dict(self, state_dict)
+    with keeping_held(self):
+        self._parent.load_state_dict(self, state_dict)
 
 
 def _record_parts(wrapped: Any, record: StepRecord) -> None:
@@ -624,7 +625,8 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     """Load as torch does. Gradients that backward() has left for a step are dropped, as in Horovod."""
     _drop_gradients(self)
     own = {key: value for key, value in state_dict.items() if key != "averaging"}
-    self._parent.load_state_dict(self, own)
+    with keeping_held(self):
+        self._parent.load_state_dict(self, own)
     checkpoint.load_state(self._averaging, state_dict.get("averaging"))
 
 

@@ -7,19 +7,27 @@ what is held would have no effect any more. So values go into the objects that a
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
-from torch.utils.hooks import RemovableHandle
 
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 
-__all__ = ["keep_held", "load_in_place", "options", "require_shareable", "set_options", "stand_in"]
+__all__ = [
+    "keeping_held",
+    "load_in_place",
+    "options",
+    "require_shareable",
+    "set_options",
+    "stand_in",
+]
 
 # What Horovod's constructor sets on the object that it makes.
 _HOROVODS = {
@@ -30,6 +38,10 @@ _HOROVODS = {
 }
 _METHODS = {k for k, v in vars(_DistributedOptimizer).items() if isinstance(v, types.FunctionType)}
 _METHODS |= {"add_param_group", "close", "state_dict"}  # of wrapped optimizers
+_COUNTS = (
+    "_wrapped_by_lr_sched",
+    "_with_counter",
+)  # on a scheduler's step, and that of older torch
 
 
 # ---- wrapping -----------------------------------------------------------------------------------
@@ -47,7 +59,7 @@ def require_shareable(optimizer: torch.optim.Optimizer) -> None:
                 f"this {kind} has an attribute {name!r}, which Horovod's wrapper uses itself. Rename it in "
                 "the optimizer's class."
             )
-        if name in _METHODS and not hasattr(value, "_wrapped_by_lr_sched"):
+        if name in _METHODS and not any(hasattr(value, mark) for mark in _COUNTS):
             raise UnsupportedOptimizerError(
                 f"this {kind} has a {name}() of its own, set on the object and not in its class: wrapping "
                 "would lose it. Wrap first, then replace the method of the wrapped optimizer; or override it "
@@ -64,16 +76,19 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
     parent = type(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         optimizer.__setstate__({})  # one around another, that has not called torch's constructor
-    shared = {k: v for k, v in vars(optimizer).items() if k not in _METHODS}
+    plain = weakref.ref(optimizer)  # a class is freed late, and must not keep tensors till then
 
     def share(self: Any, params: Any) -> None:
-        self.__dict__.update(shared)
+        self.__dict__.update({k: v for k, v in vars(plain()).items() if k not in _METHODS})
 
     kind: Any = type(parent.__name__, (parent,), {"__init__": share})
     made = kind.__new__(kind)
     share(made, None)
-    keep_held(optimizer)  # the hooks are shared: of both
-    optimizer.register_step_post_hook(functools.partial(_count_step, weakref.ref(optimizer)))
+    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch has none
+        optimizer.register_load_state_dict_post_hook(
+            functools.partial(_refill, optimizer.param_groups, optimizer.state)
+        )
+    optimizer.register_step_post_hook(functools.partial(_count_step, plain))
     return made
 
 
@@ -81,23 +96,22 @@ def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
     """A scheduler of the plain optimizer asks there whether a step was made before its own."""
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
+        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1  # of older torch
 
 
 # ---- loading ------------------------------------------------------------------------------------
 
 
-def keep_held(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """From now on what load_state_dict loads goes into the present param_groups and state.
+@contextlib.contextmanager
+def keeping_held(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """What load_state_dict loads inside goes into the present param_groups and state.
 
     The list, each group and the mapping of states stay the objects that they are. Tensors are replaced, as in
     torch: a state_dict() taken before keeps its values.
-
-    Returns:
-        Its `remove()` ends this.
     """
-    return optimizer.register_load_state_dict_post_hook(
-        functools.partial(_refill, optimizer.param_groups, optimizer.state)
-    )
+    groups, state = optimizer.param_groups, optimizer.state
+    yield
+    _refill(groups, state, optimizer)
 
 
 def _refill(groups: list[dict[str, Any]], state: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -121,11 +135,8 @@ def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
     """
     before = options(optimizer)
     held = dict(optimizer.state)
-    keeping = keep_held(optimizer)
-    try:
+    with keeping_held(optimizer):
         optimizer.load_state_dict(state)
-    finally:
-        keeping.remove()
     set_options(optimizer, options(optimizer), before)
     for parameter, loaded in list(optimizer.state.items()):
         optimizer.state[parameter] = _written(held.get(parameter), loaded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.torch.join_state import JoinState
-from hvd_adpsgd.torch.optimizer_state import keep_held, load_in_place
+from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
 from tests.schedulers import MAKE, of_torch, optimizers, trace
 
 
@@ -71,16 +71,14 @@ def test_what_does_not_fit_is_replaced_and_what_is_gone_removed() -> None:
 def test_a_state_dict_taken_before_a_load_keeps_its_values() -> None:
     """As in torch: one may load another state, and then the first one again."""
     optimizer = used()
-    keeping = keep_held(optimizer)
     objects, first = held(optimizer), optimizer.state_dict()
     values = [t.tolist() for t in tensors(optimizer)]
     other = used()
     trace(other, [], 2)
-    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    with keeping_held(optimizer):
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     assert [t.tolist() for t in tensors(optimizer)] == [t.tolist() for t in tensors(other)]
-    optimizer.load_state_dict(first)
+    with keeping_held(optimizer):
+        optimizer.load_state_dict(first)
     assert [t.tolist() for t in tensors(optimizer)] == values
     assert same(held(optimizer), objects)
-    keeping.remove()
-    optimizer.load_state_dict(first)
-    assert not same(held(optimizer), objects)
