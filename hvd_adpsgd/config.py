@@ -35,6 +35,7 @@ class Option:
         low_open: whether `low` itself is excluded.
         choices: the words allowed (compared without case), for a str.
         optional: whether None is a value; in the environment an empty string or "none".
+        same: whether all learners of a job need the same value; init() compares it.
     """
 
     kind: type
@@ -45,6 +46,7 @@ class Option:
     low_open: bool = False
     choices: tuple[str, ...] = ()
     optional: bool = False
+    same: bool = True
 
     @property
     def range(self) -> str:
@@ -301,6 +303,7 @@ class Config:
         "path",
         "folder for the state that SIGUSR1 makes a learner write; None: the one for temporary files",
         optional=True,
+        same=False,
     )
     join: str | None = _option(
         None,
@@ -309,6 +312,7 @@ class Config:
         "as a job prints it: these learners form a super learner that joins that job, with the "
         "same join_secret_file, and the other options of the job; None: they do not join",
         optional=True,
+        same=False,
     )
     join_secret_file: str | None = _option(
         None,
@@ -317,6 +321,7 @@ class Config:
         "file with the secret of those that may join (64 hexadecimal digits, mode 0600); "
         "learner 0 makes it if it is missing, and prints how to join; None: nobody can join",
         optional=True,
+        same=False,
     )
     report_s: float = _option(
         1.0,
@@ -347,6 +352,7 @@ class Config:
         "token of the dashboard, at least 16 characters; None: a random one",
         secret=True,
         optional=True,
+        same=False,
     )
     timeline: str | None = _option(
         None,
@@ -369,6 +375,7 @@ class Config:
         "",
         "least severe message that is logged",
         choices=("debug", "info", "warning", "error"),
+        same=False,
     )
 
     def __post_init__(self) -> None:
@@ -403,6 +410,13 @@ class Config:
         for name in changes:
             _require_known(name, _options(), "option", "Config.replace")
         return dataclasses.replace(self, **changes)
+
+    def unequal(self, other: Config) -> str | None:
+        """The first option that all learners need to have alike, and these two have not."""
+        for name, option in _options().items():
+            if option.same and getattr(self, name) != getattr(other, name):
+                return name
+        return None
 
     @classmethod
     def table(cls) -> tuple[OptionRow, ...]:

@@ -109,9 +109,9 @@ class CollectiveMismatchError(ModelMismatchError):
 
 
 class StrategyMismatchError(AdpsgdError, ValueError):
-    """Super learners were given different strategies, or one that this call cannot serve.
+    """Learners were given different arguments or strategies, or a strategy that this call cannot serve.
 
-    Give every learner the same `averaging` (spec and seed), in the script or the environment.
+    Give every learner the same, such as `averaging` (spec and seed), in the script or the environment.
     """
 
 
@@ -125,7 +125,7 @@ class UnsupportedOptimizerError(AdpsgdError, TypeError):
 class NonFiniteModelError(AdpsgdError, ArithmeticError):
     """The local model holds NaN or infinity, and `nonfinite` is "raise".
 
-    Such a model must not reach peers. Lower the learning rate or clip gradients; set
+    Such a model must not reach peers. Lower the learning rate, warm it up or clip gradients; set
     `nonfinite="skip"` to train on without exchanging until the model is finite again.
     """
 

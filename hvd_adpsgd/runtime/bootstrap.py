@@ -50,14 +50,6 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 _LEARNER_PID = "ADPSGD_LEARNER_PID"  # in the environment of child processes
-_PER_LEARNER = (
-    "dashboard_token",
-    "join",
-    "join_secret_file",
-    "log_level",
-    "state_dir",
-)  # options in which learners may differ
-
 
 def init(
     config: Config | None = None,
@@ -249,18 +241,17 @@ def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
     for rank, answer in enumerate(answers):
         if answer["problem"] is not None:
             raise ConfigError(f"{answer['problem']} (on learner {rank})")
-    first = answers[0]["config"]
+    first: Config = answers[0]["config"]
     for rank, answer in enumerate(answers):
-        for name, value in dataclasses.asdict(answer["config"]).items():
-            if name not in _PER_LEARNER and value != getattr(first, name):
-                raise ConfigError(
-                    f"{name} differs between learners: {environment_name(name)} or Config.{name} "
-                    f"is {getattr(first, name)!r} on learner 0 and {value!r} on learner {rank}. "
-                    "Set the same value on all learners (horovodrun passes the environment on; "
-                    "mpirun needs -x)."
-                )
-    config: Config = answers[0]["config"]
-    return config
+        name = first.unequal(answer["config"])
+        if name is not None:
+            raise ConfigError(
+                f"{name} differs between learners: {environment_name(name)} or Config.{name} "
+                f"is {getattr(first, name)!r} on learner 0 and {getattr(answer['config'], name)!r} on "
+                f"learner {rank}. Set the same value on all learners (horovodrun passes the environment on; "
+                "mpirun needs -x)."
+            )
+    return first
 
 
 def _with_absolute_paths(config: Config) -> Config:

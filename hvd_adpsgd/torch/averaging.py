@@ -39,6 +39,7 @@ from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.shard_staging import ShardStaging
+from hvd_adpsgd.torch.supported import require_no_ddp
 from hvd_adpsgd.torch.timeline import StepRecord
 from hvd_adpsgd.torch.update_rules import make_rule
 
@@ -103,6 +104,9 @@ class Averaging:
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.lent = 0
+        self._alone_in_model = (
+            False  # no DistributedDataParallel averages it: known at the first step
+        )
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
         self._staging: ShardStaging | None = None  # of parameters on devices
@@ -298,6 +302,11 @@ class Averaging:
         self.require_running()
         self.engine.check()
         require_known(self.trained, groups)
+        if (
+            not self._alone_in_model
+        ):  # frameworks put DDP around the model after the optimizer is wrapped
+            require_no_ddp({p for group in groups for p in group["params"]})
+            self._alone_in_model = True
         if self.world.inner_size == 1:
             self.parameters.check()
         if self.restart:
@@ -582,7 +591,8 @@ def _report_nonfinite(averaging: Averaging) -> None:
     where = f" ({names})" if names else ""
     message = (
         f"step {averaging.nonfinite_step}: the model of super learner {averaging.world.super_rank} holds "
-        f"NaN or Inf{where}; it is not offered to the others. Lower the learning rate or clip gradients; "
+        f"NaN or Inf{where}; it is not offered to the others. Lower the learning rate, warm it up, or "
+        "clip gradients; if they are clipped, look at the last batch. "
         "HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
     )
     if raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from hvd_adpsgd import errors
+from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.world import World
@@ -20,6 +21,7 @@ __all__ = [
     "require_known",
     "require_same",
     "require_same_in_node",
+    "require_same_sets",
     "unanimous",
 ]
 
@@ -48,7 +50,7 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
 
 
 def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
-    """The spec of this learner, once strategies, settings and tensors are equal on all learners.
+    """The spec of this learner, once arguments and tensors are equal on all learners.
 
     Raises:
         ModelMismatchError, StrategyMismatchError: on every learner alike.
@@ -56,41 +58,73 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
     """
     doing = "hvd.DistributedOptimizer"
     mine = unanimous(world, doing, spec)
-    settings = _settings(mine)
-    by_rank = world.collectives.gather(doing, settings)
-    for rank, other in zip(world.collectives.ranks, by_rank, strict=True):
-        if other != by_rank[0]:
-            raise StrategyMismatchError(
-                f"averaging differs: learner {world.collectives.ranks[0]} has {by_rank[0]}; learner {rank} "
-                f"has {other}. Use the same on all learners (averaging=, or HVD_ADPSGD_AVERAGING)."
-            )
+    _require_same_arguments(world, doing, mine.arguments)
     require_same(world, doing, described(mine.named))
     return mine
 
 
-def require_same(world: World, doing: str, tensors: list[str]) -> None:
-    """Raise ModelMismatchError on every learner if the descriptions differ on one.
+def _require_same_arguments(world: World, doing: str, arguments: list[str]) -> None:
+    """Raise StrategyMismatchError on every learner if an argument differs on one."""
+    found = _first_difference(world, doing, arguments)
+    if found is None:
+        return
+    first, other, mine, theirs = found
+    one, another = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    name = one.split("=", 1)[0]
+    or_environment = f", or {environment_name(name)}" if hasattr(Config, name) else ""
+    raise StrategyMismatchError(
+        f"{doing}: {name} differs between learners, {one} on learner {first} and {another} on learner "
+        f"{other}. Use the same on all learners ({name}={or_environment})."
+    )
 
-    Every learner sends a digest. Only if digests differ, two learners send their descriptions: the first one,
-    and the first one that differs from it.
+
+def require_same_sets(world: World, doing: str, ranks: Sequence[int]) -> None:
+    """Raise StrategyMismatchError on every learner if one of a process set passes another set.
+
+    Args:
+        world: with one super learner.
+        doing: what is done, for messages.
+        ranks: of the process set that this learner passes; learners outside may pass others.
     """
-    digests = world.collectives.gather(doing, _digest(tensors))
+    told = world.collectives.gather(doing, tuple(ranks))
+    for rank, members in enumerate(told):
+        other = next((m for m in members if told[m] != members), None)
+        if other is not None:
+            raise StrategyMismatchError(
+                f"{doing}: process_set differs between learners, {list(members)} on learner {rank} and "
+                f"{list(told[other])} on learner {other}. All learners of a set pass that set."
+            )
+
+
+def require_same(world: World, doing: str, tensors: list[str]) -> None:
+    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
+    found = _first_difference(world, doing, tensors)
+    if found is not None:
+        first, other, mine, theirs = found
+        raise ModelMismatchError(
+            f"{doing}: " + _difference(mine, theirs, f"learner {other}", f"learner {first}")
+        )
+
+
+def _first_difference(
+    world: World, doing: str, facts: list[str]
+) -> tuple[int, int, list[str], list[str]] | None:
+    """Two learners with different facts, and these; None if all are equal.
+
+    Every learner sends a digest. Only if digests differ, two learners send their facts: the first one, and
+    the first one that differs from it.
+    """
+    digests = world.collectives.gather(doing, _digest(facts))
     by_rank = dict(zip(world.collectives.ranks, digests, strict=True))
     first = min(by_rank)
     other = min((rank for rank in by_rank if by_rank[rank] != by_rank[first]), default=None)
     if other is None:
-        return
-    told = world.collectives.gather(doing, tensors if world.rank in (first, other) else None)
+        return None
+    told = world.collectives.gather(doing, facts if world.rank in (first, other) else None)
     by_rank = dict(zip(world.collectives.ranks, told, strict=True))
-    if (
-        first not in by_rank or other not in by_rank
-    ):  # it failed meanwhile: compare those that remain
-        require_same(world, doing, tensors)
-        return
-    raise ModelMismatchError(
-        f"{doing}: "
-        + _difference(by_rank[first], by_rank[other], f"learner {other}", f"learner {first}")
-    )
+    if first not in by_rank or other not in by_rank:
+        return _first_difference(world, doing, facts)  # it failed meanwhile: of those that remain
+    return first, other, by_rank[first], by_rank[other]
 
 
 def require_same_in_node(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -112,13 +146,6 @@ def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) ->
                     "the optimizer was wrapped it was frozen (requires_grad=False) or not in the group. "
                     "Wrap first and freeze then, add it by add_param_group, or wrap a new optimizer."
                 )
-
-
-def _settings(spec: AveragingSpec) -> str:
-    return (
-        f"{spec.strategy.spec()}, wire_dtype={spec.config.wire_dtype}, "
-        f"chunk_kib={spec.config.chunk_kib}"
-    )
 
 
 def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -83,7 +83,7 @@ class Host:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def flag(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device="cpu")
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
         return False
@@ -129,7 +129,7 @@ class Cuda:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def flag(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.bool, pin_memory=True)
+        return torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
         """Page-lock memory that torch did not allocate; without it copies are right, and slow."""

@@ -12,6 +12,7 @@ import torch
 from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described
+from hvd_adpsgd.torch.optimizer_state import load_in_place
 
 __all__ = ["JoinState", "shares", "terms"]
 
@@ -22,7 +23,7 @@ def terms() -> list[str]:
 
 
 def _terms_of(averaging: Averaging) -> list[str]:
-    """Strategy, shards, parameters, and what parameter groups have added since."""
+    """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
     _, *added = averaging.specs
     shards = "a model that is not cut"
     if averaging.shards > 1:
@@ -33,6 +34,7 @@ def _terms_of(averaging: Averaging) -> list[str]:
     return [
         f"with {averaging.spec.strategy.spec()}",
         shards,
+        *(f"with {argument}" for argument in averaging.spec.arguments),
         *described(averaging.spec.named),
         *(str(spec) for specs in added for spec in specs),
     ]
@@ -74,7 +76,7 @@ class JoinState:
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Overwrite optimizers and averagings; the model has its values."""
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
-            optimizer.load_state_dict(saved)
+            load_in_place(optimizer, saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
                 checkpoint.load_state(averaging, state)

@@ -21,7 +21,7 @@ from hvd_adpsgd.runtime.global_operations import counted
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described, require_same
-from hvd_adpsgd.torch.parameters import shares_elements
+from hvd_adpsgd.torch.parameters import shares_elements, statistics
 from hvd_adpsgd.torch.pausing import at_rest, paused
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
@@ -33,10 +33,11 @@ log = logging.getLogger("hvd_adpsgd")
 def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     """Make the model the exact mean over super learners, in place; all learners call it together.
 
-    Parameters and floating-point buffers become the mean of the leaders' values; with weights,
-    sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its running exchanges
-    finish and pending corrections are applied first. For a2cid2 the middle of its two models is averaged.
-    Waits for the slowest super learner: use it for evaluation and for the final checkpoint.
+    Parameters and floating-point buffers (but the vectors of spectral_norm) become the mean of the leaders'
+    values; with weights, sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its
+    running exchanges finish and pending corrections are applied first. For a2cid2 the middle of its two
+    models is averaged. Waits for the slowest super learner: use it for evaluation and for the final
+    checkpoint.
 
     Args:
         model: the same module on every learner.
@@ -199,8 +200,9 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
     """The modules hold these tensors again: half() and cpu() replace buffers, and maybe parameters."""
     for module, parameters, buffers in held:
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
+        for mine, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
+            for name, tensor in tensors.items():  # of a scripted module they are no dicts
+                mine[name] = tensor
 
 
 def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
@@ -252,14 +254,14 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
 def _floating(
     world: World, doing: str, modules: Sequence[torch.nn.Module], buffers: bool = True
 ) -> list[torch.Tensor]:
-    """The floating-point tensors of the modules, each once; the same on every learner. Not expanded ones."""
+    """The tensors of the modules that can be averaged, each once; the same on every learner."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(
                 f"{doing} got a {type(module).__name__}, allowed is a torch.nn.Module. Pass the model itself."
             )
-        more = module.named_buffers() if buffers else ()
+        more = statistics(module) if buffers else ()
         for name, tensor in (*module.named_parameters(), *more):
             if tensor.is_floating_point() and not shares_elements(tensor):
                 named.setdefault(id(tensor), (f"{i}.{name}" if i else name, tensor))

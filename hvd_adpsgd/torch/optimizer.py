@@ -44,10 +44,11 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch import checkpoint
 from hvd_adpsgd.torch.averaging import Averaging, live, stop_dropped
 from hvd_adpsgd.torch.collectives import global_process_set
-from hvd_adpsgd.torch.consistency import agree
+from hvd_adpsgd.torch.consistency import agree, require_same_sets
 from hvd_adpsgd.torch.gradients import Gradients
 from hvd_adpsgd.torch.node import in_node
-from hvd_adpsgd.torch.parameters import AveragingSpec
+from hvd_adpsgd.torch.optimizer_state import keeping_held, require_shareable, stand_in
+from hvd_adpsgd.torch.parameters import AveragingSpec, statistics
 from hvd_adpsgd.torch.supported import require_models, require_supported
 from hvd_adpsgd.torch.timeline import StepRecord
 
@@ -56,6 +57,8 @@ __all__ = ["DistributedOptimizer"]
 log = logging.getLogger("hvd_adpsgd")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+_OPS = {horovod.Average: "Average", horovod.Sum: "Sum", horovod.Adasum: "Adasum"}
 
 
 @counted("DistributedOptimizer")
@@ -109,12 +112,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Returns:
         An instance of the optimizer's own class: LR schedulers and GradScaler accept it, and
-        state_dict() is the optimizer's own.
+        state_dict() is the optimizer's own. It shares param_groups, state, hooks and attributes with
+        `optimizer`: what was made of that, such as a scheduler, goes on, and has effect here.
 
     Raises:
         NotInitializedError: before hvd.init().
-        UnsupportedOptimizerError: for LBFGS, or an optimizer that is wrapped already.
-        ModelMismatchError, StrategyMismatchError: on every learner, if learners differ.
+        UnsupportedOptimizerError: for LBFGS, an optimizer that is wrapped already, or an object with
+            attributes that wrapping would lose.
+        ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ.
         ConfigError: for a value out of its range.
 
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
@@ -127,34 +132,38 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
+    inner = {  # Horovod's
+        "compression": compression,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "num_groups": num_groups,
+        "groups": groups,
+        "sparse_as_dense": sparse_as_dense,
+    }
     spec = agree(
-        world, lambda: _spec(world, optimizer, averaging, given, process_set, named, buffers, op)
+        world, lambda: _spec(world, optimizer, averaging, given, inner, process_set, named, buffers)
     )
     world = _join_if_synchronous(world, spec.strategy)
+    if world.is_plain:
+        ranks = _inner_process_set(process_set, world).ranks or ()
+        require_same_sets(world, "hvd.DistributedOptimizer", ranks)
     if live():
         gc.collect()  # before the new engine: a dropped optimizer in a cycle still holds its memory
     stop_dropped()
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
-        optimizer,
+        stand_in(optimizer),
         named_parameters=named,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
+        **inner,
         process_set=_inner_process_set(process_set, world),
     )
     if world.is_plain:
         _say_nothing_to_average(world, spec.strategy)
-        type(wrapped).close = _unhook
-        _repair(wrapped)
+        _become_plain(wrapped, type(optimizer))
         if world.config.timeline is not None:
             _record_parts(wrapped, StepRecord(world))
         return wrapped
-    wrapped.defaults = dict(optimizer.defaults)
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
     mine.optimizer = weakref.ref(wrapped)
@@ -168,13 +177,14 @@ def _spec(
     optimizer: torch.optim.Optimizer,
     averaging: Strategy | str | None,
     given: dict[str, Any],
+    inner: dict[str, Any],
     process_set: Any,
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
-    op: Any,
 ) -> AveragingSpec:
     """The spec of this learner's call, after the checks that need no peer."""
     require_supported(optimizer)
+    require_shareable(optimizer)
     _require_named("named_parameters", named)
     strategy = _strategy(averaging, world.config.averaging)
     _require_joinable(strategy, world)
@@ -187,10 +197,33 @@ def _spec(
     _require_pairs(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
-    if op == horovod.Adasum:
+    if inner["op"] == horovod.Adasum:
         strategy.refuse("op=Adasum")
-    trained = _trained(_names(optimizer, named), optimizer.param_groups)
-    return AveragingSpec(strategy, config, trained, _floating(buffers))
+    names = _names(optimizer, named)
+    trained = _trained(names, optimizer.param_groups)
+    compared = {
+        "optimizer": type(optimizer),
+        "averaging": strategy.spec(),
+        **{name: getattr(config, name) for name in given},
+        **inner,
+        "op": _OPS.get(inner["op"], inner["op"]),
+    }
+    arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
+    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments)
+
+
+def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
+    """An argument of DistributedOptimizer for comparisons, the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return names.get(value, "a tensor that is not a parameter")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_as_text(each, names) for each in value)}]"
+    if value is None or isinstance(value, (bool, str)):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return repr(float(value)).removesuffix(".0")
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__
 
 
 def _listed(pairs: Any) -> Any:
@@ -295,8 +328,25 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
     tensors = list(tensors)
     for averaging in list(live()):
         if any(id(tensor) in averaging.trained for tensor in tensors):
-            log.info("an optimizer wrapped around the same parameters before averages no longer")
+            _say_retired(averaging, {id(tensor) for tensor in tensors})
             averaging.stop("another optimizer was wrapped around its parameters")
+
+
+def _say_retired(averaging: Averaging, ids: set[int]) -> None:
+    """Warn unless the new optimizer trains all that the earlier one did."""
+    trained = averaging.spec.trained
+    left = [name for name, p in trained if p.requires_grad and id(p) not in ids]
+    if not left:
+        log.info("an optimizer wrapped around the same parameters before averages no longer")
+        return
+    log.warning(
+        "the optimizer wrapped before averages %s no longer, for another one was wrapped around %d of its %d "
+        "parameters: its next step() raises. Wrap one optimizer with all parameter groups, or several with "
+        "parameters of their own.",
+        left[0],
+        len(trained) - len(left),
+        len(trained),
+    )
 
 
 def _unhook(wrapped: Any) -> None:
@@ -317,16 +367,39 @@ def _inner_process_set(process_set: Any, world: World) -> Any:
     return process_set
 
 
+def _become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
+    """With one super learner: Horovod's class, for this instance alone, with what users expect of torch.
+
+    The step hooks run once; a script may derive from the class. Horovod's Adasum steps by itself.
+    """
+    kind = type(wrapped)
+    kind._parent, kind.close = parent, _unhook
+    kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
+    if not hasattr(wrapped, "_starting_models"):
+        kind.step = _plain_step
+    _repair(wrapped)
+
+
+def _plain_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    _synchronize_for_step(self)
+    return self._parent.step(self, closure)
+
+
+def _plain_zero_grad(self: Any, set_to_none: bool = True) -> None:
+    _require_no_handles(self)
+    self._parent.zero_grad(self, set_to_none)
+
+
+def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    _drop_gradients(self)
+    with keeping_held(self):
+        self._parent.load_state_dict(self, state_dict)
+
+
 def _repair(wrapped: Any) -> None:
-    """With one super learner: accept what torch's optimizers accept and Horovod's do not."""
-    kind = type(wrapped)  # Horovod made this class for this instance
+    """Accept gradients that torch accepts and Horovod does not."""
+    kind = type(wrapped)
     wrapped._compression = _Reducible(wrapped._compression)
-
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        _require_no_handles(self)
-        super(kind, self).zero_grad(set_to_none)
-
-    kind.zero_grad = zero_grad
     if hasattr(wrapped, "_starting_models"):  # Adasum reduces parameters
         return
     reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
@@ -360,10 +433,11 @@ def _record_parts(wrapped: Any, record: StepRecord) -> None:
         if not adasum:
             _synchronize_for_step(self)
         with record.part("optimizer", made):
-            loss = horovods_step(self, closure) if adasum else super(kind, self).step(closure)
+            loss = horovods_step(self, closure) if adasum else self._parent.step(self, closure)
         made += 1
         return loss
 
+    step.hooked = getattr(horovods_step, "hooked", False)  # type: ignore[attr-defined]
     kind.synchronize, kind.step = synchronize, step
 
 
@@ -401,7 +475,7 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
     """(name, tensor) of the buffers asked for that can be averaged."""
     if buffers is None:
         return []
-    pairs = _listed(buffers.named_buffers() if isinstance(buffers, torch.nn.Module) else buffers)
+    pairs = _listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)
     _require_named("buffers", pairs)
     return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
 
@@ -419,7 +493,8 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     """Give Horovod's instance a class with Horovod's methods, overridden by ours.
 
     Horovod's methods call super(self.__class__, self), so the class must derive from the user's
-    directly: a subclass of Horovod's class would recurse without end.
+    directly: a subclass of Horovod's class would recurse without end. Ours call `_parent`, the user's
+    class, so that a script may derive from the class made here, and call its methods on another object.
     """
     horovods = type(wrapped)
     namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
@@ -427,6 +502,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     if hasattr(wrapped, "_starting_models"):
         namespace.update(_ADASUM_METHODS)
     namespace["_horovod"] = horovods
+    namespace["_parent"] = parent
     wrapped.__class__ = type(parent.__name__, (parent,), namespace)
     wrapped._compression = _Reducible(wrapped._compression)
     wrapped._gradients = Gradients()
@@ -446,7 +522,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
                 averaging.finish_step()
                 return None
         with averaging.record.part("optimizer", averaging.step):
-            loss = super(self.__class__, self).step(_synchronized(self, closure))
+            loss = self._parent.step(self, _synchronized(self, closure))
         averaging.finish_step()
         return loss
 
@@ -663,14 +739,15 @@ class _Reducible:
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     _require_no_handles(self)
     self._gradients.release()
-    super(self.__class__, self).zero_grad(set_to_none)
+    self._parent.zero_grad(self, set_to_none)
 
 
 def _require_no_handles(self: Any) -> None:
     if self._handles:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-            "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            "optimizer.synchronize(): the gradients are being averaged. Call one of these first. GradScaler "
+            "leaves step() out for infinite gradients: call optimizer.synchronize() before scaler.step()."
         )
 
 
@@ -682,7 +759,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
             f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "
             "of its own for each parameter: wrap a new optimizer with all groups instead."
         )
-    super(self.__class__, self).add_param_group(param_group)
+    self._parent.add_param_group(self, param_group)
     group = self.param_groups[-1]
     names = {
         parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
@@ -712,17 +789,38 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
 
 def _state_dict(self: Any) -> dict[str, Any]:
     """The optimizer's own state, and under "averaging" the strategy's."""
-    state = super(self.__class__, self).state_dict()
+    state: dict[str, Any] = self._parent.state_dict(self)
     mine = checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
 
 
 def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    """Load as torch does. Gradients that backward() has left for a step are dropped, as in Horovod."""
+    _drop_gradients(self)
     self._gradients.forget()
-    super(self.__class__, self).load_state_dict(
-        {key: value for key, value in state_dict.items() if key != "averaging"}
-    )
+    own = {key: value for key, value in state_dict.items() if key != "averaging"}
+    with keeping_held(self):
+        self._parent.load_state_dict(self, own)
     checkpoint.load_state(self._averaging, state_dict.get("averaging"))
+
+
+def _drop_gradients(self: Any) -> None:
+    """Forget gradients that wait for a step, as Horovod does; all-reduces under way end first."""
+    if hasattr(self, "_starting_models"):  # Adasum: the parameters hold differences until step()
+        return
+    running = {key: handle for key, (handle, _) in self._handles.items() if handle is not None}
+    if running:
+        sent = sum(len(key) if isinstance(key, tuple) else 1 for key in running)
+        averaging = getattr(self, "_averaging", None)
+        total = len(self._requires_update) if sent == len(self._requires_update) else 0
+        with averaging.reducing(total) if averaging else contextlib.nullcontext():
+            for handle in running.values():
+                handle() if callable(handle) else horovod.synchronize(handle)
+    self._handles.clear()
+    self._synchronized, self._should_synchronize = False, True
+    for parameter in self._allreduce_delay:
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+    self._group_counts = dict.fromkeys(self._group_counts, 0)
 
 
 def _close(self: Any) -> None:
@@ -737,7 +835,8 @@ def _refuse_copy(self: Any, *args: Any) -> Any:
     )
 
 
-_step.hooked = True  # type: ignore[attr-defined]  # torch adds no second call of the step hooks
+# torch adds no second call of the step hooks
+_step.hooked = _plain_step.hooked = True  # type: ignore[attr-defined]
 
 _METHODS = {
     "step": _step,

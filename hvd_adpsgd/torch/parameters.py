@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
@@ -16,7 +18,7 @@ from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.devices import is_staged
 
-__all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements"]
+__all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class AveragingSpec:
         config: options, those of this optimizer already in.
         trained: (name, tensor) of what the optimizer trains.
         buffers: (name, tensor) of what is only averaged.
+        arguments: "name=value" of each argument that is no tensor.
     """
 
     strategy: Strategy
     config: Config
     trained: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
+    arguments: list[str]
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -44,6 +48,26 @@ class AveragingSpec:
 def averaged_dtype(tensor: torch.Tensor) -> str:
     """The layout's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the buffers whose mean makes sense: dense, floating-point, not of spectral_norm.
+
+    The vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
+    """
+    vectors = {id(buffer) for each in module.modules() for buffer in _vectors(each)}
+    for name, buffer in module.named_buffers():
+        dense = buffer.layout == torch.strided and buffer.is_floating_point()
+        if dense and id(buffer) not in vectors:
+            yield name, buffer
+
+
+def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The vectors of power iterations; spectral_norm keeps them as a parametrization, once with a hook."""
+    if isinstance(module, _SpectralNorm):
+        return list(module.buffers(recurse=False))
+    hooks = [h for h in module._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]
+    return [getattr(module, f"{hook.name}_{which}") for hook in hooks for which in "uv"]
 
 
 class Parameters:
@@ -120,7 +144,7 @@ class Parameters:
             return tensor
         copy = self._copies.get(i)
         if copy is None:
-            copy = self._copies[i] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            copy = self._copies[i] = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         copy.view(tensor.shape).copy_(tensor.detach())
         return copy
 

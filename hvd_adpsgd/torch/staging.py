@@ -530,4 +530,4 @@ def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
         torch.stack(torch._foreach_norm(group, math.inf)).isfinite().all()
         for group in by_type.values()
     ]
-    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
+    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device="cpu")

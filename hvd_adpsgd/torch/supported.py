@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 
-__all__ = ["require_models", "require_supported"]
+__all__ = ["require_models", "require_no_ddp", "require_supported"]
 
 # Where apex, DeepSpeed, Megatron and Transformer Engine keep float32 copies of 16-bit parameters.
 _MASTERS = (
@@ -92,8 +92,7 @@ def require_models(
         UnsupportedOptimizerError: for float32 master copies of 16-bit parameters.
     """
     trained = set(_parameters(optimizer))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _require_no_ddp(trained)
+    require_no_ddp(trained)
     where = _masters(optimizer, trained, [p for _, p in named or () if isinstance(p, torch.Tensor)])
     if where:
         raise UnsupportedOptimizerError(
@@ -103,7 +102,13 @@ def require_models(
         )
 
 
-def _require_no_ddp(trained: set[torch.Tensor]) -> None:
+def require_no_ddp(trained: set[torch.Tensor]) -> None:
+    """Raise ModelMismatchError if some of these are parameters of a DistributedDataParallel model.
+
+    Looks at all objects of the process, if it has a process group.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel) and trained & set(thing.parameters()):
             raise ModelMismatchError(

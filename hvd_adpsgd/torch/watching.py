@@ -83,7 +83,7 @@ def log(**scalars: Any) -> None:
 
 
 def log_to(writer: Any, every_s: float = 10.0) -> None:
-    """Send the numbers of the run to TensorBoard or Weights & Biases: hvd.log_to(SummaryWriter()).
+    """Send the numbers of the run to TensorBoard, Weights & Biases or MLflow: hvd.log_to(SummaryWriter()).
 
     The first surviving leader sends, on a thread of its own: what each super learner logs and reports as
     hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME. On other learners
@@ -91,13 +91,14 @@ def log_to(writer: Any, every_s: float = 10.0) -> None:
     must continue after a failure. A writer that raises is left off, with one warning; training continues.
 
     Args:
-        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init(), or an object with their
-            add_scalar(tag, value, step) or log(numbers, step=...). It takes the place of the one before;
-            None: nothing more is sent after the return.
+        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init(), mlflow with an active run, or
+            an object with their add_scalar(tag, value, step), log(numbers, step=...) or
+            log_metrics(numbers, step=...). It takes the place of the one before; None: nothing more is sent
+            after the return.
         every_s: between two sendings, at least; the last numbers are sent in shutdown().
 
     Raises:
-        ConfigError: for an object without either method, or every_s below 0.
+        ConfigError: for an object without these methods, or every_s below 0.
     """
     global _outlet
     outlet = None if writer is None else Outlet(writer, every_s)

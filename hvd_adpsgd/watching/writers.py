@@ -1,4 +1,4 @@
-"""hvd.log_to: what is known of a run, as scalars in TensorBoard or Weights & Biases."""
+"""hvd.log_to: what is known of a run, as scalars in TensorBoard, Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Outlet:
 
     Args:
         writer: has add_scalar(tag, value, step), as torch's SummaryWriter, or log(numbers, step=...), as a
-            run of Weights & Biases.
+            run of Weights & Biases, or log_metrics(numbers, step=...), as MLflow and Lightning's loggers.
         every_s: between two sendings, at least.
 
     Raises:
@@ -156,10 +156,14 @@ def _sender(writer: Any) -> Send:
             return lambda found, step: [writer.add_scalar(*one) for one in found]
         if _takes(getattr(writer, "log", None), {}, step=0):
             return lambda found, step: _log(writer, found, step)
+        if _takes(getattr(writer, "log_metrics", None), {}, step=0):
+            run = _run_of(writer)
+            return lambda found, step: writer.log_metrics(_numbers_of(found), step=step, **run)
     kind = f"the class {writer.__name__}" if isinstance(writer, type) else type(writer).__name__
     raise ConfigError(
-        f"hvd.log_to({kind}): it has neither add_scalar(tag, value, step) nor log(numbers, step=...). Pass a "
-        "torch.utils.tensorboard.SummaryWriter(), a run that wandb.init() returns, or None."
+        f"hvd.log_to({kind}): it has neither add_scalar(tag, value, step) nor log(numbers, step=...) or "
+        "log_metrics(numbers, step=...). Pass a torch.utils.tensorboard.SummaryWriter(), a run that "
+        "wandb.init() returns, mlflow, or None."
     )
 
 
@@ -179,4 +183,17 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
 def _log(run: Any, found: list[Scalar], step: int) -> None:
     """One row of a run. Weights & Biases drops a row whose step is below one that it has seen."""
     seen = getattr(run, "step", 0)
-    run.log({one.tag: one.value for one in found}, step=max(step, seen if type(seen) is int else 0))
+    run.log(_numbers_of(found), step=max(step, seen if type(seen) is int else 0))
+
+
+def _numbers_of(found: list[Scalar]) -> dict[str, float]:
+    return {one.tag: one.value for one in found}
+
+
+def _run_of(writer: Any) -> dict[str, str]:
+    """The argument that names MLflow's active run, which belongs to the thread that has started it."""
+    active = getattr(writer, "active_run", None)
+    run: Any = active() if callable(active) else None
+    if run is None or not _takes(writer.log_metrics, {}, step=0, run_id=""):
+        return {}
+    return {"run_id": run.info.run_id}

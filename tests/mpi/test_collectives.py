@@ -271,6 +271,80 @@ STATES = """
     facts["objects"] = flat(hvd.allgather_object(("x" * rank, rank)))
     facts["in my node"] = hvd.broadcast_object(rank, 0, process_set=hvd.super_learner)
     facts["group"] = optimizer.param_groups[0]["lr"]
+
+    class Odd(torch.nn.Module):
+        def __init__(self, **buffers):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2,), 1.0 + rank))
+            for name, buffer in buffers.items():
+                self.register_buffer(name, buffer)
+
+    def error(call):
+        try:
+            call()
+        except Exception as e:
+            return [type(e).__name__, str(e)]
+        return []
+
+    class Extra(Odd):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    facts["extra state"] = error(lambda: hvd.broadcast_parameters(Extra().state_dict(), 0))
+    sparse = Odd(buffer=torch.eye(2).to_sparse())
+    facts["sparse"] = error(lambda: hvd.broadcast_parameters(sparse.state_dict(), 0))
+    if hvd.super_size() > 1:  # Horovod refuses complex tensors
+        twist = torch.tensor([1 + 2j]) * (1 + rank)
+        odd = Odd(conj=twist.conj(), imag=twist.conj().imag)
+        hvd.broadcast_parameters(odd.state_dict(), 1)
+        facts["conj"] = [str(odd.conj.tolist()), odd.imag.tolist()]
+        facts["sums"] = flat(hvd.allreduce(twist.conj().imag, op=hvd.Sum, name="negative"))
+        facts["gathered"] = flat(hvd.allgather(twist.conj().imag, name="negatives"))
+
+    # vectors of either sign: their mean is 0
+    normed = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3))
+    hooked = torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3))
+    both = torch.nn.Sequential(normed, hooked, torch.nn.BatchNorm1d(3))
+    hvd.broadcast_parameters(both.state_dict(), 0)
+    vectors = [b for name, b in both.named_buffers() if name[-2:] in ("_u", "_v")]
+    for vector in vectors:
+        vector.mul_(-1.0 if rank * 2 >= hvd.size() else 1.0)
+    both[2].running_mean += hvd.super_rank()
+    own = torch.cat(vectors).tolist()
+    with hvd.averaged(both, buffers=True):
+        facts["normed"] = bool(both.eval()(torch.ones(2, 3)).isfinite().all())
+        facts["statistic"] = flat(both[2].running_mean)
+        kept = torch.cat(vectors).tolist() == own
+    hvd.average_model(both)
+    facts["vectors"] = [len(vectors), kept and torch.cat(vectors).tolist() == own]
+
+    scripted = torch.jit.script(torch.nn.BatchNorm1d(2))
+    scripted.weight.data.fill_(1.0 + hvd.super_rank())
+    with hvd.averaged(scripted, buffers=True):
+        facts["scripted"] = flat(scripted.weight.data)
+        scripted.half()
+    facts["scripted back"] = [str(scripted.running_mean.dtype), float(scripted.weight[0]) - hvd.super_rank()]
+
+    # of a script that makes its tensors on a device by default, here on one without memory
+    plain = Odd(buffer=torch.ones(2) * rank)
+    data = torch.arange(2.0) + rank
+    torch.set_default_device("meta")
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.5), named_parameters=plain.named_parameters()
+    )
+    for _ in range(2):
+        plain.weight.grad = torch.ones_like(plain.weight)
+        wrapped.step()
+    hvd.broadcast_parameters(plain.state_dict(), 0)
+    hvd.broadcast_optimizer_state(wrapped, 0)
+    with hvd.averaged(plain, buffers=True):
+        hvd.consensus_distance(plain)
+    hvd.average_model(plain)
+    facts["default device"] = flat(hvd.allgather(data)) + flat(hvd.allreduce(data)) + flat(plain.buffer)
+    torch.set_default_device(None)
     say(rank=rank, facts=facts)
 """
 
@@ -289,6 +363,19 @@ def test_states_and_objects(n: int, k: int) -> None:
     assert facts[0]["objects"] == [v for rank in range(n) for v in ("x" * rank, str(rank))]
     assert facts[0]["group"] == pytest.approx(0.1 * n)
     assert len(facts[0]["adam"]) > 100
+    kind, text = facts[0]["extra state"]
+    assert kind == "ConfigError" and "'_extra_state' is a dict" in text
+    kind, text = facts[0]["sparse"]
+    assert kind == "ConfigError" and "'buffer' has the layout torch.sparse_coo" in text
+    if n > k:
+        assert facts[0]["conj"] == ["[(2-4j)]", [-4.0]]
+        assert facts[0]["sums"] == [-4.0 * n], "the root's wherever the memory is"
+        assert facts[0]["gathered"] == [-4.0] * n
+    assert facts[0]["normed"] and facts[0]["vectors"] == [4, True]
+    assert facts[0]["statistic"] == [(n // k - 1) / 2] * 3
+    assert facts[0]["scripted"] == [1 + (n // k - 1) / 2] * 2
+    assert facts[0]["scripted back"] == ["torch.float32", 1.0]
+    assert facts[0]["default device"][: 2 * n] == [i + rank for rank in range(n) for i in (0, 1)]
 
 
 def test_misuse_is_an_error_on_all_learners() -> None:

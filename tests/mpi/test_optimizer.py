@@ -290,6 +290,24 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "other_frozen": ("ModelMismatchError", ("bias", "only on learner 0")),
     "other_strategies": ("StrategyMismatchError", ("seed=0", "learner 2", "seed=1", "averaging=")),
     "other_wires": ("StrategyMismatchError", ("wire_dtype=None", "wire_dtype=float16")),
+    "argument optimizer": ("StrategyMismatchError", ("optimizer=SGD", "optimizer=Adam")),
+    "argument named_parameters": ("ModelMismatchError", ("weight", "noname")),
+    "argument compression": ("StrategyMismatchError", ("=NoneCompressor", "=FP16Compressor")),
+    "argument backward_passes_per_step": ("StrategyMismatchError", ("_step=1", "_step=2")),
+    "argument op": ("StrategyMismatchError", ("op=Average on learner 0", "op=Sum on learner 3")),
+    "argument gradient_predivide_factor": ("StrategyMismatchError", ("_factor=1", "_factor=2")),
+    "argument num_groups": ("StrategyMismatchError", ("num_groups=0", "num_groups=1")),
+    "argument groups": ("StrategyMismatchError", ("groups=None", "groups=[[weight, bias]]")),
+    "argument sparse_as_dense": ("StrategyMismatchError", ("dense=False", "dense=True")),
+    "argument averaging": ("StrategyMismatchError", ("=random_pairs", "=fixed_ring")),
+    "argument exchanges_per_step": ("StrategyMismatchError", ("step=1", "step=0.5")),
+    "argument exchange_share": (
+        "StrategyMismatchError",
+        ("share=1 on learner 0", "share=0.25 on learner 3", "HVD_ADPSGD_EXCHANGE_SHARE"),
+    ),
+    "argument max_staleness": ("StrategyMismatchError", ("staleness=None", "staleness=3")),
+    "argument wire_dtype": ("StrategyMismatchError", ("dtype=None", "dtype=bfloat16")),
+    "argument buffers": ("ModelMismatchError", ("2 tensors", "running_mean")),
     "complex_numbers": ("ModelMismatchError", ("weight", "complex64", "float32", "Convert it")),
     "complex_numbers_on_one": ("ModelMismatchError", ("learner 1", "complex64")),
     "lbfgs": ("UnsupportedOptimizerError", ("LBFGS", "Use SGD")),
@@ -317,6 +335,9 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "number_of_buffers": ("ConfigError", ("buffers", "int", "model.named_buffers()")),
     "a_list_to_reduce": ("ConfigError", ("allreduce", "list", "torch.as_tensor")),
     "init_with_other_options": ("AlreadyInitializedError", ("other arguments", "hvd.shutdown()")),
+    "other_sets": ("StrategyMismatchError", ("process_set", "[0, 1] on learner 0", "[2, 3]")),
+    "ddp_after_wrapping": ("ModelMismatchError", ("DistributedDataParallel", "Leave")),
+    "some_wrapped_again": ("NotInitializedError", ("another optimizer was wrapped around",)),
     "moved": ("DeviceMovedError", ("'weight'", "meta", "cpu", "Move the model before")),
     "reshaped": ("ModelMismatchError", ("'bias'", "[4]", "[2]", "Wrap a new optimizer")),
     "swapped": (
@@ -344,6 +365,19 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
     for facts in said:
         for word in words:
             assert word in facts["text"], facts["text"]
+
+
+def test_a_state_may_be_loaded_between_backward_and_step() -> None:
+    assert ["error" in facts for facts in refused()["state_loaded_before_the_step"]] == [False] * 4
+    assert [facts["same"] for facts in refused()["after a load"]] == [True] * 4
+
+
+def test_an_optimizer_of_which_a_part_is_wrapped_again_is_named_at_once() -> None:
+    assert len(refused()["logged at wrapping"]) == 4
+    for lines in (facts["logged"] for facts in refused()["logged at wrapping"]):
+        assert len(lines) == 1, "the second optimizer is closed, and trains as much as the first"
+        assert "averages bias no longer" in lines[0]
+        assert "around 1 of its 2 parameters" in lines[0]
 
 
 def test_model_that_is_not_finite_raises_on_its_super_learner_only() -> None:

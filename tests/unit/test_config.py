@@ -10,6 +10,7 @@ import pytest
 
 from hvd_adpsgd.config import PREFIX, Config
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.runtime import bootstrap
 
 DEFAULTS = {
     "super_learner_size": None,
@@ -212,3 +213,25 @@ def test_unit_is_in_the_name_or_the_table():
     assert units["chunk_kib"] == "KiB"
     assert units["deadline_s"] == units["leave_deadline_s"] == "s"
     assert units["max_staleness"] == "steps"
+
+
+def another(name: str) -> object:
+    """A value of the option that is not the default."""
+    option = Config.__dataclass_fields__[name].metadata["option"]
+    words = [*option.choices, "random_ring", "0123456789abcdef"]
+    found = words if option.kind is str else map(option.kind, (3, 100, 0.5))
+    return next(v for v in found if v != DEFAULTS[name] and option.allows(v))
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_all_options_but_a_few_are_compared_between_learners(name):
+    """An error names the option, both values, and the learner; a new option is compared."""
+    mine, other = Config(), Config(**{name: another(name)})
+    answers = [{"config": config, "problem": None} for config in (mine, mine, other)]
+    if name in ("state_dir", "join", "join_secret_file", "dashboard_token", "log_level"):
+        assert bootstrap._agreed_config(answers) == mine
+        return
+    with pytest.raises(ConfigError) as caught:
+        bootstrap._agreed_config(answers)
+    told = (f"{name} differs", PREFIX + name.upper(), f"{another(name)!r} on learner 2")
+    assert all(words in str(caught.value) for words in (*told, f"{DEFAULTS[name]!r} on learner 0"))

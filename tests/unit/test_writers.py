@@ -7,6 +7,7 @@ import math
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +222,44 @@ def test_a_new_writer_takes_the_place_of_the_one_before(monkeypatch: pytest.Monk
     assert watching._outlet is new, "a wrong one changes nothing"
     watching.log_to(None)
     assert watching._outlet is None
+
+
+class MLflow:
+    """log_metrics as a module's function; the active run belongs to the thread that started it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str | None, int | None], dict[str, float]] = {}
+        self._thread = threading.get_ident()
+
+    def active_run(self) -> Any:
+        here = threading.get_ident() == self._thread
+        return SimpleNamespace(info=SimpleNamespace(run_id="7")) if here else None
+
+    def log_metrics(
+        self,
+        metrics: dict[str, float],
+        step: int | None = None,
+        synchronous: bool | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        self.rows[run_id, step] = metrics
+
+
+class Logger:
+    """As Lightning's: no run."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int | None, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows[step] = metrics
+
+
+def test_log_metrics_gets_the_numbers_and_the_run_of_the_script() -> None:
+    run, logger = MLflow(), Logger()
+    outlets = [Outlet(run, LONG_S), Outlet(logger, LONG_S)]
+    sending = threading.Thread(target=lambda: [o.send(1.0, TWO, 0, (0, 1)) for o in outlets])
+    sending.start()
+    sending.join(60)
+    assert run.rows["7", 10]["hvd_adpsgd/loss"] == 1.5
+    assert logger.rows[10]["hvd_adpsgd/loss"] == 1.5

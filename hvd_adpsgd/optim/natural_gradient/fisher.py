@@ -43,8 +43,12 @@ class Gathered:
     """
 
     count: int = 0
-    trace: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    remaining: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    trace: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu")
+    )
+    remaining: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float64, device="cpu")
+    )
     moment: Tensor | None = None
 
     def __add__(self, other: Gathered) -> Gathered:
@@ -121,7 +125,7 @@ class OnlineFisher:
         self.dim, self.rank = dim, min(rank, dim - 1)
         self.alpha, self.history, self.update_period = alpha, history, update_period
         self.directions: Tensor | None = None
-        self.strengths = torch.zeros(self.rank, dtype=torch.float64)
+        self.strengths = torch.zeros(self.rank, dtype=torch.float64, device="cpu")
         self.floor = 0.0
         self.updates = 0
         self._skipped = 0
@@ -273,11 +277,11 @@ class OnlineFisher:
 
     def _begin(self, device: torch.device, level: float) -> None:
         """Row r has equal entries in columns r, r + R, r + 2R, ...: no row, no column is zero."""
-        columns = torch.arange(self.dim)
-        rows = torch.zeros(self.rank, self.dim, dtype=torch.float64)
+        columns = torch.arange(self.dim, device="cpu")
+        rows = torch.zeros(self.rank, self.dim, dtype=torch.float64, device="cpu")
         rows[columns % self.rank, columns] = 1.0
         self.directions = (rows / rows.norm(dim=1, keepdim=True)).to(device)
-        self.strengths = torch.full((self.rank,), level, dtype=torch.float64)
+        self.strengths = torch.full((self.rank,), level, dtype=torch.float64, device="cpu")
         self.floor = level
         self._basis = None
 

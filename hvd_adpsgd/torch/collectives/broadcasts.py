@@ -21,10 +21,12 @@ from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
     bytes_of,
     described,
+    require_dense,
     require_tensor,
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
+from hvd_adpsgd.torch.optimizer_state import load_in_place, options, set_options
 
 __all__ = [
     "broadcast",
@@ -108,14 +110,16 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
         root_rank: whose, among all learners; None: the first surviving learner.
 
     Raises:
-        ConfigError: for params of another type or a root_rank out of range.
+        ConfigError: for params of another type, an entry that is no dense tensor, a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameters differ in name, dtype, shape.
         PeerFailedError: if the root failed.
     """
+    named = _named(params)
+    require_dense("broadcast_parameters", named)
     if inner_process_set(None, "broadcast_parameters") is not None:
         horovod.broadcast_parameters(params, root_rank or 0)
         return
-    broadcast_all("broadcast_parameters", None, _named(params), root_rank)
+    broadcast_all("broadcast_parameters", None, named, root_rank)
 
 
 def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
@@ -134,6 +138,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
 
+    Values go into the groups and tensors that are there: schedulers made before, and what the script holds of
+    the optimizer, go on.
+
     Over several super learners the state is the root's exactly: where the root's optimizer has not
     stepped yet, no learner's has afterwards. (Horovod makes an empty state by a step with zero
     gradients, which counts as a step and applies weight decay.)
@@ -149,7 +156,10 @@ def broadcast_optimizer_state(
         PeerFailedError: if the root failed.
     """
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
+        held = options(optimizer)
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
+        # Horovod replaces tensors, and leaves out the options of an optimizer that has no state
+        set_options(optimizer, horovod.broadcast_object(options(optimizer), root_rank or 0), held)
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
@@ -161,7 +171,7 @@ def broadcast_optimizer_state(
     data = _broadcast_data(call, lambda: _saved(optimizer.state_dict()))
     if data is not None:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        optimizer.load_state_dict(state)
+        load_in_place(optimizer, state)
 
 
 def _saved(state: dict[str, Any]) -> bytes:
@@ -225,13 +235,14 @@ def broadcast_all(
     root_rank: int | None,
 ) -> None:
     """Overwrite tensors with the root's. One that MPI cannot write to is copied there and back."""
+    require_dense(kind, named)
     world = worlds.current()
     call = Call(kind, name, described(named), root_rank)
 
     def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
         for _, tensor in named:
-            staged = tensor.detach().cpu().contiguous()
+            staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
             attempt.broadcast(bytes_of(staged).numpy(), root)
             if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
                 tensor.detach().copy_(staged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,14 @@ from hvd_adpsgd.runtime.collectives import Call
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.node import horovods
 
-__all__ = ["bytes_of", "described", "require_tensor", "require_tensors", "run_call"]
+__all__ = [
+    "bytes_of",
+    "described",
+    "require_dense",
+    "require_tensor",
+    "require_tensors",
+    "run_call",
+]
 
 T = TypeVar("T")
 
@@ -35,6 +42,22 @@ def require_tensors(doing: str, tensors: Any) -> None:
         require_tensor(doing, tensor)
 
 
+def require_dense(doing: str, named: Iterable[tuple[str | None, Any]]) -> None:
+    """Raise ConfigError for an entry of a state dict that has no plain memory."""
+    for name, value in named:
+        which = f"{doing}: {name!r}" if name else doing
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"{which} is a {type(value).__name__}, as a module's get_extra_state() returns it; "
+                "allowed are tensors. Leave it out, and pass it on by hvd.broadcast_object."
+            )
+        if value.layout != torch.strided:
+            raise ConfigError(
+                f"{which} has the layout {value.layout}, allowed are dense tensors. Pass its to_dense(), or "
+                "leave it out and pass it on by hvd.broadcast_object."
+            )
+
+
 def described(
     named: Sequence[tuple[str | None, torch.Tensor]],
 ) -> tuple[tuple[str | None, str, tuple[int, ...]], ...]:
@@ -52,4 +75,5 @@ def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as bytes."""
     # as_strided: with at most one element the stride may be anything, which view() refuses
+    tensor = tensor.resolve_conj().resolve_neg()  # torch puts off conj(), and its imag
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -17,6 +17,7 @@ from hvd_adpsgd.runtime.collectives import Call
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
     bytes_of,
+    require_dense,
     require_tensor,
     require_tensors,
     run_call,
@@ -86,6 +87,7 @@ class Gathered(NamedTuple):
 
 def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[Gathered]:
     """The learners' tensors one below the other, in one operation."""
+    require_dense(kind, [(None, tensor) for tensor in tensors])
     world = worlds.current()
     rows = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
     described = tuple((None, str(t.dtype), tuple(t.shape[1:])) for t in tensors)
@@ -108,7 +110,7 @@ def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list
 
 
 def _gathered(attempt: Attempt, tensor: torch.Tensor, rows: Sequence[int]) -> Gathered:
-    gathered = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+    gathered = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
     everything = bytes_of(gathered).numpy()
     row = everything.size // max(sum(rows), 1)
     attempt.allgatherv(bytes_of(tensor.detach().cpu()).numpy(), everything, [row * n for n in rows])

@@ -291,7 +291,8 @@ def _irreducible(tensor: torch.Tensor) -> AdpsgdError:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in CPU memory, in the dtype in which they are reduced; maybe `tensor`'s own."""
     dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
-    return tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    host = tensor.detach().to(device="cpu", dtype=dtype)
+    return host.contiguous().resolve_neg().reshape(-1)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:

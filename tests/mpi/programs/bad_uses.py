@@ -4,11 +4,15 @@ Ends with one learner per super learner, where no gradient is averaged before st
 """
 
 import copy
+import functools
+import inspect
+import logging
 import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from learner import outcome, retired, same_in_node, say
@@ -83,6 +87,46 @@ def other_strategies() -> None:
 
 def other_wires() -> None:
     wrap(linear(), wire_dtype="float16" if hvd.super_rank() else None)
+
+
+# Each argument of DistributedOptimizer, as another one is on learner 3.
+OTHER: dict[str, Any] = {
+    "optimizer": lambda model, named: torch.optim.Adam(model.parameters()),
+    "named_parameters": lambda model, named: None,
+    "compression": hvd.Compression.fp16,
+    "backward_passes_per_step": 2,
+    "op": hvd.Sum,
+    "gradient_predivide_factor": 2.0,
+    "num_groups": 1,
+    "groups": lambda model, named: [[p for _, p in named]],
+    "sparse_as_dense": True,
+    "averaging": "fixed_ring",
+    "exchanges_per_step": 0.5,
+    "exchange_share": 0.25,
+    "max_staleness": 3,
+    "wire_dtype": "bfloat16",
+    "buffers": lambda model, named: nn.BatchNorm1d(1),
+}
+
+
+def other_arguments() -> None:
+    """A new argument fails here until it is compared."""
+    walked = set(inspect.signature(hvd.DistributedOptimizer).parameters)
+    assert walked - set(OTHER) == {"process_set"}, "all learners, or hvd.super_learner: alike here"
+    for name, other in OTHER.items():
+        model = linear()
+        named = list(model.named_parameters())
+        arguments = {"optimizer": sgd(model.parameters()), "named_parameters": named}
+        if hvd.rank() == 3:
+            arguments[name] = other(model, named) if inspect.isfunction(other) else other
+        found = outcome(functools.partial(hvd.DistributedOptimizer, **arguments))
+        say(case=f"argument {name}", **found)
+
+
+def other_sets(both: Any, rest: Any) -> None:
+    """With one super learner: learner 1 is in the set of learner 0, and passes another one."""
+    wrap(linear(), process_set=both if hvd.rank() < 2 else rest)
+    wrap(linear(), process_set=both if hvd.rank() == 0 else rest)
 
 
 def complex_numbers() -> None:
@@ -168,6 +212,51 @@ def moved() -> None:
         weight = nn.Parameter(model.weight.detach().to("meta"))  # type: ignore[operator]
         torch.utils.swap_tensors(model.weight, weight)
         optimizer.step()
+
+
+def ddp_after_wrapping() -> None:
+    """As trainer frameworks do that find a process group. No real one: making it imports the compiler."""
+    model = linear()
+    found = mock.patch.object(torch.distributed, "is_initialized", return_value=True)
+    with retired(wrap(model)) as optimizer, found:
+        kind = nn.parallel.DistributedDataParallel
+        ddp = kind.__new__(kind)
+        nn.Module.__init__(ddp)
+        ddp.module = model
+        step(model, optimizer)
+
+
+def state_loaded_before_the_step() -> None:
+    """The gradients of a backward pass are dropped, and training goes on."""
+    model = linear()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with training(model) as optimizer:
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+            step(model, optimizer)
+        same = same_in_node(model.parameters())
+        say(case="after a load", same=same)
+
+
+def some_wrapped_again() -> None:
+    """A parameter has one owner: the earlier optimizer is retired, which is logged at once."""
+    model = linear()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hvd_adpsgd")
+    log.addHandler(handler)
+    try:
+        with training(model) as first:
+            again = sgd([model.weight])
+            for plain in (again, sgd(model.parameters())):
+                hvd.DistributedOptimizer(plain).close()  # type: ignore[attr-defined]
+            say(case="logged at wrapping", logged=logged)
+            first.step()
+    finally:
+        log.removeHandler(handler)
 
 
 def reshaped() -> None:
@@ -330,6 +419,9 @@ CASES: dict[str, Any] = {
         synchronous_beside_another,
         not_finite,
         other_group_in_the_node,
+        ddp_after_wrapping,
+        state_loaded_before_the_step,
+        some_wrapped_again,
         unfrozen,
         swapped,
         average_other_models,
@@ -410,6 +502,7 @@ def main() -> None:
     say(case="before_init", **before)
     for name, case in CASES.items():
         say(case=name, **outcome(case))
+    other_arguments()
     model = linear()
     optimizer = wrap(model)
     step(model, optimizer)
@@ -425,6 +518,10 @@ def main() -> None:
     hvd.init(config=Config(super_learner_size=1))
     for name, case in ALONE.items():
         say(case=name, **outcome(case))
+    hvd.shutdown()
+    sets: Any = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
+    hvd.init(process_sets=sets, config=Config(super_learner_size=4))
+    say(case="other_sets", **outcome(functools.partial(other_sets, *sets)))
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
     say(case="no_timeline", **outcome(value()))

@@ -1,0 +1,84 @@
+"""Values go into the groups, states and tensors that scripts hold, on plain torch optimizers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_adpsgd.torch.join_state import JoinState
+from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
+from tests.schedulers import MAKE, of_torch, optimizers, trace
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    assert set(MAKE) == of_torch()
+
+
+def used() -> Any:
+    """An Adam that has made two steps, and what a script may hold of it."""
+    optimizer = dict(optimizers())["Adam"]
+    trace(optimizer, [], 0)
+    trace(optimizer, [], 1)
+    return optimizer
+
+
+def tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [v for each in optimizer.state.values() for v in each.values()]
+    return [*state, *(group["lr"] for group in optimizer.param_groups)]
+
+
+def held(optimizer: torch.optim.Optimizer) -> list[object]:
+    return [optimizer.param_groups, *optimizer.param_groups, optimizer.state]
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    return all(a is b for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("how", ["in place", "joins"])
+def test_a_load_in_place_fills_tensors_too(how: str) -> None:
+    giver, taker = used(), used()
+    trace(giver, [], 2)
+    giver.param_groups[0]["lr"].fill_(7.0)
+    objects, before = held(taker), tensors(taker)
+    if how == "in place":
+        load_in_place(taker, copy.deepcopy(giver.state_dict()))
+    else:
+        JoinState.unpack(bytes(JoinState([giver], None).pack())).give([taker])
+    assert same(held(taker), objects)
+    assert same(tensors(taker), before)
+    assert [t.tolist() for t in tensors(taker)] == [t.tolist() for t in tensors(giver)]
+
+
+def test_what_does_not_fit_is_replaced_and_what_is_gone_removed() -> None:
+    giver, taker = used(), used()
+    for state in giver.state.values():
+        state["exp_avg"] = torch.zeros(5)
+        del state["exp_avg_sq"]
+        state["more"] = [1, 2]
+    load_in_place(taker, giver.state_dict())
+    for state in taker.state.values():
+        assert sorted(state) == ["exp_avg", "more", "step"]
+        assert state["exp_avg"].shape == (5,)
+    giver.state.clear()
+    load_in_place(taker, giver.state_dict())
+    assert not taker.state
+
+
+def test_a_state_dict_taken_before_a_load_keeps_its_values() -> None:
+    """As in torch: one may load another state, and then the first one again."""
+    optimizer = used()
+    objects, first = held(optimizer), optimizer.state_dict()
+    values = [t.tolist() for t in tensors(optimizer)]
+    other = used()
+    trace(other, [], 2)
+    with keeping_held(optimizer):
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert [t.tolist() for t in tensors(optimizer)] == [t.tolist() for t in tensors(other)]
+    with keeping_held(optimizer):
+        optimizer.load_state_dict(first)
+    assert [t.tolist() for t in tensors(optimizer)] == values
+    assert same(held(optimizer), objects)
