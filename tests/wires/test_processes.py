@@ -168,6 +168,27 @@ def test_a_stopped_process_is_not_failed(engines: Callable[..., list[Remote]]) -
     exchange(a, b)
 
 
+def test_connections_that_end_between_living_engines_are_dialed_again(
+    engines: Callable[..., list[Remote]],
+) -> None:
+    """At rest and in the middle of exchanges, from either end: nobody fails, and nothing is lost."""
+    a, b, c = engines(3, elements=500_000, chunk_kib=64, deadline_s=LONGEST_S)
+    for side, other in ((a, b), (b, a)):
+        exchange(a, b)
+        assert side.do("cut") > 0
+        exchange(a, b)
+        before = a.do("step") + b.do("step")
+        count = other.do("count")
+        side.do("cut_midway", other.rank, 4)
+        assert other.do("finished", count + 1)
+        for _ in range(2):
+            after = a.do("step") + b.do("step")
+        assert abs(after - before) < 1e-6
+    exchange(b, c)
+    for remote in (a, b, c):
+        assert remote.do("states") == [PeerState.ALIVE] * 3
+
+
 def test_an_engine_that_leaves_says_so(engines: Callable[..., list[Remote]]) -> None:
     a, b, c = engines(3)
     exchange(a, b)

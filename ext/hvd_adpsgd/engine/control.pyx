@@ -105,7 +105,8 @@ cdef void take_reports(Core* e) noexcept nogil:
     cdef Parcel* parcel = <Parcel*>e.control.taken
     cdef int i
     for i in range(parcel.message.nchunks):
-        note_report(&e.reports, &e.port, &parcel.reports[i], now(e))
+        if note_report(&e.reports, &e.port, &parcel.reports[i], now(e)) and e.wire.lives != NULL:
+            e.wire.lives(e.wire, parcel.reports[i].rank)
 
 
 cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks) noexcept nogil:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -49,7 +51,13 @@ class Commands:
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]):
         elements = options.pop("elements", 100_000)
-        config = Config(wire="tcp", same_host="mpi", report_s=0, leave_deadline_s=5.0, **options)
+        config = Config(
+            wire="tcp",
+            same_host="mpi",
+            report_s=options.pop("report_s", 0),
+            leave_deadline_s=5.0,
+            **options,
+        )
         plan = Plan.nobody(weight=1 / 2)
         self.engine = Engine(inner=None, outer=Rank(rank, size), plan=plan, config=config)
         self.model = np.random.default_rng(rank).standard_normal(elements)
@@ -57,6 +65,7 @@ class Commands:
         self.engine.start(gather)
         assert self.engine.loop is not None
         self.loop, self.steps = self.engine.loop, 0
+        self.chunks = self.engine.memory.layout.nchunks
         self.step()
 
     def step(self) -> float:
@@ -102,6 +111,28 @@ class Commands:
     def merged(self) -> int:
         """Chunks."""
         return int(self.loop.counters()["chunks"])
+
+    def cut(self) -> int:
+        """End every connection of this process, as a firewall or a NAT may; how many there were."""
+        count = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+                end.getpeername()  # not the listener
+                end.shutdown(socket.SHUT_RDWR)
+                count += 1
+        return count
+
+    def cut_midway(self, peer: int, cuts: int) -> None:
+        """Exchange with a peer, and cut all connections after each of so many parts of the exchange."""
+        before, wanted = self.merged(), self.count() + 1
+        self.ask(peer)
+        for i in range(1, cuts + 1):
+            due = before + i * self.chunks // (cuts + 1)
+            ends = time.monotonic() + LONGEST_S
+            while self.merged() < due:
+                assert time.monotonic() < ends, f"{self.merged() - before} of {self.chunks} chunks"
+            self.cut()
+        assert self.finished(wanted), f"{self.merged() - before} of {self.chunks} chunks"
 
     def freeze(self) -> None:
         """Stop this process."""
