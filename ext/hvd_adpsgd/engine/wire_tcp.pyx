@@ -93,7 +93,7 @@ cdef enum:
     PIECES = 16             # of one sendmsg
     WASTE = 65536           # bytes of a message that nobody receives, read at once
     TURN_NBYTES = 1 << 18   # read from one connection per turn, at most
-    SMALL = 4096            # bytes of a message that is copied, and that may come before it is confirmed
+    SMALL = 4096            # bytes: shorter messages are copied; so many are confirmed at once
     MODULUS = 0x7FFFFFFF    # of counts, as a mask
 
 cdef double SECOND_S = 1.0  # that the news of a peer's departure may take longer than the end of its connections
@@ -424,7 +424,7 @@ cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, in
     if s.peers[peer].failed:
         return PEER_DOWN
     link = link_to(s, peer)
-    if link != NULL and nbytes <= SMALL:
+    if link != NULL and nbytes < SMALL:
         post = copied_post(s, peer, channel, buffer, nbytes)
     elif link != NULL:
         post = take_post(&s.posts, peer, channel, <void*>buffer, nbytes)
@@ -579,7 +579,7 @@ cdef bint obey(Sockets* s, Link* link, Head* head) noexcept nogil:
     elif head.channel == REST and link.incoming:
         link.rested = True
     elif head.channel == ASK_COUNT and link.incoming:
-        p.owed += SMALL + 1
+        p.owed += SMALL
     elif head.channel == OUT and not link.incoming:
         s.wire.fenced = p.refused = True
         s.wire.fenced_by = link.peer
@@ -636,7 +636,7 @@ cdef void read_link(Sockets* s, Link* link) noexcept nogil:
     p.heard = time_of(s)
     if not read_messages(s, link):
         end_link(s, link)
-    elif link.incoming and p.owed > SMALL:
+    elif link.incoming and p.owed >= SMALL:
         confirm(s, link)
 
 
