@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.strategies import Plan
 
 LONGEST_S = 30.0
@@ -107,6 +109,33 @@ class Commands:
         found = self.engine._connections
         assert found is not None
         return [address.incarnation for address in found._addresses if address is not None]
+
+    def misplace(self, peer: int, host: str, port: int) -> None:
+        """Look for a peer at another address from now on."""
+        found = self.engine._connections
+        assert found is not None and found._addresses[peer] is not None
+        found._addresses[peer] = found._addresses[peer]._replace(host=host, port=port)
+
+    def report_on(self) -> None:
+        """Report to the others again and again, as a learner does."""
+
+        def report() -> None:
+            while True:
+                self.loop.report(b"here")
+                time.sleep(0.05)
+
+        threading.Thread(target=report, daemon=True).start()
+
+    def wait_error(self) -> str:
+        """That the next step would raise."""
+        ends = time.monotonic() + LONGEST_S
+        while time.monotonic() < ends:
+            try:
+                self.engine.check()
+            except AdpsgdError as error:
+                return f"{type(error).__name__}: {error}"
+            time.sleep(1e-3)
+        return ""
 
     def merged(self) -> int:
         """Chunks."""
