@@ -1,10 +1,10 @@
 """Opens the connections of a TcpWire, in a thread beside the engine's.
 
 The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes.
-When the engine has something to say to a peer to which it has no connection, or its connection has ended, it asks
-for one, and once per second again; a connection goes to it when both ends have proven that they belong to the job
-(handshake.py), and nothing that was received before that is kept. Which peers have failed the engine decides; it
-learns here which refuse a connection, and whose host answers.
+When the engine needs a connection to a peer, or one has ended, it asks for it, once per second again; a
+connection goes to it when both ends have proven that they belong to the job (handshake.py), and nothing that
+was received before that is kept. The engine decides which peers have failed; this thread tells it which hosts
+refuse a connection, and which answer.
 
 Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds,
 and what is read of it is 130 bytes.
@@ -262,7 +262,7 @@ class Connections:
                     task.add_done_callback(lambda _, peer=peer: self._dialing.pop(peer))
 
     async def _dial(self, peer: int) -> None:
-        """Open a connection, with attempts until the peer refuses, or cannot be reached for so long that it has failed."""
+        """Open a connection, with attempts until the peer refuses, or cannot be reached for too long."""
         address = self._addresses[peer]
         if address is None:
             await self._tell(TcpWire.REFUSED, peer)

@@ -157,9 +157,7 @@ CUTS = """
 """
 
 
-@pytest.mark.parametrize(
-    "same_host", ["memory", pytest.param("mpi", marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("same_host", ["memory", pytest.param("mpi", marks=pytest.mark.extended)])
 def test_connections_that_end_between_living_learners_split_no_job(same_host: str) -> None:
     """As a firewall or a NAT ends them: all connections of each learner in turn, many times."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_SAME_HOST": same_host}

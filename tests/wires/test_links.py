@@ -1,4 +1,4 @@
-"""Connections that a network ends between living peers: each message arrives once, in order; exchanges are exact."""
+"""A network that ends connections between living peers: messages arrive once; exchanges are exact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = -1
 
 
 class Relay:
-    """A connection that passes on what it is given in parts of random size, and can end with bytes on their way."""
+    """A connection that passes bytes on in parts of random size, and can end with bytes on their way."""
 
     def __init__(self, draw: random.Random):
         self.draw = draw

@@ -178,7 +178,6 @@ cdef void detach(Sockets* s, Link* link) noexcept nogil:
     cdef Neighbour* p = &s.peers[link.peer]
     if p.out == link:
         p.out = NULL
-        p.moved = 0                 # the message that was sent in part will be sent whole
     elif p.inn == link:
         p.inn = NULL
     close_link(s, link)
@@ -719,7 +718,7 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
         close(p.out.fd)
     s.dialed += 1
     p.broken = False
-    p.moved = 0
+    p.moved = 0                     # a message that was sent in part is sent whole
     p.out.fd = fd
     p.out.moved = p.out.owed_since = 0
     p.out.blocked = False
