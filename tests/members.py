@@ -44,6 +44,10 @@ class Member:
         end.setblocking(False)
         os.write(self._news, NEWS_RECORD.pack(kind, peer, end.detach()))
 
+    def tell(self, kind: int, peer: int) -> None:
+        """Of a peer to which there is no connection."""
+        os.write(self._news, NEWS_RECORD.pack(kind, peer, -1))
+
     def dialed(self) -> Iterator[int]:
         """Peers to which this one wants a connection."""
         try:

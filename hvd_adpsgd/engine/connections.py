@@ -1,9 +1,10 @@
 """Opens the connections of a TcpWire, in a thread beside the engine's.
 
 The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes.
-When the engine has something to say to a peer to which it has no connection, it asks for one; a connection
-goes to it when both ends have proven that they belong to the job (handshake.py), and nothing that was
-received before that is kept.
+When the engine needs a connection to a peer, or one has ended, it asks for it, once per second again; a
+connection goes to it when both ends have proven that they belong to the job (handshake.py), and nothing that
+was received before that is kept. The engine decides which peers have failed; this thread tells it which hosts
+refuse a connection, and which answer.
 
 Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds,
 and what is read of it is 130 bytes.
@@ -48,6 +49,7 @@ log = logging.getLogger("hvd_adpsgd")
 _HANDSHAKE_S = 5.0  # from the connection to its proof
 _UNPROVEN = 64
 _AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0  # between two attempts to reach a peer
+_PIPE_S = 0.01  # until the next attempt, when the engine has not read what it was told
 _NO_DESCRIPTOR_S = 0.2  # until the next accept, when the process has no descriptor left
 _FLUSH_S = 0.5  # for what was not sent yet, at the end
 _NEWS = struct.Struct("=iii")
@@ -94,7 +96,8 @@ class Connections:
         self._addresses: list[_Address | None] = []
         self._listener: socket.socket | None = None
         self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._dialing: set[asyncio.Task[None]] = set()
+        self._dialing: dict[int, asyncio.Task[None]] = {}  # by peer
+        self._dialed: dict[int, float] = {}  # when it got its last connection
         self._ready = threading.Event()
         self._broken: OSError | None = None  # why the thread has ended
         self._stop: Callable[[], object] = bool
@@ -185,13 +188,17 @@ class Connections:
         with contextlib.suppress(asyncio.CancelledError):
             await accepting
 
-    def _hand_over(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
-        """Give a proven connection to the engine, or tell it that there is none."""
-        handle = -1
-        if connection is not None:
-            _prepare(connection, self._config.failure_timeout_s)
-            handle = connection.detach()
-        os.write(self._news_in, _NEWS.pack(kind, peer, handle))
+    async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
+        """Give a proven connection to the engine, or tell it what is known of the peer."""
+        handle = -1 if connection is None else connection.detach()
+        record = _NEWS.pack(kind, peer, handle)
+        try:
+            while not _is_written(self._news_in, record):
+                await asyncio.sleep(_PIPE_S)
+        except BaseException:
+            if handle >= 0:
+                os.close(handle)
+            raise
 
     # ---- accepting -----------------------------------------------------------------------
 
@@ -228,8 +235,8 @@ class Connections:
                 return
             with contextlib.suppress(OSError):
                 # the engine must know the connection before the peer can use and end it
-                other = connection.dup()
-                self._hand_over(TcpWire.ACCEPTED, hello.caller, other)
+                _prepare(connection, self._config.failure_timeout_s)
+                await self._tell(TcpWire.ACCEPTED, hello.caller, connection.dup())
                 await loop.sock_sendall(connection, WELCOME)
 
     def _checked(self, hello: Hello) -> Hello:
@@ -245,23 +252,31 @@ class Connections:
     # ---- dialing -------------------------------------------------------------------------
 
     def _take_dials(self) -> None:
-        """The engine wants connections."""
+        """The engine wants connections; it asks again for those that it has not got yet."""
         with contextlib.suppress(BlockingIOError):
             while wanted := os.read(self._dials_out, _RANK.size):
-                task = asyncio.create_task(self._dial(*_RANK.unpack(wanted)))
-                self._dialing.add(task)
-                task.add_done_callback(self._dialing.discard)
+                (peer,) = _RANK.unpack(wanted)
+                if peer not in self._dialing:
+                    task = asyncio.create_task(self._dial(peer))
+                    self._dialing[peer] = task
+                    task.add_done_callback(lambda _, peer=peer: self._dialing.pop(peer))
 
     async def _dial(self, peer: int) -> None:
-        """Open a connection, with attempts until the peer refuses or could not be reached for too long."""
-        pause, ends = _AGAIN_FIRST_S, time.monotonic() + self._config.failure_timeout_s
+        """Open a connection, with attempts until the peer refuses, or cannot be reached for too long."""
         address = self._addresses[peer]
-        while address is not None and time.monotonic() < ends:
+        if address is None:
+            await self._tell(TcpWire.REFUSED, peer)
+            return
+        pause, again = _AGAIN_FIRST_S, self._dialed.get(peer, 0.0) + _AGAIN_FIRST_S
+        await asyncio.sleep(again - time.monotonic())  # a network may end each connection at once
+        ends = time.monotonic() + self._config.failure_timeout_s
+        while time.monotonic() < ends:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     connection = await _connect(address)
             except ConnectionRefusedError:
-                break  # nobody listens there any more
+                await self._tell(TcpWire.REFUSED, peer)
+                return  # nobody listens there any more
             except (OSError, TimeoutError) as error:
                 log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
                 await asyncio.sleep(pause)
@@ -271,18 +286,21 @@ class Connections:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._introduce(connection, peer, address)
-                self._hand_over(TcpWire.DIALED, peer, connection)
+                _prepare(connection, self._config.failure_timeout_s)
+                self._dialed[peer] = time.monotonic()
+                await self._tell(TcpWire.DIALED, peer, connection)
                 return
             except NotAMember as error:
                 log.warning("%s %d at %s port %d: %s", self._kind, peer, *address[:2], error)
                 connection.close()
-                break
+                await self._tell(TcpWire.REFUSED, peer)
+                return
             except (OSError, TimeoutError) as error:
                 connection.close()
                 log.debug("%s %d does not answer: %s", self._kind, peer, error)
+                await self._tell(TcpWire.LIVES, peer)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_LAST_S)
-        self._hand_over(TcpWire.REFUSED, peer)
 
     async def _introduce(self, connection: socket.socket, peer: int, address: _Address) -> None:
         """Let the other end prove to be the peer, and prove who we are."""
@@ -335,6 +353,14 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _is_written(pipe: int, record: bytes) -> bool:
+    """Whether the pipe has taken the record, whole."""
+    try:
+        return os.write(pipe, record) > 0
+    except BlockingIOError:
+        return False
 
 
 async def _connect(address: _Address) -> socket.socket:

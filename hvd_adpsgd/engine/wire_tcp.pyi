@@ -6,6 +6,7 @@ class TcpWire(AnyWire):
     DIALED: int
     ACCEPTED: int
     REFUSED: int
+    LIVES: int
     def __init__(
         self,
         clock: AnyClock,

@@ -113,6 +113,64 @@ def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, 
     assert result.stderr.count("Training continues without it") == 1, result.report()
 
 
+CUTS = """
+    import contextlib, socket
+    import torch
+    import hvd_adpsgd.torch as hvd
+
+    def cut():
+        count = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family == socket.AF_INET:
+                    end.getpeername()  # not a listener
+                    end.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+    hvd.init()
+    rank, size, count = hvd.rank(), hvd.size(), 0
+    model = torch.nn.Linear(300, 200)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(rank))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
+    )
+    exchanges = 0
+    while exchanges < 20:
+        for step in range(30):
+            if step % 10 == 3 * rank:
+                count += cut()
+            optimizer.zero_grad()
+            model(torch.ones(4, 300)).sum().backward()
+            optimizer.step()
+            time.sleep(5e-3)
+        exchanges = hvd.allreduce(torch.tensor([hvd.metrics()["exchanges"]]), op=hvd.Sum).item()
+    count += cut()
+    with hvd.averaged(model):
+        mean = model.weight.double()
+        error = (mean - (size - 1) / 2).abs().max().item()
+    count += cut()
+    sum_of_ranks = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
+    facts = {"failed": list(hvd.failed_ranks()), "leads": hvd.is_coordinator(), "sum": sum_of_ranks}
+    say(rank=rank, cuts=count, error=error, **facts)
+"""
+
+
+@pytest.mark.parametrize("same_host", ["memory", pytest.param("mpi", marks=pytest.mark.extended)])
+def test_connections_that_end_between_living_learners_split_no_job(same_host: str) -> None:
+    """As a firewall or a NAT ends them: all connections of each learner in turn, many times."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_SAME_HOST": same_host}
+    result = run_learners(3, CUTS, env=env, launcher="srun", timeout=240).checked()
+    for rank, fact in enumerate(result.by_rank()):
+        assert fact["cuts"] > 0
+        assert fact["failed"] == [] and fact["sum"] == 3.0, result.report()
+        assert fact["leads"] == (rank == 0)
+        assert fact["error"] < 1e-6
+    assert "has failed" not in result.stderr, result.report()
+
+
 QUORUM = """
     import signal
     import torch

@@ -24,6 +24,7 @@ from tests.members import MEMBERS, WEIGHT, Member
 from tests.unit.test_handshake import mutated
 
 CONTROL, AGREEMENT = 1, 2  # channels
+COUNT = -3  # ... of a head that confirms messages
 ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT = range(1, 10)
 MESSAGE = struct.Struct("=5i4xQdq")  # Message of core.pxd
 HEAD = struct.Struct("=2i")
@@ -35,12 +36,37 @@ GROWTH_KIB = 2048
 DEADLINE_S = 60.0
 
 
+class Ear:
+    """What the broken member does read: the messages of an engine, which it confirms."""
+
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        self.end, self.data, self.count = end, b"", 0
+
+    def read(self) -> None:
+        try:
+            while more := self.end.recv(1 << 20):
+                self.data += more
+        except BlockingIOError:
+            pass
+        before = self.count
+        while len(self.data) >= HEAD.size:
+            length = HEAD.size + max(0, HEAD.unpack_from(self.data)[0])
+            if len(self.data) < length:
+                break
+            self.data = self.data[length:]
+            self.count += 1
+        if self.count > before:
+            self.end.send(HEAD.pack(self.count, COUNT))
+
+
 class Job:
     """Both engines, and what the broken member reads and writes."""
 
     def __init__(self) -> None:
         self.members = [Member(rank) for rank in (0, 1)]
-        self.heard: list[socket.socket] = []
+        self.ears: list[Ear] = []
+        self.is_gone = False
         mine, theirs = socket.socketpair()
         self.members[0].connect(TcpWire.ACCEPTED, BROKEN, theirs)
         self.broken = mine
@@ -50,10 +76,12 @@ class Job:
     def open_connections(self) -> None:
         for member in self.members:
             for peer in member.dialed():
+                if peer == BROKEN and self.is_gone:
+                    member.tell(TcpWire.REFUSED, peer)
+                    continue
                 mine, theirs = socket.socketpair()
                 if peer == BROKEN:
-                    theirs.setblocking(False)
-                    self.heard.append(theirs)
+                    self.ears.append(Ear(theirs))
                 else:
                     self.members[peer].connect(TcpWire.ACCEPTED, member.rank, theirs)
                 member.connect(TcpWire.DIALED, peer, mine)
@@ -63,12 +91,8 @@ class Job:
         self.open_connections()
         for member in self.members:
             member.step()
-        for end in self.heard:
-            try:
-                while end.recv(1 << 20):
-                    pass
-            except BlockingIOError:
-                pass
+        for ear in self.ears:
+            ear.read()
 
     def until(self, condition: object) -> None:
         ends = time.monotonic() + DEADLINE_S
@@ -84,6 +108,13 @@ class Job:
         head = MESSAGE.pack(REPORT, 0, 1, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
         self.send(CONTROL, head + REPORT_OF.pack(number, BROKEN, 1, b"x"))
         self.until(lambda: self.members[0].loop.reports().get(BROKEN, (0,))[0] == number)
+
+    def refuse(self) -> None:
+        """The broken member's process ends, and its host refuses the connections that are dialed then."""
+        self.is_gone = True
+        for end in (self.broken, *(ear.end for ear in self.ears)):
+            end.close()
+        self.ears.clear()
 
     def end(self) -> None:
         for member in self.members:
@@ -149,9 +180,7 @@ def test_no_mutated_control_message_disturbs_an_engine(job: Job, count: int) -> 
     malformed, peer = engine.loop.malformed()
     assert 0.3 * count < malformed <= count and peer == BROKEN
     assert memory_kib() - before < GROWTH_KIB
-    for end in (job.broken, *job.heard):  # an exchange that it has begun would not end
-        end.close()
-    job.heard.clear()
+    job.refuse()  # an exchange that it has begun would not end
     for member in job.members:
         member.loop.pause(True)
     job.until(lambda: all(member.loop.wait_quiet(0.0) for member in job.members))
@@ -201,8 +230,21 @@ def test_the_log_names_who_sent_it(job: Job, caplog: pytest.LogCaptureFixture) -
     assert "super learner 7 sent a message that no engine sends" in caplog.text
 
 
+def is_closed(end: socket.socket) -> bool:
+    """By the other side; what it has sent is dropped."""
+    end.setblocking(False)
+    try:
+        while end.recv(1 << 20):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
 def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
-    """The sender counts as failed; the other two keep exchanging."""
+    """The sender is dialed, and fails when its host refuses; the other two keep exchanging."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -216,6 +258,9 @@ def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
         engine = job.members[0]
         job.until(lambda engine=engine: engine.loop.finished() > 0)
         job.broken.sendall(head + draw.randbytes(64))
+        job.until(lambda job=job: is_closed(job.broken))
+        assert engine.loop.peers()[BROKEN] == 0
+        job.refuse()
         job.until(lambda engine=engine: engine.loop.peers()[BROKEN] == 3)
         exchanges = engine.loop.met(1)
         job.until(lambda engine=engine, e=exchanges: engine.loop.met(1) > e + 2)

@@ -167,6 +167,64 @@ def test_a_stopped_process_is_not_failed(engines: Callable[..., list[Remote]]) -
     exchange(a, b)
 
 
+def test_connections_that_end_between_living_engines_are_dialed_again(
+    engines: Callable[..., list[Remote]],
+) -> None:
+    """At rest and in the middle of exchanges, from either end: nobody fails, and nothing is lost."""
+    a, b, c = engines(3, elements=500_000, chunk_kib=64, deadline_s=LONGEST_S)
+    for side, other in ((a, b), (b, a)):
+        exchange(a, b)
+        assert side.do("cut") > 0
+        exchange(a, b)
+        before = a.do("step") + b.do("step")
+        count = other.do("count")
+        side.do("cut_midway", other.rank, 4)
+        assert other.do("finished", count + 1)
+        for _ in range(2):
+            after = a.do("step") + b.do("step")
+        assert abs(after - before) < 1e-6
+    exchange(b, c)
+    for remote in (a, b, c):
+        assert remote.do("states") == [PeerState.ALIVE] * 3
+
+
+def test_one_that_was_taken_for_failed_learns_so_and_stops(
+    engines: Callable[..., list[Remote]],
+) -> None:
+    """Else both would train on, each as the only one. Here its host seems to refuse a connection."""
+    a, b = engines(2)
+    exchange(a, b)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        a.do("misplace", 1, *unused.getsockname())  # nobody listens there
+        a.do("cut")
+        a.do("wait_state", 1, PeerState.FAILED)
+        assert "0 has taken this one for failed" in b.do("wait_error")
+    assert b.do("states")[0] == PeerState.FAILED
+
+
+@pytest.mark.extended
+def test_a_peer_that_only_others_reach_is_not_failed(engines: Callable[..., list[Remote]]) -> None:
+    """Its reports come by another one, as long as that one lives."""
+    timeout_s = 8.0
+    a, b, c = engines(3, report_s=0.2, failure_timeout_s=timeout_s, deadline_s=0.5)
+    for one, other in ((a, b), (b, c), (a, c)):
+        exchange(one, other)
+    for remote in (a, b, c):
+        remote.do("report_on")
+    for one, other in ((a, b), (b, a)):
+        one.do("misplace", other.rank, "224.0.0.1", 1)  # no connection leads there
+    a.do("cut")
+    ends = time.monotonic() + 2.5 * timeout_s
+    while time.monotonic() < ends:
+        assert PeerState.FAILED not in a.do("states") + b.do("states") + c.do("states")
+        time.sleep(0.1)
+    exchange(a, c)
+    c.kill()
+    for one, other in ((a, b), (b, a)):
+        one.do("wait_state", other.rank, PeerState.FAILED)
+
+
 def test_an_engine_that_leaves_says_so(engines: Callable[..., list[Remote]]) -> None:
     a, b, c = engines(3)
     exchange(a, b)

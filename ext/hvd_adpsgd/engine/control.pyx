@@ -14,9 +14,6 @@ from hvd_adpsgd.engine.port cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, s
 from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
 from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
 
-cdef enum:
-    LETTERS = 8             # messages under way beside which no report is sent: a silent peer keeps those for it
-
 
 cdef int longest_message(int size) noexcept nogil:
     """Bytes: of all departures, or of as many reports as one message holds."""
@@ -105,7 +102,8 @@ cdef void take_reports(Core* e) noexcept nogil:
     cdef Parcel* parcel = <Parcel*>e.control.taken
     cdef int i
     for i in range(parcel.message.nchunks):
-        note_report(&e.reports, &e.port, &parcel.reports[i], now(e))
+        if note_report(&e.reports, &e.port, &parcel.reports[i], now(e)) and e.wire.lives != NULL:
+            e.wire.lives(e.wire, parcel.reports[i].rank)
 
 
 cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks) noexcept nogil:
@@ -152,19 +150,23 @@ cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil:
 
 
 cdef void tell_reports(Core* e) noexcept nogil:
-    """Send what is known to a peer, if it is time."""
+    """Send what is known to a peer, if it is time. One that cannot be reached keeps one message on its way, and delays none to others."""
     cdef Reports* r = &e.reports
-    cdef Letter* letter = e.control.outgoing
-    cdef int peer, under_way = 0
+    cdef int peer
     if r.known == NULL or e.port.orders.leaving or now(e) < r.next_at:
         return
     r.next_at = now(e) + r.every_s
-    while letter != NULL and under_way < LETTERS:
-        under_way += 1
-        letter = letter.next_one
     peer = choose_listener(r, &e.membership)
-    if under_way < LETTERS and peer != NOBODY:
+    if peer != NOBODY and not is_written_to(e, peer):
         send_reports(e, peer)
+
+
+cdef bint is_written_to(Core* e, int peer) noexcept nogil:
+    """Whether a control message is on its way to a peer."""
+    cdef Letter* letter = e.control.outgoing
+    while letter != NULL and letter.transfer.peer != peer:
+        letter = letter.next_one
+    return letter != NULL
 
 
 cdef void send_reports(Core* e, int peer) noexcept nogil:

@@ -103,6 +103,8 @@ cdef void search_failures(Core* e) noexcept nogil:
     if look:
         e.membership.checked_at = t
     take_failures(e, look)
+    if e.wire.fenced:
+        latch(&e.port, FAULT_FENCED, 0, e.wire.fenced_by)
 
 
 cdef bint leave(Core* e) noexcept nogil:

@@ -8,7 +8,9 @@ cdef struct Post:           # a transfer that was posted
     int nbytes              # of a completed receive those that came
     char* buffer
     bint anybody            # a receive from anybody
-    bint owned              # a copy: the sender has given up the transfer
+    bint owned              # the buffer is a copy, freed with the post
+    bint queued             # a message that its receiver has not confirmed
+    bint released           # ... of a transfer that is over
     Post* before            # among the receives
     Post* after             # ... or in the queue of a connection, or in the pool
 
@@ -37,7 +39,9 @@ cdef void expect(Posts* p, Post* post) noexcept nogil
 cdef bint is_here(Posts* p, int peer, int channel) noexcept nogil
 cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil
 cdef void give_up(Posts* p, Post* post) noexcept nogil
+cdef void settle(Posts* p, Post* post, Status status) noexcept nogil
 cdef void cut_off(Posts* p, Post* post) noexcept nogil
+cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil
 cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil
 cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil
 cdef void fail_posts(Posts* p, int peer) noexcept nogil

@@ -23,7 +23,7 @@ cdef Post* take_post(Posts* p, int peer, int channel, void* buffer, int nbytes) 
     else:
         post = <Post*>malloc(sizeof(Post))
     if post != NULL:
-        post[0] = Post(PENDING, peer, channel, nbytes, <char*>buffer, peer == NOBODY, False, NULL, NULL)
+        post[0] = Post(PENDING, peer, channel, nbytes, <char*>buffer, peer == NOBODY, False, False, False, NULL, NULL)
     return post
 
 
@@ -34,21 +34,38 @@ cdef void give_post(Posts* p, Post* post) noexcept nogil:
     p.pool = post
 
 
+cdef void settle(Posts* p, Post* post, Status status) noexcept nogil:
+    """A message leaves its queue: it is confirmed, or its peer has failed."""
+    post.queued = False
+    post.after = NULL
+    if post.released:
+        give_post(p, post)
+    elif post.status == PENDING:
+        post.status = status
+
+
 # ---- receives ------------------------------------------------------------------------------
 
 cdef inline bint is_for(Post* post, int peer, int channel) noexcept nogil:
     return post.channel == channel and (post.peer == peer or post.peer == NOBODY)
 
 
-cdef void expect(Posts* p, Post* post) noexcept nogil:
-    """Post a receive: it takes the first stray that is for it, or waits for a message."""
+cdef bint take_early(Posts* p, Post* post) noexcept nogil:
+    """Take the first stray that is for this receive, which is then no longer among those that wait."""
     cdef Stray* stray = p.first
     while stray != NULL and (stray.wanted != NULL or not is_for(post, stray.peer, stray.channel)):
         stray = stray.after
-    if stray != NULL:
-        stray.wanted = post
-        if stray.complete:
-            hand_over(p, stray)
+    if stray == NULL:
+        return False
+    stray.wanted = post
+    if stray.complete:
+        hand_over(p, stray)
+    return True
+
+
+cdef void expect(Posts* p, Post* post) noexcept nogil:
+    """Post a receive: it takes the first stray that is for it, or waits for a message."""
+    if take_early(p, post):
         return
     post.before = p.newest
     if p.newest != NULL:
@@ -105,12 +122,17 @@ cdef void give_up(Posts* p, Post* post) noexcept nogil:
 
 
 cdef void cut_off(Posts* p, Post* post) noexcept nogil:
-    """The message that this receive had begun to take does not come to its end."""
+    """The message that this receive had begun to take will come again: it waits before all others, as before."""
     if post.anybody:
         post.peer = NOBODY
-        expect(p, post)
+    if take_early(p, post):
+        return
+    post.after = p.oldest
+    if p.oldest != NULL:
+        p.oldest.before = post
     else:
-        post.status = PEER_DOWN
+        p.newest = post
+    p.oldest = post
 
 
 # ---- strays --------------------------------------------------------------------------------
@@ -144,6 +166,14 @@ cdef void drop(Posts* p, Stray* stray) noexcept nogil:
     free(stray)
 
 
+cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil:
+    """Drop a message that came in part, and will come again."""
+    cdef Post* post = stray.wanted
+    drop(p, stray)
+    if post != NULL:
+        cut_off(p, post)
+
+
 cdef Stray* first_whole(Posts* p) noexcept nogil:
     """The first stray that is complete and that no receive wants; NULL if there is none."""
     cdef Stray* stray = p.first
@@ -175,24 +205,22 @@ cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil:
 
 cdef void fail_posts(Posts* p, int peer) noexcept nogil:
     """Nothing more comes from this peer: its receives fail. Complete strays stay, but for chunks: their exchange is over."""
-    cdef Post* post = p.oldest
+    cdef Post* post
     cdef Post* next_post
     cdef Stray* stray = p.first
     cdef Stray* next_stray
+    while stray != NULL:
+        next_stray = stray.after
+        if stray.peer == peer and stray.channel >= DATA and stray.wanted == NULL:
+            drop(p, stray)
+        stray = next_stray
+    post = p.oldest
     while post != NULL:
         next_post = post.after
         if post.peer == peer:
             unlink_receive(p, post)
             post.status = PEER_DOWN
         post = next_post
-    while stray != NULL:
-        next_stray = stray.after
-        if stray.peer == peer and (stray.channel >= DATA or not stray.complete):
-            post = stray.wanted
-            drop(p, stray)
-            if post != NULL:
-                cut_off(p, post)
-        stray = next_stray
 
 
 cdef void close_posts(Posts* p) noexcept nogil:

@@ -31,6 +31,6 @@ cdef struct Reports:
 
 cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept
 cdef void close_reports(Reports* r) noexcept
-cdef void note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil
+cdef bint note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil
 cdef int gather_reports(Reports* r, Port* p, Report* into) noexcept nogil
 cdef int choose_listener(Reports* r, Membership* m) noexcept nogil

@@ -39,19 +39,20 @@ cdef void close_reports(Reports* r) noexcept:
     r.known = NULL
 
 
-cdef void note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil:
-    """Keep a report that a peer has sent, if it is newer than the one that is known."""
+cdef bint note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil:
+    """Keep a report that a peer has sent, if it is newer than the one that is known. Whether it is."""
     cdef Known* k
     if r.known == NULL or not (0 <= told.rank < r.size and 0 <= told.nbytes <= REPORT_NBYTES) or told.rank == r.own:
-        return
+        return False
     k = &r.known[told.rank]
     if told.version <= k.report.version:
-        return
+        return False
     pthread_mutex_lock(&p.gate)
     k.report = told[0]
     k.heard = heard
     pthread_mutex_unlock(&p.gate)
     to_the_front(r, k)
+    return True
 
 
 cdef void to_the_front(Reports* r, Known* k) noexcept nogil:

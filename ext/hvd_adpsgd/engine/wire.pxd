@@ -46,6 +46,10 @@ cdef struct Wire:
     int (*next_failed)(Wire*, bint look) noexcept nogil
     # Move bytes: called once per turn, before all else. NULL: the wire moves them by itself, or in `test`.
     void (*progress)(Wire*) noexcept nogil
+    # Others have news of this peer: it lives. NULL: the wire needs none.
+    void (*lives)(Wire*, int peer) noexcept nogil
+    bint fenced             # set by the wire: the peer `fenced_by` has taken this engine for failed
+    int fenced_by
     # The sum of `count` numbers over all engines, by the wire's library; all post theirs in the same order. NULL: it has
     # none. Nobody may fail meanwhile.
     Status (*sum)(Wire*, Transfer*, const void* mine, void* total, int count, bint double_precision) noexcept nogil

@@ -8,23 +8,38 @@ and channel, 8 bytes, and its bytes, which go straight from the sender's buffer 
 for it (posts.pyx). Nothing blocks: `progress` asks epoll what has come, and what is free again.
 
 Connections are opened, and their ends proven to be members of the job, by a thread beside this one (connections.py);
-it hands them over through a pipe, and is told through another one whom to dial.
+it hands them over through a pipe, and another pipe names the peers to dial.
 
-A peer has failed when its connections have ended, a living kernel closes those of a killed process at once, or when
-its host has acknowledged nothing for `failure_s`. A stopped process is not failed: its host acknowledges for it. An
-engine that leaves says CLOSE on each connection; its peers have a second to hear of its departure in another way
-before they take it for failed.
+A connection that ends is not a peer that fails: its sender dials again. The receiver counts the messages that have
+come whole, from the first one on, over all connections, and confirms the count (COUNT). The sender keeps what is not
+confirmed, and repeats it over the next connection, after the count with which the receiver begins it. So each message
+arrives once, in order:
+
+    sender                              receiver
+    messages 1, 2, 3  ------------->    1, 2 come whole; the connection ends
+    dials again       ------------->
+                      <-------------    COUNT 2
+    message 3         ------------->
+
+A large message is sent from its buffer, and complete when it is confirmed. A small one is copied, and complete when
+the system has it.
+
+A peer has failed when its host refuses a connection (its process has ended), or when nothing was heard of it for
+`failure_s` while its host owed an answer: no acknowledgement, no connection, and no news of it by others (`lives`).
+A stopped process is not failed: its host answers for it. An engine that leaves says CLOSE on each connection; its
+peers wait a second for the news of its departure before they take it for failed. A peer that was taken for failed
+and dials again is told so (OUT).
 """
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
-from libc.errno cimport EAGAIN, EINTR, ENOMEM, errno
+from libc.errno cimport EAGAIN, EINTR, ENOBUFS, ENOMEM, errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
-from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole,
-                                      give_post, give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
+from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
+                                      give_post, give_up, is_here, receive_for, settle, stray_bytes, take_post, take_stray)
 from hvd_adpsgd.engine.wire cimport *
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -50,7 +65,8 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t sendmsg(int fd, const msghdr* message, int flags)
     ssize_t recv(int fd, void* buffer, size_t nbytes, int flags)
     int getsockopt(int fd, int level, int name, void* value, socklen_t* nbytes)
-    enum: MSG_NOSIGNAL, MSG_DONTWAIT
+    int shutdown(int fd, int how)
+    enum: MSG_NOSIGNAL, MSG_DONTWAIT, SHUT_RDWR
 
 cdef extern from "<linux/tcp.h>" nogil:
     cdef struct tcp_info:
@@ -66,15 +82,21 @@ cdef extern from "<netinet/in.h>" nogil:
 cdef enum:
     REST = -1               # channels of heads: the sender closes this connection, and dials again when it needs one
     CLOSE = -2              # ... the sender's engine ends
+    COUNT = -3              # ... of the receiver: so many messages have come whole (in place of `nbytes`)
+    ASK_COUNT = -4          # ... of the sender: it needs COUNT now
+    OUT = -5                # ... of the receiver: it has taken the sender for failed
     NEWS_DIALED = 1         # kinds of News
     NEWS_ACCEPTED = 2
     NEWS_REFUSED = 3
+    NEWS_LIVES = 4
     EVENTS = 64             # of one epoll_wait
     PIECES = 16             # of one sendmsg
     WASTE = 65536           # bytes of a message that nobody receives, read at once
     TURN_NBYTES = 1 << 18   # read from one connection per turn, at most
+    SMALL = 4096            # bytes: shorter messages are copied; so many are confirmed at once
+    MODULUS = 0x7FFFFFFF    # of counts, as a mask
 
-cdef double SECOND_S = 1.0  # that a peer's other connections, and the news of its departure, may take longer
+cdef double SECOND_S = 1.0  # that the news of a peer's departure may take longer than the end of its connections
 cdef double LOOK_S = 1.0    # between searches for silent hosts and idle connections
 
 
@@ -92,7 +114,7 @@ cdef Link* open_link(Sockets* s, int peer, bint incoming, int fd) noexcept nogil
     link.fd = fd
     link.peer = peer
     link.incoming = incoming
-    link.used = time_of(s)
+    link.used = link.since = time_of(s)
     link.after = s.links
     if s.links != NULL:
         s.links.before = link
@@ -109,23 +131,28 @@ cdef bint watch(Sockets* s, Link* link, int op) noexcept nogil:
     return epoll_ctl(s.epoll, op, link.fd, &event) == 0
 
 
+cdef void await_room(Sockets* s, Link* link, bint wanted) noexcept nogil:
+    """Let epoll tell when the socket takes more, or no longer."""
+    if link.fd < 0 or link.blocked == wanted:
+        return
+    link.blocked = wanted
+    if not watch(s, link, EPOLL_CTL_MOD):
+        end_link(s, link)
+
+
 cdef void close_link(Sockets* s, Link* link) noexcept nogil:
-    """Close the connection and fail what it carried. The link is freed at the end of the turn: epoll may have named it."""
-    cdef Post* post
+    """Close the connection; a message that came in part will come again. The link is freed at the end of the turn: epoll
+    may have named it."""
     if link.fd >= 0:
-        if not link.waits:
-            epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
+        epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
         close(link.fd)
     link.fd = -1
-    while link.first != NULL:
-        post = link.first
-        link.first = post.after
-        post.status = PEER_DOWN
-        if post.owned:
-            give_post(&s.posts, post)
     if link.into != NULL:
         cut_off(&s.posts, link.into)
         link.into = NULL
+    if link.stray != NULL:
+        forget_stray(&s.posts, link.stray)
+        link.stray = NULL
     if link.before != NULL:
         link.before.after = link.after
     else:
@@ -146,31 +173,30 @@ cdef void bury(Sockets* s) noexcept nogil:
         free(link)
 
 
-cdef void leave_row(Neighbour* p, Link* link) noexcept nogil:
-    """Of the incoming connections of a peer, which are read one after the other."""
-    cdef Link** place = &p.inn
-    while place[0] != NULL and place[0] != link:
-        place = &place[0].follower
-    if place[0] != NULL:
-        place[0] = link.follower
+cdef void detach(Sockets* s, Link* link) noexcept nogil:
+    """The peer has this connection no more."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    if p.out == link:
+        p.out = NULL
+    elif p.inn == link:
+        p.inn = NULL
+    close_link(s, link)
 
 
 cdef void end_link(Sockets* s, Link* link) noexcept nogil:
-    """The connection has ended: as its sender said before, or with its peer."""
+    """The connection has ended: as its sender said before, with its peer, or alone: then a dial shows whether the peer lives."""
     cdef Neighbour* p = &s.peers[link.peer]
-    cdef bint rested = link.rested
+    cdef bint rested = link.rested, dialed = p.out == NULL or p.out == link
     cdef int peer = link.peer
-    if p.out == link:
-        p.out = NULL
-    else:
-        leave_row(p, link)
-    close_link(s, link)
-    if p.inn != NULL and p.inn.waits:
-        p.inn.waits = False
-        watch(s, p.inn, EPOLL_CTL_ADD)
+    cdef double since = link.owed_since
+    detach(s, link)
     if rested or p.failed:
         return
-    if p.ended == 0:
+    if not p.closed and not p.refused:
+        p.broken = True
+        if link_to(s, peer) != NULL and dialed and since > 0:
+            p.out.since = since     # silent since then, not since now
+    elif p.ended == 0:
         p.ended = time_of(s)
         list_peer(s, peer)
 
@@ -191,14 +217,25 @@ cdef void fail_peer(Sockets* s, int peer) noexcept nogil:
     p.failed = True
     list_peer(s, peer)
     if p.out != NULL:
-        end_link(s, p.out)
-    while p.inn != NULL:
-        end_link(s, p.inn)
+        detach(s, p.out)
+    if p.inn != NULL:
+        detach(s, p.inn)
+    fail_queue(s, p)
     fail_posts(&s.posts, peer)
 
 
+cdef void fail_queue(Sockets* s, Neighbour* p) noexcept nogil:
+    """Fail what was to be sent, or is not confirmed."""
+    cdef Post* post
+    while p.first != NULL:
+        post = p.first
+        p.first = post.after
+        settle(&s.posts, post, PEER_DOWN)
+    p.unsent = p.last = NULL
+
+
 cdef void fail_ended(Sockets* s) noexcept nogil:
-    """Peers one of whose connections has ended have failed when the others have, or SECOND_S later."""
+    """Peers that leave, or whose hosts refuse: failed when all of their connections have ended, or SECOND_S later."""
     cdef int peer = s.listed
     cdef Neighbour* p
     take_news(s)            # a connection that the peer has opened before it ended
@@ -230,19 +267,25 @@ cdef int tcp_next_failed(Wire* wire, bint look) noexcept nogil:
     return NOBODY
 
 
-cdef bint is_silent(Sockets* s, Link* link) noexcept nogil:
-    """Whether the peer's host owes acknowledgements, for longer than a living one may."""
+cdef bint is_silent(Sockets* s, Link* link, double t) noexcept nogil:
+    """Whether the peer's host has owed an acknowledgement for `failure_s`, and sent none in that time.
+
+    Two looks: what was owed at the first one would be acknowledged long before the second. What is owed at one look, be it
+    a probe of a full window or a message after a long rest, may have been sent just before."""
     cdef tcp_info info
     cdef socklen_t nbytes = sizeof(info)
     memset(&info, 0, sizeof(info))
     if getsockopt(link.fd, IPPROTO_TCP, TCP_INFO, &info, &nbytes) != 0:
         return False
-    return ((info.tcpi_unacked > 0 or info.tcpi_probes > 0) and
-            info.tcpi_last_ack_recv > 1e3 * s.failure_s)
+    if info.tcpi_unacked == 0 and info.tcpi_probes == 0:
+        link.owed_since = 0
+    elif link.owed_since == 0 or 1e-3 * info.tcpi_last_ack_recv < t - link.owed_since:
+        link.owed_since = t
+    return link.owed_since > 0 and t - link.owed_since > s.failure_s
 
 
 cdef void look_around(Sockets* s) noexcept nogil:
-    """Search for silent hosts and for connections to close."""
+    """Search for silent hosts and for connections to close; dial again, confirm again."""
     cdef double t = time_of(s)
     cdef Link* link = s.links
     cdef Link* following
@@ -251,101 +294,153 @@ cdef void look_around(Sockets* s) noexcept nogil:
     s.looked = t
     while link != NULL:
         following = link.after
-        if link.fd >= 0 and is_silent(s, link):
-            fail_peer(s, link.peer)
-            following = s.links         # others of this peer have ended too
-        elif not link.incoming and t > link.used + s.idle_s:
-            rest(s, link)
+        if look_at(s, link, t):
+            following = s.links         # other links have ended, or are new
         link = following
     bury(s)
 
 
+cdef bint look_at(Sockets* s, Link* link, double t) noexcept nogil:
+    """Whether links other than this one may have changed."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    if link.fd < 0:
+        if t > max(p.heard, link.since) + s.failure_s:
+            fail_peer(s, link.peer)
+            return True
+        dial(s, link)                   # an answer may be lost
+    elif is_silent(s, link, t):
+        end_link(s, link)
+        return True
+    elif link.incoming:
+        if p.owed > 0:
+            confirm(s, link)
+    elif t > link.used + s.idle_s:
+        rest(s, link)
+    return False
+
+
+cdef void tcp_lives(Wire* wire, int peer) noexcept nogil:
+    cdef Sockets* s = <Sockets*>wire.own
+    s.peers[peer].heard = time_of(s)
+
+
 # ---- sending -------------------------------------------------------------------------------
 
-cdef bint is_idle(Link* link) noexcept nogil:
-    return link.fd >= 0 and link.first == NULL
+cdef bint is_idle(Sockets* s, Link* link) noexcept nogil:
+    """Whether all that was sent is confirmed: then the other end may drop this connection without a look."""
+    return link.fd >= 0 and s.peers[link.peer].first == NULL
 
 
 cdef void rest(Sockets* s, Link* link) noexcept nogil:
     """Close an outgoing connection that is idle; the next message opens another one."""
-    if is_idle(link) and say(link, REST):
+    if is_idle(s, link) and say(link, REST, 0):
         link.rested = True
         end_link(s, link)
 
 
-cdef bint say(Link* link, int channel) noexcept nogil:
+cdef bint say(Link* link, int channel, int number) noexcept nogil:
     """Send a head alone, at once or not at all."""
-    cdef Head head = [0, channel]
+    cdef Head head = [number, channel]
     cdef iovec piece = [&head, sizeof(Head)]
     cdef msghdr message
+    cdef ssize_t n
     memset(&message, 0, sizeof(message))
     message.msg_iov = &piece
     message.msg_iovlen = 1
-    return sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof(Head)
+    n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
+    if 0 < n < <ssize_t>sizeof(Head):
+        shutdown(link.fd, SHUT_RDWR)        # what follows could not be read
+    return n == sizeof(Head)
 
 
 cdef void make_room(Sockets* s) noexcept nogil:
-    """Before one more connection: close the idle one that was used least recently, if there are too many."""
+    """If there are too many connections: close the one that was used least recently, once all that it carried is confirmed."""
     cdef Link* link = s.links
     cdef Link* oldest = NULL
-    if s.nout < s.most:
+    if s.nout <= s.most:
         return
     while link != NULL:
-        if not link.incoming and is_idle(link) and (oldest == NULL or link.used < oldest.used):
+        if not link.incoming and link.fd >= 0 and s.peers[link.peer].unsent == NULL and (
+                oldest == NULL or link.used < oldest.used):
             oldest = link
         link = link.after
-    if oldest != NULL:
+    if oldest != NULL and is_idle(s, oldest):
         rest(s, oldest)
+    elif oldest != NULL:
+        say(oldest, ASK_COUNT, 0)
+
+
+cdef void dial(Sockets* s, Link* link) noexcept nogil:
+    """Ask for this connection; again if it is not there at the next look: the other thread knows what it dials."""
+    cdef int32_t called = link.peer
+    write(s.dials, &called, sizeof(called))
 
 
 cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
-    """The connection to a peer, which may have to be dialed; NULL without memory, or without the other thread."""
+    """The connection to a peer, which may have to be dialed; NULL without memory, or at the end."""
     cdef Neighbour* p = &s.peers[peer]
-    cdef int32_t called = peer
     if p.out == NULL and not s.over:
-        make_room(s)
         p.out = open_link(s, peer, False, -1)
-        if p.out != NULL and write(s.dials, &called, sizeof(called)) != sizeof(called):
-            close_link(s, p.out)
-            p.out = NULL
+        if p.out != NULL:
+            dial(s, p.out)
+            make_room(s)
     return p.out
 
 
 cdef void enqueue(Sockets* s, Link* link, Post* post) noexcept nogil:
-    if link.first == NULL:
-        link.first = post
+    cdef Neighbour* p = &s.peers[link.peer]
+    post.queued = True
+    if p.first == NULL:
+        p.first = post
     else:
-        link.last.after = post
-    link.last = post
+        p.last.after = post
+    p.last = post
     link.used = time_of(s)
+    if p.unsent == NULL:
+        p.unsent = post
+        if link.fd >= 0:
+            send_queue(s, link)
+
+
+cdef Post* copied_post(Sockets* s, int peer, int channel, const void* buffer, int nbytes) noexcept nogil:
+    """A post with a copy of the message; NULL without memory."""
+    cdef char* copy = <char*>malloc(nbytes + 1)
+    cdef Post* post = take_post(&s.posts, peer, channel, copy, nbytes) if copy != NULL else NULL
+    if post == NULL:
+        free(copy)
+        return NULL
+    memcpy(copy, buffer, nbytes)
+    post.owned = True
+    return post
 
 
 cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:
     cdef Sockets* s = <Sockets*>wire.own
     cdef Link* link
-    cdef Post* post
+    cdef Post* post = NULL
     t.peer = peer
     t.receives = t.cancelled = t.in_use = False
     if s.peers[peer].failed:
         return PEER_DOWN
     link = link_to(s, peer)
-    post = take_post(&s.posts, peer, channel, <void*>buffer, nbytes) if link != NULL else NULL
+    if link != NULL and nbytes < SMALL:
+        post = copied_post(s, peer, channel, buffer, nbytes)
+    elif link != NULL:
+        post = take_post(&s.posts, peer, channel, <void*>buffer, nbytes)
     if post == NULL:
         t.code = ENOMEM
         return WIRE_DOWN
-    enqueue(s, link, post)
     t.handle = <uint64_t>post
     t.in_use = True
-    if link.first == post and link.fd >= 0:
-        send_queue(s, link)
+    enqueue(s, link, post)
     return PENDING
 
 
-cdef int pieces_of(Link* link, Head* heads, iovec* pieces) noexcept nogil:
-    """What is left of the first messages of the queue, with their heads."""
-    cdef Post* post = link.first
+cdef int pieces_of(Neighbour* p, Head* heads, iovec* pieces) noexcept nogil:
+    """What is left of the first messages that are not sent, with their heads."""
+    cdef Post* post = p.unsent
     cdef int n = 0, i = 0
-    cdef int64_t skip = link.moved, nbytes = -skip
+    cdef int64_t skip = p.moved, nbytes = -skip
     while post != NULL and n + 2 <= PIECES and nbytes < TURN_NBYTES:
         nbytes += <int64_t>sizeof(Head) + post.nbytes
         heads[i] = [post.nbytes, post.channel]
@@ -361,44 +456,73 @@ cdef int pieces_of(Link* link, Head* heads, iovec* pieces) noexcept nogil:
     return n
 
 
-cdef void count_sent(Sockets* s, Link* link, int64_t nbytes) noexcept nogil:
-    """Complete the messages of the queue that have been sent."""
-    cdef Post* post = link.first
+cdef void count_sent(Neighbour* p, int64_t nbytes) noexcept nogil:
+    """The system has so many bytes more. They stay in the queue until they are confirmed."""
+    cdef Post* post = p.unsent
     cdef int64_t left
     while post != NULL:
-        left = <int64_t>sizeof(Head) + post.nbytes - link.moved
+        left = <int64_t>sizeof(Head) + post.nbytes - p.moved
         if nbytes < left:
-            link.moved += nbytes
+            p.moved += nbytes
             return
         nbytes -= left
-        link.moved = 0
-        link.first = post.after
-        post.after = NULL
-        post.status = DONE
+        p.moved = 0
+        p.sent += 1
         if post.owned:
-            give_post(&s.posts, post)
-        post = link.first
-    link.last = NULL
+            post.status = DONE
+        post = p.unsent = post.after
+
+
+cdef bint is_passing(int error) noexcept nogil:
+    """Whether the same call may succeed soon: the socket, or the system, has no room."""
+    return error == EAGAIN or error == EINTR or error == ENOBUFS or error == ENOMEM
 
 
 cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
     """Send what the socket takes, a part of it in this turn: what is sent in large parts has left the caches."""
+    cdef Neighbour* p = &s.peers[link.peer]
     cdef Head heads[PIECES]
     cdef iovec pieces[PIECES]
     cdef msghdr message
     cdef ssize_t n
+    if link.resumes:
+        return
     memset(&message, 0, sizeof(message))
     message.msg_iov = pieces
-    message.msg_iovlen = pieces_of(link, heads, pieces)
-    n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
+    message.msg_iovlen = pieces_of(p, heads, pieces)
+    n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) if message.msg_iovlen > 0 else 0
     if n >= 0:
-        count_sent(s, link, n)
-    elif errno != EAGAIN and errno != EINTR:
+        count_sent(p, n)
+    elif not is_passing(errno):
         read_link(s, link)          # what the peer said before it ended
+        if link.fd >= 0:
+            end_link(s, link)
         return
-    if link.blocked != (link.first != NULL):
-        link.blocked = not link.blocked
-        watch(s, link, EPOLL_CTL_MOD)
+    await_room(s, link, p.unsent != NULL)
+
+
+cdef bint take_count(Sockets* s, Link* link, uint32_t count) noexcept nogil:
+    """The peer has so many messages whole. False if it cannot have them."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    cdef Post* post
+    cdef uint32_t more = (count - p.confirmed) & MODULUS
+    if more > ((p.sent - p.confirmed) & MODULUS):
+        return False
+    while more > 0:
+        post = p.first
+        p.first = post.after
+        p.confirmed += 1
+        more -= 1
+        settle(&s.posts, post, DONE)
+    if link.resumes:                # the others were lost with the connection before
+        link.resumes = False
+        p.sent = p.confirmed
+        p.unsent = p.first
+        await_room(s, link, p.unsent != NULL)
+    if p.first == NULL:
+        p.last = NULL
+        s.crowded = s.nout > s.most
+    return True
 
 
 # ---- receiving -----------------------------------------------------------------------------
@@ -424,13 +548,11 @@ cdef Status tcp_receive(Wire* wire, Transfer* t, void* buffer, int nbytes, int p
 cdef bint begin_message(Sockets* s, Link* link) noexcept nogil:
     """A head has come: where do its bytes go? False if it is none that a peer sends."""
     cdef Head* head = &link.head
-    if head.channel == REST:
-        link.rested = link.incoming and head.nbytes == 0
-        return link.rested
-    if head.channel == CLOSE and head.nbytes == 0:
-        s.peers[link.peer].closed = True
-        return True
-    if not link.incoming or head.nbytes < 0 or head.channel < 0:
+    if head.nbytes < 0:
+        return False
+    if head.channel < 0:
+        return obey(s, link, head)
+    if not link.incoming:
         return False
     link.into = receive_for(&s.posts, link.peer, head.channel)
     if link.into == NULL:
@@ -442,8 +564,37 @@ cdef bint begin_message(Sockets* s, Link* link) noexcept nogil:
     return True
 
 
+cdef bint obey(Sockets* s, Link* link, Head* head) noexcept nogil:
+    """A head without a message. False if no peer sends it, or if the connection is over."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    cdef int number = head.nbytes
+    head.nbytes = 0                 # nothing follows
+    if head.channel == COUNT and not link.incoming:
+        return take_count(s, link, number)
+    if number != 0:
+        return False
+    if head.channel == CLOSE:
+        p.closed = True
+    elif head.channel == REST and link.incoming:
+        link.rested = True
+    elif head.channel == ASK_COUNT and link.incoming:
+        p.owed += SMALL
+    elif head.channel == OUT and not link.incoming:
+        s.wire.fenced = p.refused = True
+        s.wire.fenced_by = link.peer
+        return False
+    else:
+        return False
+    return True
+
+
 cdef void end_message(Sockets* s, Link* link) noexcept nogil:
+    cdef Neighbour* p = &s.peers[link.peer]
     link.moved = 0
+    if link.head.channel < 0:
+        return
+    p.received = (p.received + 1) & MODULUS
+    p.owed += <int64_t>sizeof(Head) + link.head.nbytes
     if link.into != NULL:
         link.into.nbytes = link.head.nbytes
         link.into.status = DONE
@@ -451,6 +602,15 @@ cdef void end_message(Sockets* s, Link* link) noexcept nogil:
     elif link.stray != NULL:
         complete_stray(&s.posts, link.stray)
         link.stray = NULL
+
+
+cdef void confirm(Sockets* s, Link* link) noexcept nogil:
+    """Say how many messages have come whole, at once or when there is room."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    cdef bint said = say(link, COUNT, p.received)
+    if said:
+        p.owed = 0
+    await_room(s, link, not said)
 
 
 cdef ssize_t read_some(Link* link, size_t* wanted) noexcept nogil:
@@ -471,6 +631,16 @@ cdef ssize_t read_some(Link* link, size_t* wanted) noexcept nogil:
 
 cdef void read_link(Sockets* s, Link* link) noexcept nogil:
     """Read what has come, to the end of the connection if it has ended."""
+    cdef Neighbour* p = &s.peers[link.peer]
+    p.heard = time_of(s)
+    if not read_messages(s, link):
+        end_link(s, link)
+    elif link.incoming and p.owed >= SMALL:
+        confirm(s, link)
+
+
+cdef bint read_messages(Sockets* s, Link* link) noexcept nogil:
+    """Read a part of what has come. False if the connection has ended."""
     cdef size_t wanted
     cdef ssize_t n
     cdef int64_t taken = 0
@@ -478,20 +648,19 @@ cdef void read_link(Sockets* s, Link* link) noexcept nogil:
         n = read_some(link, &wanted)
         if n < 0 and errno == EINTR:
             continue
-        if n < 0 and errno == EAGAIN:
-            return
+        if n < 0 and is_passing(errno):
+            return True
         if n <= 0:
-            end_link(s, link)
-            return
+            return False
         taken += n
         link.moved += n
         if link.moved == sizeof(Head) and not begin_message(s, link):
-            end_link(s, link)
-            return
+            return False
         if link.moved == <int64_t>sizeof(Head) + link.head.nbytes:
             end_message(s, link)
         if <size_t>n < wanted:
-            return
+            return True
+    return True
 
 
 # ---- connections ---------------------------------------------------------------------------
@@ -511,41 +680,70 @@ cdef void take_news(Sockets* s) noexcept nogil:
 
 cdef void take_one(Sockets* s, News* news) noexcept nogil:
     cdef Neighbour* p = &s.peers[news.peer]
-    if news.kind == NEWS_REFUSED:
-        if p.out != NULL and p.out.fd < 0:
-            p.closed = True
-            end_link(s, p.out)
-    elif p.failed:
-        close(news.fd)
+    if news.kind == NEWS_LIVES:
+        p.heard = time_of(s)
+    elif news.kind == NEWS_REFUSED:
+        take_refusal(s, p)
     elif news.kind == NEWS_DIALED:
         take_dialed(s, p, news.fd)
+    elif p.failed:
+        turn_away(news.fd)
     else:
         take_accepted(s, p, news)
 
 
+cdef void take_refusal(Sockets* s, Neighbour* p) noexcept nogil:
+    """Nobody listens there: the process has ended. If no connection has ended before, it may have left in order."""
+    if p.out != NULL and p.out.fd < 0:
+        p.refused = True
+        p.closed = p.closed or not p.broken
+        end_link(s, p.out)
+
+
+cdef void turn_away(int fd) noexcept nogil:
+    """A peer that was taken for failed has dialed."""
+    cdef Link link
+    link.fd = fd
+    say(&link, OUT, 0)
+    close(fd)
+
+
 cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
-    if p.out == NULL or p.out.fd >= 0:
+    """With messages that are not confirmed, its first COUNT says which of them are lost."""
+    if p.failed or p.out == NULL:
         close(fd)
         return
-    p.out.fd = fd
+    if p.out.fd >= 0:               # the peer reads the newest one
+        epoll_ctl(s.epoll, EPOLL_CTL_DEL, p.out.fd, NULL)
+        close(p.out.fd)
     s.dialed += 1
-    watch(s, p.out, EPOLL_CTL_ADD)
-    send_queue(s, p.out)
+    p.broken = False
+    p.moved = 0                     # a message that was sent in part is sent whole
+    p.out.fd = fd
+    p.out.moved = p.out.owed_since = 0
+    p.out.blocked = False
+    p.out.resumes = p.first != p.unsent or p.out.resumes
+    if not watch(s, p.out, EPOLL_CTL_ADD):
+        end_link(s, p.out)
+    elif p.unsent != NULL:
+        send_queue(s, p.out)
 
 
 cdef void take_accepted(Sockets* s, Neighbour* p, News* news) noexcept nogil:
+    """The peer has dropped the connection before. It repeats what has not come whole."""
     cdef Link* link = open_link(s, news.peer, True, news.fd)
-    cdef Link** place = &p.inn
     if link == NULL:
         close(news.fd)
         return
+    if p.inn != NULL:
+        detach(s, p.inn)
     s.accepted += 1
-    while place[0] != NULL:
-        place = &place[0].follower
-    place[0] = link
-    link.waits = link != p.inn      # the older ones are read to their ends first
-    if not link.waits:
-        watch(s, link, EPOLL_CTL_ADD)
+    p.broken = False
+    p.inn = link
+    if watch(s, link, EPOLL_CTL_ADD):
+        confirm(s, link)
+    else:
+        end_link(s, link)
 
 
 # ---- the wire ------------------------------------------------------------------------------
@@ -563,9 +761,15 @@ cdef void tcp_progress(Wire* wire) noexcept nogil:
         if link.fd >= 0 and events[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR):
             read_link(s, link)
         if link.fd >= 0 and events[i].events & EPOLLOUT:
-            send_queue(s, link)
+            if link.incoming:
+                confirm(s, link)
+            else:
+                send_queue(s, link)
     if s.listed != NOBODY:
         fail_ended(s)
+    if s.crowded:
+        s.crowded = False
+        make_room(s)
     bury(s)
 
 
@@ -579,28 +783,35 @@ cdef Status tcp_test(Wire* wire, Transfer* t) noexcept nogil:
         t.peer = post.peer
         t.nbytes = post.nbytes
     t.in_use = False
-    give_post(&s.posts, post)
+    let_go(s, post)
     return status
 
 
+cdef void let_go(Sockets* s, Post* post) noexcept nogil:
+    """Its transfer is over: a message that is not confirmed is the wire's from now on."""
+    if post.queued:
+        post.released = True
+    else:
+        give_post(&s.posts, post)
+
+
 cdef bint tcp_release(Wire* wire, Transfer* t) noexcept nogil:
-    """A receive is forgotten, and what arrives for it is lost. A message that was not sent yet is copied, and still goes."""
+    """A receive is forgotten, and what arrives for it is lost. A message that is not confirmed is copied, and still goes."""
     cdef Sockets* s = <Sockets*>wire.own
     cdef Post* post = <Post*>t.handle
     cdef char* copy
     if not t.in_use:
         return True
-    if post.status == PENDING and not t.receives:
+    if post.queued and not post.owned:
         copy = <char*>malloc(post.nbytes + 1)
         if copy == NULL:
             return False
         memcpy(copy, post.buffer, post.nbytes)
         post.buffer = copy
         post.owned = True
-    else:
-        if post.status == PENDING:
-            forget(s, post)
-        give_post(&s.posts, post)
+    if t.receives and post.status == PENDING:
+        forget(s, post)
+    let_go(s, post)
     t.in_use = False
     return True
 
@@ -617,16 +828,19 @@ cdef void forget(Sockets* s, Post* post) noexcept nogil:
 
 
 cdef void close_sockets(Sockets* s) noexcept nogil:
+    cdef int peer
     s.over = True
     while s.links != NULL:
-        s.peers[s.links.peer].failed = True
-        end_link(s, s.links)
+        detach(s, s.links)
+    for peer in range(s.size if s.peers != NULL else 0):
+        s.peers[peer].failed = True
+        fail_queue(s, &s.peers[peer])
     bury(s)
 
 
 cdef bint has_unsent(Sockets* s) noexcept nogil:
     cdef Link* link = s.links
-    while link != NULL and link.first == NULL:
+    while link != NULL and (link.incoming or s.peers[link.peer].unsent == NULL):
         link = link.after
     return link != NULL
 
@@ -648,6 +862,7 @@ cdef class TcpWire(AnyWire):
     DIALED = NEWS_DIALED
     ACCEPTED = NEWS_ACCEPTED
     REFUSED = NEWS_REFUSED
+    LIVES = NEWS_LIVES
 
     def __cinit__(self, AnyClock clock, int rank, int size, int news, int dials, int most, double idle_s,
                   double failure_s):
@@ -656,6 +871,7 @@ cdef class TcpWire(AnyWire):
         memset(s, 0, sizeof(Sockets))
         self.keep = clock
         s.clock = &clock.calls
+        s.wire = &self.calls
         s.rank, s.size, s.news, s.dials = rank, size, news, dials
         s.most, s.idle_s, s.failure_s, s.listed = most, idle_s, failure_s, NOBODY
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
@@ -673,6 +889,7 @@ cdef class TcpWire(AnyWire):
         self.calls.release = tcp_release
         self.calls.next_failed = tcp_next_failed
         self.calls.progress = tcp_progress
+        self.calls.lives = tcp_lives
 
     def __dealloc__(self):
         close_sockets(&self.sockets)
@@ -705,10 +922,8 @@ cdef class TcpWire(AnyWire):
         memcpy(copy, <const char*>head, n)
         if data.shape[0]:
             memcpy(copy + n, &data[0], data.shape[0])
-        post.owned = True
+        post.owned = post.released = True
         enqueue(s, link, post)
-        if link.first == post and link.fd >= 0:
-            send_queue(s, link)
 
     def take(self):
         """(peer, bytearray) of the first message that has come whole; None if none has. No receive is posted beside it."""
@@ -755,8 +970,8 @@ cdef class TcpWire(AnyWire):
         """Say CLOSE on each connection and close them; transfers under way fail. After the engine's thread has ended."""
         cdef Link* link = self.sockets.links
         while link != NULL:
-            if link.incoming or is_idle(link):
-                say(link, CLOSE)
+            if link.fd >= 0 and (link.incoming or self.sockets.peers[link.peer].unsent == NULL):
+                say(link, CLOSE, 0)
             link = link.after
         close_sockets(&self.sockets)
         if self.sockets.epoll >= 0:         # now, not when the last reference goes

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
 import signal
+import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -16,6 +19,7 @@ import numpy as np
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.strategies import Plan
 
 LONGEST_S = 60.0
@@ -49,7 +53,13 @@ class Commands:
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]):
         elements = options.pop("elements", 100_000)
-        config = Config(wire="tcp", same_host="mpi", report_s=0, leave_deadline_s=5.0, **options)
+        config = Config(
+            wire="tcp",
+            same_host="mpi",
+            report_s=options.pop("report_s", 0),
+            leave_deadline_s=5.0,
+            **options,
+        )
         plan = Plan.nobody(weight=1 / 2)
         self.engine = Engine(inner=None, outer=Rank(rank, size), plan=plan, config=config)
         self.model = np.random.default_rng(rank).standard_normal(elements)
@@ -57,6 +67,7 @@ class Commands:
         self.engine.start(gather)
         assert self.engine.loop is not None
         self.loop, self.steps = self.engine.loop, 0
+        self.chunks = self.engine.memory.layout.nchunks
         self.step()
 
     def step(self) -> float:
@@ -99,9 +110,58 @@ class Commands:
         assert found is not None
         return [address.incarnation for address in found._addresses if address is not None]
 
+    def misplace(self, peer: int, host: str, port: int) -> None:
+        """Look for a peer at another address from now on."""
+        found = self.engine._connections
+        assert found is not None and found._addresses[peer] is not None
+        found._addresses[peer] = found._addresses[peer]._replace(host=host, port=port)
+
+    def report_on(self) -> None:
+        """Report to the others again and again, as a learner does."""
+
+        def report() -> None:
+            while True:
+                self.loop.report(b"here")
+                time.sleep(0.05)
+
+        threading.Thread(target=report, daemon=True).start()
+
+    def wait_error(self) -> str:
+        """That the next step would raise."""
+        ends = time.monotonic() + LONGEST_S
+        while time.monotonic() < ends:
+            try:
+                self.engine.check()
+            except AdpsgdError as error:
+                return f"{type(error).__name__}: {error}"
+            time.sleep(1e-3)
+        return ""
+
     def merged(self) -> int:
         """Chunks."""
         return int(self.loop.counters()["chunks"])
+
+    def cut(self) -> int:
+        """End every connection of this process, as a firewall or a NAT may; how many there were."""
+        count = 0
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+                end.getpeername()  # not the listener
+                end.shutdown(socket.SHUT_RDWR)
+                count += 1
+        return count
+
+    def cut_midway(self, peer: int, cuts: int) -> None:
+        """Exchange with a peer, and cut all connections after each of so many parts of the exchange."""
+        before, wanted = self.merged(), self.count() + 1
+        self.ask(peer)
+        for i in range(1, cuts + 1):
+            due = before + i * self.chunks // (cuts + 1)
+            ends = time.monotonic() + LONGEST_S
+            while self.merged() < due:
+                assert time.monotonic() < ends, f"{self.merged() - before} of {self.chunks} chunks"
+            self.cut()
+        assert self.finished(wanted), f"{self.merged() - before} of {self.chunks} chunks"
 
     def freeze(self) -> None:
         """Stop this process."""
