@@ -112,11 +112,12 @@ cdef bint watch(Sockets* s, Link* link, int op) noexcept nogil:
 cdef void close_link(Sockets* s, Link* link) noexcept nogil:
     """Close the connection and fail what it carried. The link is freed at the end of the turn: epoll may have named it."""
     cdef Post* post
+    cdef int fd
     if link.fd >= 0:
         if not link.waits:
             epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
-        close(link.fd)
-    link.fd = -1
+        fd, link.fd = link.fd, -1       # first: a child forked in between would close another file of that number
+        close(fd)
     while link.first != NULL:
         post = link.first
         link.first = post.after
