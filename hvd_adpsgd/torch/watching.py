@@ -111,8 +111,8 @@ def _require_name(name: str) -> None:
     if len(name) <= _LONGEST and readable(name) == name:
         return
     raise ConfigError(
-        f"hvd.log: the name {name[:20]!r}... has {len(name)} characters, allowed are {_LONGEST} that UTF-8 can "
-        "hold (no lone surrogates). Use a shorter, plain name."
+        f"hvd.log: the name {name[:20]!r}... has {len(name)} characters, allowed are {_LONGEST} that UTF-8 "
+        "can hold (no lone surrogates). Use a shorter, plain name."
     )
 
 

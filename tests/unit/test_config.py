@@ -212,3 +212,11 @@ def test_unit_is_in_the_name_or_the_table():
     assert units["chunk_kib"] == "KiB"
     assert units["deadline_s"] == units["leave_deadline_s"] == "s"
     assert units["max_staleness"] == "steps"
+
+
+def test_an_interval_is_off_or_long_enough() -> None:
+    assert Config(report_s=0).report_s == 0
+    assert Config(report_s=0.01).report_s == 0.01
+    for value in (1e-300, 0.009, -1):
+        with pytest.raises(ConfigError, match=r">= 0\.01 and <= 3600, or 0"):
+            Config(report_s=value)

@@ -125,7 +125,7 @@ def test_marks_of_any_number_of_super_learners_sum_exactly(n: int) -> None:
     """Every partial sum of a mean in float32 is a whole number that float32 holds."""
     for fingerprint, chunk in [(0, 0), (4092, 0), (2**63 - 1, 7), (12345678901, 10**6)]:
         mark = layout_mark(fingerprint, chunk, n)
-        assert mark == int(mark) and 1 <= mark and n * mark <= 2**24
+        assert mark == int(mark) and mark >= 1 and n * mark <= 2**24
 
 
 def test_marks_tell_layouts_apart() -> None:
