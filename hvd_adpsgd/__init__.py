@@ -8,6 +8,8 @@ from hvd_adpsgd import errors
 from hvd_adpsgd.errors import *  # noqa: F403
 
 __version__ = "0.1.0"
+# Raise it with every change of what learners send each other: messages and their meaning, chunks, agreements.
+PROTOCOL = 2
 
-__all__ = ["__version__"]
+__all__ = ["PROTOCOL", "__version__"]
 __all__ += errors.__all__

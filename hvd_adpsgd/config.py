@@ -33,6 +33,7 @@ class Option:
         low: smallest value allowed, or the bound above which it lies when `low_open`.
         high: largest value allowed.
         low_open: whether `low` itself is excluded.
+        off: whether 0 is a value too, below `low`.
         choices: the words allowed (compared without case), for a str.
         optional: whether None is a value; in the environment an empty string or "none".
         same: whether all learners of a job need the same value; init() compares it.
@@ -44,6 +45,7 @@ class Option:
     low: float = -math.inf
     high: float | None = None
     low_open: bool = False
+    off: bool = False
     choices: tuple[str, ...] = ()
     optional: bool = False
     same: bool = True
@@ -52,6 +54,7 @@ class Option:
     def range(self) -> str:
         """The allowed values as text, for the table and for messages."""
         words = self._choices_text() if self.kind is str else self._interval_text()
+        words = f"{words}, or 0" if self.off else words
         return f"{words}, or None" if self.optional else words
 
     def _choices_text(self) -> str:
@@ -67,6 +70,8 @@ class Option:
         """Whether a value of the right kind lies in the range; NaN never does."""
         if self.kind is str:
             return value in self.choices if self.choices else bool(value)
+        if self.off and value == 0:
+            return True
         above = value > self.low if self.low_open else value >= self.low
         return bool(above and (self.high is None or value <= self.high))
 
@@ -261,7 +266,8 @@ class Config:
         256,
         int,
         "KiB",
-        "size of the pieces in which a model travels",
+        "size of the pieces in which a model travels, at most; above the default no more than an eighth of "
+        "the model",
         low=64,
         high=65536,
     )
@@ -269,7 +275,8 @@ class Config:
         1.0,
         float,
         "s",
-        "silence after which exchanges with a peer stop, until it answers again",
+        "silence after which exchanges with a peer stop, until it answers again; at least the time of a "
+        "chunk at 10 Mb/s",
         low=0.05,
         high=3600,
     )
@@ -328,7 +335,8 @@ class Config:
         float,
         "s",
         "interval at which super learners report to each other how they are; 0: never",
-        low=0,
+        low=0.01,
+        off=True,
         high=3600,
     )
     record: str | None = _option(

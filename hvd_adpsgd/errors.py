@@ -86,7 +86,7 @@ class AlreadyInitializedError(WorldError):
 class LaunchError(WorldError):
     """The processes were started in a way in which the worlds cannot be built.
 
-    For instance under `horovodrun --gloo` (MPI then sees a world of one), or with an MPI that lacks
+    For instance with another version of hvd_adpsgd on one host, or with an MPI that lacks
     MPI_THREAD_MULTIPLE.
     Start the job again as the message says.
     """

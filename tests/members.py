@@ -85,5 +85,6 @@ def share_memory(members: list[Member], rings: bool) -> list[np.ndarray]:
         places = [memory[rank].ctypes.data if rank in near else 0 for rank in range(MEMBERS)]
         member.loop.share(own, places)
         if rings:
-            member.loop.hear(own, places)
+            at = Loop.doorbell_at(CHUNK_NBYTES)
+            member.loop.hear(own + at, [place and place + at for place in places])
     return memory

@@ -212,6 +212,9 @@ class Connections:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
+            await asyncio.sleep(
+                0
+            )  # handshakes read what has come: one that names both engines is kept
             if len(self._unproven) >= _UNPROVEN:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
@@ -227,6 +230,9 @@ class Connections:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
+                    self._unproven.pop(
+                        asyncio.current_task(), None
+                    )  # strangers know no incarnations
                     reply = hello.reply(self._secret)
                     await loop.sock_sendall(connection, reply)
                     hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))

@@ -36,7 +36,7 @@ from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
-from hvd_adpsgd.engine.neighbours import Neighbours
+from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
@@ -206,10 +206,11 @@ class Engine:
         if self._connections is not None:
             self._connections.meet(gather)
         if self.config.same_host == "memory":
-            nbytes = Loop.shared_nbytes(self.config.chunk_kib * 1024)
-            near = Neighbours(nbytes, self._outer.Get_rank(), gather, self.memory.shown)
+            chunk_nbytes = self.config.chunk_kib * 1024
+            outbox = OutboxShape(Loop.shared_nbytes(chunk_nbytes), Loop.doorbell_at(chunk_nbytes))
+            near = Neighbours(outbox, self._outer.Get_rank(), gather, self.memory.shown)
             loop.share(near.own, near.outboxes)
-            loop.hear(near.own, near.outboxes)
+            loop.hear(near.doorbell, near.doorbells)
             loop.show(near.models, near.areas)
             self._neighbours = near
 
@@ -359,10 +360,11 @@ class Engine:
 
     def report(self) -> list[tuple[int, PeerState]]:
         """Changed states of peers since the last report: (super_rank, state)."""
-        if self.loop is None or self.loop.peer_events() == self._seen_events:
+        loop = self.loop
+        if loop is None or loop.peer_events() == self._seen_events:
             return []
-        self._seen_events = self.loop.peer_events()
-        before, self._reported = self._reported, [PeerState(s) for s in self.loop.peers()]
+        self._seen_events = loop.peer_events()
+        before, self._reported = self._reported, [PeerState(s) for s in loop.peers()]
         changes = zip(self._members, before, self._reported, strict=True)
         return [(peer, state) for peer, old, state in changes if state is not old]
 
@@ -379,8 +381,8 @@ class Engine:
         Args:
             text: at most 200 bytes (REPORT_NBYTES of reports.pxd); it takes the place of the one before.
         """
-        if self.loop is not None:
-            self.loop.report(text)
+        if (loop := self.loop) is not None:
+            loop.report(text)
 
     def told(self) -> dict[int, tuple[int, bytes, float]]:
         """What super learners have said last, by super_rank: (version, text, seconds since it came)."""
@@ -392,33 +394,34 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """See ExchangeMetrics; zeros on learners that are not leaders. After `release` the last values."""
-        counters = self.counters()
-        if self.loop is None or counters is None:
+        if (loop := self.loop) is None:
             return self._final or self._metrics.read(None)
-        return self._metrics.read(counters, self.loop.cpu_s())
+        return self._metrics.read(self._counted(loop), loop.cpu_s())
 
     def counters(self) -> dict[str, Any] | None:
         """Those of the thread, exchanges by super_rank; None on learners that are not leaders."""
-        if (loop := self.loop) is None:
-            return None
+        loop = self.loop  # once: `release` may forget it meanwhile, on another thread
+        return None if loop is None else self._counted(loop)
+
+    def _counted(self, loop: Loop) -> dict[str, Any]:
         counters = loop.counters()
         counters["met"] = self._by_super_rank(counters["met"], 0)
         return counters
 
     def view(self) -> dict[str, Any]:
         """The state of the engine for a state dump, read without locks."""
-        if self.loop is None:
+        if (loop := self.loop) is None:
             return {"leads": False}
         names = [self._names[peer] for peer in self._members]
-        return {"leads": True, **self.loop.view(), "peer_names": names}
+        return {"leads": True, **loop.view(), "peer_names": names}
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
         """Timeline records since the last call; see loop.Loop.take_events."""
-        if self.loop is None:
+        if (loop := self.loop) is None:
             return []
         return [
             (kind, self._super_rank(rank), began, ended, nbytes, step)
-            for kind, rank, began, ended, nbytes, step in self.loop.take_events()
+            for kind, rank, began, ended, nbytes, step in loop.take_events()
         ]
 
 

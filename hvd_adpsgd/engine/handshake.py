@@ -22,6 +22,8 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
+from hvd_adpsgd import PROTOCOL
+
 __all__ = [
     "HELLO_NBYTES",
     "PROOF_NBYTES",
@@ -35,7 +37,7 @@ __all__ = [
 SECRET_NBYTES = 32
 WELCOME = b"+"
 
-_MAGIC, _VERSION = b"hvd_adpsgd", 1
+_MAGIC = b"hvd_adpsgd"
 _FORM = struct.Struct("!10sHIIQQ32s")
 _NONCE_NBYTES = 32
 
@@ -84,15 +86,15 @@ class Hello:
         magic, version, *fields = _FORM.unpack(data)
         if magic != _MAGIC:
             raise NotAMember("another protocol")
-        if version != _VERSION:
-            raise NotAMember(f"version {version} of the protocol, not {_VERSION}")
+        if version != PROTOCOL:
+            raise NotAMember(f"version {version} of the protocol, not {PROTOCOL}")
         return cls(*fields)
 
     def pack(self) -> bytes:
         """The message, HELLO_NBYTES bytes."""
         return _FORM.pack(
             _MAGIC,
-            _VERSION,
+            PROTOCOL,
             self.caller,
             self.called,
             self.caller_incarnation,

@@ -60,6 +60,11 @@ class TensorSpec:
         """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * _ITEMSIZE[self.dtype]
+
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
 

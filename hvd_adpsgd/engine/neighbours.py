@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shared_memory import File, host_name, try_file, try_map
 
-__all__ = ["Neighbours", "ShownModel"]
+__all__ = ["Neighbours", "OutboxShape", "ShownModel"]
 
 
 class ShownModel(NamedTuple):
@@ -28,6 +28,18 @@ class ShownModel(NamedTuple):
     nbytes: int
     area: int
     fingerprint: int
+
+
+class OutboxShape(NamedTuple):
+    """Memory of a leader that peers on the host map: chunks, which they read, and a doorbell to ring.
+
+    Attributes:
+        nbytes: all of it.
+        doorbell_at: where its doorbell begins, with a page.
+    """
+
+    nbytes: int
+    doorbell_at: int
 
 
 class _Offer(NamedTuple):
@@ -49,14 +61,15 @@ class Neighbours:
     models, or whose models differ, exchange snapshots through the outboxes.
 
     Args:
-        nbytes: of each leader's outbox.
+        shape: of each leader's outbox.
         me: rank of this leader.
         gather: the values of all leaders, by rank; None for one that has failed.
         model: this leader's, if it shows one.
 
     Attributes:
         own: address of this leader's outbox, 0 if no peer maps it.
-        outboxes: address of each leader's outbox here, 0 if the two do not share.
+        outboxes: address of each leader's outbox here, 0 if the two do not share. They can only be read.
+        doorbell, doorbells: addresses of the doorbells in them.
         models: address of each leader's model here, 0 if the two do not show each other theirs.
         areas: ... of where mirror and slots begin.
     """
@@ -65,16 +78,21 @@ class Neighbours:
 
     def __init__(
         self,
-        nbytes: int,
+        shape: OutboxShape,
         me: int,
         gather: Callable[[Any], list[Any]],
         model: ShownModel | None = None,
     ):
-        outbox = try_file(nbytes)
+        outbox = try_file(shape.nbytes)
         mine = _Offer(host_name(), outbox, model)
         offers = [offer or _NOTHING for offer in gather(mine)]
         near = [offer if offer.host == mine.host and outbox else _NOTHING for offer in offers]
-        self._outboxes = [_mapped(offer.outbox, nbytes, True) for offer in near]
+        own = _mapped(outbox, shape.nbytes, True)
+        self._outboxes = [_mapped(offer.outbox, shape.doorbell_at, False) for offer in near]
+        self._doorbells = [
+            _mapped(offer.outbox, shape.nbytes - shape.doorbell_at, True, shape.doorbell_at)
+            for offer in near
+        ]
         self._models = [
             _mapped(offer.model.file, offer.model.nbytes, False)
             if model and offer.model and _alike(model, offer.model) and i != me
@@ -83,8 +101,10 @@ class Neighbours:
         ]
         reach = gather(
             [
-                (a is not None, b is not None)
-                for a, b in zip(self._outboxes, self._models, strict=True)
+                (outbox is not None and bell is not None, model is not None)
+                for outbox, bell, model in zip(
+                    self._outboxes, self._doorbells, self._models, strict=True
+                )
             ]
         )
         # closed after that gather: before it, a peer may still have to open the file by its descriptor
@@ -95,11 +115,13 @@ class Neighbours:
             for i in range(len(offers))
         ]
         self.outboxes = _addresses(self._outboxes, [sharing for sharing, _ in both])
+        self.doorbells = _addresses(self._doorbells, [sharing for sharing, _ in both])
         self.models = _addresses(self._models, [sharing and showing for sharing, showing in both])
         area = model.area if model else 0
         self.areas = [address and address + area for address in self.models]
-        own = self._outboxes[me]
+        self._own = own if any(self.outboxes) else None
         self.own = own.ctypes.data if own is not None and any(self.outboxes) else 0
+        self.doorbell = self.own and self.own + shape.doorbell_at
 
 
 def _alike(model: ShownModel, other: ShownModel) -> bool:
@@ -107,8 +129,10 @@ def _alike(model: ShownModel, other: ShownModel) -> bool:
     return (model.fingerprint, model.area) == (other.fingerprint, other.area)
 
 
-def _mapped(file: File | None, nbytes: int, writes: bool) -> NDArray[np.uint8] | None:
-    area = try_map(file, nbytes, writes) if file else None
+def _mapped(
+    file: File | None, nbytes: int, writes: bool, offset: int = 0
+) -> NDArray[np.uint8] | None:
+    area = try_map(file, nbytes, writes, offset) if file else None
     return None if area is None else np.frombuffer(area, dtype=np.uint8)
 
 

@@ -8,7 +8,7 @@ __all__ = ["PeerState"]
 
 
 class PeerState(enum.IntEnum):
-    """As in ext/hvd_adpsgd/engine/state.pxd.
+    """As in ext/hvd_adpsgd/engine/membership.pxd.
 
     ALIVE    --silent-->    SUSPECT    passed over, but served when it answers
     SUSPECT  --answers-->   ALIVE

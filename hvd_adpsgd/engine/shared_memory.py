@@ -35,18 +35,23 @@ __all__ = [
 
 SHARED_FOLDER = "/dev/shm"
 NOTES = 64  # bytes
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
+_WIPE_ON_FORK, _POPULATE_WRITE = 18, 23  # MADV_* of Linux that Python does not name
 
 
 def private_memory(nbytes: int) -> NDArray[np.uint8]:
     """Zeroed, page-aligned memory of this process, in huge pages where the system has them.
 
-    It is there at once, not when it is first touched: that would be in the first steps.
+    It is there at once, not when it is first touched: that would be in the first steps. A forked child (a
+    worker of a data loader) finds zeros there: else each page that this process writes while the child lives
+    would be copied.
     """
-    area = mmap.mmap(-1, max(nbytes, 1))
-    area.madvise(mmap.MADV_HUGEPAGE)
-    with contextlib.suppress(OSError):  # before Linux 5.14
-        area.madvise(_POPULATE_WRITE)
+    # Python's default is MAP_SHARED: memory of a file, for which most systems have no huge pages.
+    area = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK, _POPULATE_WRITE):
+        with contextlib.suppress(
+            OSError
+        ):  # no huge pages in this kernel; before Linux 4.14; before 5.14
+            area.madvise(advice)
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 
@@ -166,10 +171,13 @@ def try_file(nbytes: int) -> File | None:
         return None
 
 
-def try_map(file: File, nbytes: int, writes: bool = True) -> mmap.mmap | None:
-    """The file of a process of this host; None if it is not reachable from here, or too short."""
+def try_map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap | None:
+    """The file of a process of this host; None if it is not reachable from here, or too short.
+
+    Or that part of it; `offset`: whole pages.
+    """
     try:
-        return _map(file, nbytes, writes)
+        return _map(file, nbytes, writes, offset)
     except (OSError, ValueError):
         return None
 
@@ -229,7 +237,7 @@ def _reserve(nbytes: int) -> File:
     return File(handle, os.getpid(), made.st_dev, made.st_ino)
 
 
-def _map(file: File, nbytes: int, writes: bool = True) -> mmap.mmap:
+def _map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap:
     """Map the file of any process of this host that shares our SHARED_FOLDER.
 
     A process id of another container may belong to a different process here, and a process with its own
@@ -244,6 +252,7 @@ def _map(file: File, nbytes: int, writes: bool = True) -> mmap.mmap:
     handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)
     try:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-        return mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, prot)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(handle, nbytes, flags, prot, offset=offset)
     finally:
         os.close(handle)

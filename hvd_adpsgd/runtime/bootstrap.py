@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd import strategies
+from hvd_adpsgd import PROTOCOL, __version__, strategies
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import (
@@ -185,6 +185,7 @@ def _multiprocessing_parents() -> set[int]:
 
 def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     """Agree with all learners, then cut the communicator; the same outcome on all of them."""
+    _require_one_build(everyone)
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
     checked = _with_absolute_paths(communicators.with_wire(_agreed_config(answers), everyone))
@@ -201,6 +202,17 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
             "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
         )
     return _cut(everyone, host, checked, placements, groups)
+
+
+def _require_one_build(everyone: Any) -> None:
+    """First of all, in a form that all versions read: later messages may differ between two versions."""
+    builds = allgather_object(everyone, f"{__version__} (protocol {PROTOCOL})")
+    for rank, build in enumerate(builds):
+        if build != builds[0]:
+            raise LaunchError(
+                f"init(): learner {rank} runs hvd_adpsgd {build}, learner 0 runs {builds[0]}. Two versions "
+                "cannot train together: install the same one for all learners."
+            )
 
 
 def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:

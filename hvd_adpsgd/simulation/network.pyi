@@ -14,6 +14,7 @@ class Network:
         late_write: float = 0.5,
         trace: bool = False,
         room: int = 0,
+        late_control: float = 0.0,
     ) -> None: ...
     def messages(self) -> list[tuple[float, float, int, int, int, int, int, int]]: ...
 

@@ -70,6 +70,7 @@ BOUNDS: dict[str, Bound] = {
     "latency_s": TIME,
     "jitter": (0.0, 1e6),
     "late": (0.0, 1.0),
+    "late_control": (0.0, 1.0),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,
@@ -149,6 +150,7 @@ class Scenario:
         dtype, wire: of the parameters and, "" for the same, of chunks on their way.
         latency_s: of a message, times 1 to 1 + jitter.
         late: probability that a message takes up to 200 latencies.
+        late_control: probability that a control message does, while chunks pass it.
         bytes_per_s: of each super learner's link.
         slack: an engine's polls are up to this many times later than it wants.
         detect_s: the end of a process is noticed by each peer within that time.
@@ -181,6 +183,7 @@ class Scenario:
     reports_s: float = 0.0
     share: float = 1.0
     shown: bool = False
+    late_control: float = 0.0
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -288,6 +291,7 @@ class Scenario:
             f"  latency {self.latency_s} s (+ up to {self.jitter:g} times, {self.late:.0%} late), "
             f"{self.bytes_per_s:g} bytes/s, "
             f"slack {self.slack:g}, failures found within {self.detect_s} s"
+            f"{f', control messages {self.late_control:.0%} late' if self.late_control else ''}"
             f"{f', max_staleness {self.max_staleness}' if self.max_staleness else ''}"
             f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}"
             f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}",
@@ -393,6 +397,8 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         s = _one_joins(s, c)
     elif c.happens(0.1):
         s = _cut_short(s, c)
+    elif c.happens(0.1):
+        s = _answers_late(s, c)
     return s
 
 
@@ -406,6 +412,41 @@ def _cut_short(s: Scenario, c: Chance) -> Scenario:
         share=1.0,
         bytes_per_s=float(f"{8 * s.elements * chunks / exchange_s:.3g}"),
         leave_deadline_s=float(f"{exchange_s * c.between(0.3, 1.5):.3g}"),
+    )
+
+
+def _answers_late(s: Scenario, c: Chance) -> Scenario:
+    """Chunks overtake control messages: asks and answers meet what has come of other exchanges since.
+
+    Pairs without rounds ask at about the same times, in short exchanges; some leave, or are silent, early.
+    """
+    kept = min(s.size, c.integer(3, 4))  # each is often asked again, and learns of others
+    latency_s = s.latency_s
+    faults = [f for f in s.faults if f.kind in ("leave", "fail", "stop", "crash") and f.who < kept]
+    step_s = latency_s * c.between(5, 40)
+    learners = tuple(
+        dataclasses.replace(x, rate=c.choose((1.0, 2.0)), step_s=step_s, spread=0.02, node_s=0.0)
+        for x in s.learners[:kept]
+    )
+    if c.happens(0.5):
+        patience = latency_s * c.between(50, 150)
+        learners = tuple(dataclasses.replace(x, deadline_s=patience) for x in learners)
+    steps = c.integer(20, 60)
+    if c.happens(0.5):
+        faults.append(Fault(0.0, "leave", c.integer(0, kept - 1)))
+    return dataclasses.replace(
+        s,
+        strategy="random_pairs",
+        steps=steps,
+        chunks=c.choose((1, 1, 12)),
+        later=0,
+        late=0.0,
+        late_control=c.choose((0.02, 0.1)),
+        bytes_per_s=1e9,
+        learners=learners,
+        hosts=s.hosts[:kept],
+        max_staleness=0,
+        faults=tuple(dataclasses.replace(f, at_s=steps * step_s * c.between(0, 1)) for f in faults),
     )
 
 
@@ -491,6 +532,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         late=s.late,
         trace=trace,
         room=n + 1 if s.processes > n else 0,
+        late_control=s.late_control,
     )
     rounds, tables = rounds_of(s.strategy, n)
     means = None

@@ -231,7 +231,7 @@ class Strategy(ABC):
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix T of one lock-step round, as in the papers' synchronous analysis.
 
-        The engine has no rounds; the matrix is for theory and for tests of the engine.
+        Engines of asynchronous strategies run in no such rounds; the matrix is for theory and for tests.
 
         Args:
             n: number of super learners.

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.engine.peers import PeerState
@@ -114,6 +116,7 @@ class Averaging:
         averaged = self.rule.averaged() + spec.buffers
         self._ahead: ModelMemory | ModelShards | None = None
         self.specs = [unanimous(world, "averaging", lambda: self.parameters.add(averaged))]
+        self.spec = replace(spec, config=_with_chunks_for(spec.config, self.specs[0]))
         self.shards = _shards(world, spec)
         with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
             self.mates = Mates(world.inner, world.inner_rank)
@@ -630,3 +633,9 @@ def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list
         if place == world.inner_rank
     }
     return [told.get(peer) for peer in world.members or range(world.super_size)]
+
+
+def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
+    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
+    model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
+    return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))

@@ -91,12 +91,17 @@ def _spare(pool: tuple[object, ...], learners: Sequence[Learner]) -> tuple[int, 
 
 def _listed(text: str) -> tuple[int, ...]:
     """Cores as taskset writes them."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ConfigError(f"{NAME}={text}: allowed are auto, and cores as 3 or 2,5-7. Correct it.")
+    if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
+        raise ConfigError(
+            f"{NAME}={text[:80]}: allowed are auto, and cores as 3 or 2,5-7, up to 9999. Correct it."
+        )
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        cores = range(int(first), int(last or first) + 1)
+        if not cores:
+            raise ConfigError(f"{NAME}={text}: {part} names no core. Write the lower number first.")
+        found += cores
     return tuple(dict.fromkeys(found))
 
 

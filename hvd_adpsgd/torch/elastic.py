@@ -1,7 +1,6 @@
 """Horovod's elastic training, for jobs of one super learner.
 
-Horovod runs elastic jobs with the Gloo controller only, under which hvd.init() refuses to work; the
-names are here so that a script which mentions them can be imported.
+Horovod's names, which check that there is one: Horovod synchronizes inside a super learner.
 """
 
 from __future__ import annotations

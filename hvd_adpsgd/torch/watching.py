@@ -28,7 +28,7 @@ from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Dashboard
 from hvd_adpsgd.watching.record import Event, Record
-from hvd_adpsgd.watching.reports import Report, decode, encode
+from hvd_adpsgd.watching.reports import Report, decode, encode, readable
 from hvd_adpsgd.watching.sampler import Sample, Sampler
 from hvd_adpsgd.watching.writers import Outlet
 
@@ -36,7 +36,7 @@ __all__ = ["log", "log_to", "running", "start"]
 
 logger = logging.getLogger("hvd_adpsgd")
 
-_MOST = 64  # names of scalars
+_MOST, _LONGEST = 64, 128  # names of scalars, and characters of one
 _LEFT_OUT = 8  # exchanges in a row
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 _TAKEOVER_S = (
@@ -63,13 +63,14 @@ def log(**scalars: Any) -> None:
     for each) reach the other super learners, the record has them all. NaN and infinity are shown.
 
     Args:
-        **scalars: by name: numbers, or tensors of one element; at most 64 names.
+        **scalars: by name: numbers, or tensors of one element; at most 64 names, of at most 128 characters.
 
     Raises:
-        ConfigError: for what is no number.
+        ConfigError: for what is no number, and for a name that is longer, or that UTF-8 cannot hold.
     """
     global _full
     for name, value in scalars.items():
+        _require_name(name)
         number = _number(name, value)
         if name in _scalars or len(_scalars) < _MOST:
             _scalars[name] = number
@@ -107,12 +108,23 @@ def log_to(writer: Any, every_s: float = 10.0) -> None:
         before.close()
 
 
+def _require_name(name: str) -> None:
+    if len(name) <= _LONGEST and readable(name) == name:
+        return
+    raise ConfigError(
+        f"hvd.log: the name {name[:20]!r}... has {len(name)} characters, allowed are {_LONGEST} that UTF-8 "
+        "can hold (no lone surrogates). Use a shorter, plain name."
+    )
+
+
 def _number(name: str, value: Any) -> Any:
     """A float; or a copy of a tensor on another device, which is read later."""
     is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and value.device.type != "cpu" and value.numel() == 1 and not value.is_complex():
+    has_values = not (is_tensor and value.is_meta)
+    is_one = isinstance(value, _SIZED) and _size(value) == 1 and has_values
+    if is_tensor and is_one and value.device.type != "cpu" and not value.is_complex():
         return value.detach().clone()
-    plain: Any = value.item() if isinstance(value, _SIZED) and _size(value) == 1 else value
+    plain: Any = value.item() if is_one else value
     if _is_real(plain):
         try:
             return float(plain)
@@ -400,7 +412,7 @@ def _about(world: World) -> dict[str, Any]:
         "averaging": world.config.averaging,
         "every_s": world.config.report_s,
         "joining": world.collectives.joining,
-        "script": sys.argv[0],
+        "script": readable(sys.argv[0]),
     }
 
 

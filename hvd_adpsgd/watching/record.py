@@ -11,11 +11,13 @@ is cut off.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +71,7 @@ class Record:
         self._last: dict[int, float] = {}  # time of the last report, by super_rank
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] | None = self.path.open("a", encoding="utf-8")
+            self._file: IO[str] | None = _opened(self.path)
         except OSError as error:
             raise ConfigError(
                 f"no record: HVD_ADPSGD_RECORD is {str(folder)!r}, where {self.path.name} cannot be "
@@ -144,6 +146,20 @@ class Record:
             self._file.close()
         self._file = self.path.open("a", encoding="utf-8")
         self.every_s = 2 * self.every_s
+
+
+def _opened(path: Path) -> IO[str]:
+    """To append. Opening a pipe would block until somebody reads it.
+
+    Raises:
+        OSError: if the path is no file that may be written to.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return open(handle, "a", encoding="utf-8")
 
 
 def thinned(lines: Sequence[str]) -> list[str]:

@@ -171,6 +171,24 @@ MUTANTS = (
         "\n",
     ),
     Mutant(
+        "an engine answers YES to one that has left",
+        "exchange.pyx",
+        "and e.membership.states[peer] < LEFT\n            and",
+        "\n            and",
+    ),
+    Mutant(
+        "an answer of a suspect does not renew its exchange",
+        "exchange.pyx",
+        "    if x != NULL:\n        x.moved = now(e)\n\n\ncdef void handle_departures",
+        "\n\ncdef void handle_departures",
+    ),
+    Mutant(
+        "exchange numbers repeat after four",
+        "exchange.pyx",
+        "(p.number + 1) & 0x3FFFFFFF",
+        "(p.number + 1) & 3",
+    ),
+    Mutant(
         "an engine answers YES while it is paused",
         "exchange.pyx",
         "and not orders.paused and",

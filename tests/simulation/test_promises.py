@@ -117,7 +117,7 @@ def test_nobody_comes_in_place_of_one_that_lives() -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "f490c39f78270a8e"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "207e122ada5b2420"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

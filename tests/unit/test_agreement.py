@@ -6,6 +6,7 @@ and each survivor detects a crash at a time of its own.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -257,3 +258,15 @@ def deliver(members: list[Agreement], dead: set[int]) -> None:
                 moved = True
                 if peer not in dead:
                     members[peer].receive(i, message)
+
+
+def test_only_votes_for_this_decision_and_the_next_are_honest() -> None:
+    """The decision under way needs every member's vote: nobody can have voted for one after the next."""
+    member, speaker = Agreement(3, 0), Agreement(3, 2)
+    speaker.vote(1)
+    (_, vote), *_ = speaker.take_outgoing()
+    for number in (-1, 2, 2**62):
+        with pytest.raises(ValueError, match="malformed"):
+            member.receive(2, number.to_bytes(8, sys.byteorder, signed=True) + vote[8:])
+    member.receive(2, vote)
+    member.receive(2, (1).to_bytes(8, sys.byteorder) + vote[8:])

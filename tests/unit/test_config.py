@@ -235,3 +235,11 @@ def test_all_options_but_a_few_are_compared_between_learners(name):
         bootstrap._agreed_config(answers)
     told = (f"{name} differs", PREFIX + name.upper(), f"{another(name)!r} on learner 2")
     assert all(words in str(caught.value) for words in (*told, f"{DEFAULTS[name]!r} on learner 0"))
+
+
+def test_an_interval_is_off_or_long_enough() -> None:
+    assert Config(report_s=0).report_s == 0
+    assert Config(report_s=0.01).report_s == 0.01
+    for value in (1e-300, 0.009, -1):
+        with pytest.raises(ConfigError, match=r">= 0\.01 and <= 3600, or 0"):
+            Config(report_s=value)

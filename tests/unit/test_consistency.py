@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.errors import ModelMismatchError
+from hvd_adpsgd import PROTOCOL, __version__
+from hvd_adpsgd.errors import LaunchError, ModelMismatchError
+from hvd_adpsgd.runtime import bootstrap
 from hvd_adpsgd.torch.consistency import require_same
 
 
@@ -80,3 +82,18 @@ def test_a_difference_is_named_alike_on_all(other: list[str], told: str) -> None
     assert (
         max(meeting.sent[2], meeting.sent[6]) < 100
     )  # neither the first, nor the first that differs
+
+
+def test_two_versions_refuse_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_beside(*others: str) -> None:
+        gathered = lambda comm, mine: [mine, *others]  # noqa: E731
+        monkeypatch.setattr(bootstrap, "allgather_object", gathered)
+        bootstrap._require_one_build(None)
+
+    mine = f"{__version__} (protocol {PROTOCOL})"
+    init_beside(mine, mine)
+    with pytest.raises(LaunchError) as raised:
+        init_beside(mine, "0.9.9 (protocol 7)")
+    assert f"learner 2 runs hvd_adpsgd 0.9.9 (protocol 7), learner 0 runs {mine}." in str(
+        raised.value
+    )

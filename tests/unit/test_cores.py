@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.torch.cores import Learner, plan
+from hvd_adpsgd.torch.cores import NAME, Learner, _listed, plan
 
 ALL = tuple(range(8))
 
@@ -60,3 +60,9 @@ def test_what_is_no_list_of_cores(asked: str) -> None:
 def test_a_learner_keeps_a_core() -> None:
     with pytest.raises(ConfigError, match="may use cores 0,1 only, and would have none"):
         plan("0-3", learners(1, 1, (0, 1)))
+
+
+@pytest.mark.parametrize("text", ["0-99999999", "1-0", "3,7-5", "9" * 5000, "²"])
+def test_cores_that_no_host_has_are_refused_at_once(text: str) -> None:
+    with pytest.raises(ConfigError, match=NAME):
+        _listed(text)

@@ -1,17 +1,30 @@
 """The proof that both ends of a connection give each other."""
 
+import contextlib
 import dataclasses
+import hashlib
 import random
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd import PROTOCOL
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine import connections, handshake
+from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.handshake import (
     HELLO_NBYTES,
     PROOF_NBYTES,
     REPLY_NBYTES,
     SECRET_NBYTES,
+    WELCOME,
     Hello,
     NotAMember,
 )
@@ -127,3 +140,70 @@ def test_no_mutated_message_is_accepted(count: int) -> None:
                 hello.answer(SECRET, mutated(reply, draw))
             else:
                 hello.check(SECRET, reply, mutated(proof, draw))
+
+
+class Meeting:
+    """Gathers for two in this process."""
+
+    def __init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(2, timeout=60), [None, None]
+
+    def gather_of(self, me: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self.values[me] = value
+            self.barrier.wait()
+            found = list(self.values)
+            self.barrier.wait()
+            return found
+
+        return gather
+
+
+def test_strangers_close_no_connection_of_an_engine_that_has_said_who_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 300.0)
+    meeting = Meeting()
+    a, b = (Connections(rank, 2, Config(wire="tcp")) for rank in (0, 1))
+    threads = [
+        threading.Thread(target=each.meet, args=(meeting.gather_of(rank),))
+        for rank, each in enumerate((a, b))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    place = a.address, a._addresses[0].port
+    with contextlib.ExitStack() as opened:
+        opened.callback(a.close)
+        opened.callback(b.close)
+        member = opened.enter_context(socket.create_connection(place, timeout=60))
+        hello = Hello.new(1, 0, b._incarnation, a._incarnation)
+        member.sendall(hello.pack())
+        reply = member.recv(REPLY_NBYTES, socket.MSG_WAITALL)
+        first, *_ = [
+            opened.enter_context(socket.create_connection(place, timeout=60))
+            for _ in range(connections._UNPROVEN + 1)
+        ]
+        assert first.recv(1) == b""  # so many are waited for, and no more
+        member.sendall(hello.answer(a._secret, reply))
+        assert member.recv(1) == WELCOME
+
+
+def test_the_number_of_the_protocol_is_raised_with_what_travels() -> None:
+    """If the digest differs, messages of two builds do: raise PROTOCOL, and write the new pair here."""
+    root = Path(__file__).parents[2] / "ext/hvd_adpsgd/engine"
+    structs = {
+        "core.pxd": ("Message", "Parcel", "Place"),
+        "agreement.pxd": ("Header",),
+        "reports.pxd": ("Report",),
+        "wire_tcp.pxd": ("Head",),
+    }
+    found = handshake._FORM.format
+    for name, each in structs.items():
+        text = (root / name).read_text()
+        for struct in each:
+            (fields,) = re.findall(rf"cdef struct {struct}:.*\n((?:    .*\n)+)", text)
+            found += re.sub(r"\s*#.*|\s+", " ", fields)
+    digest = hashlib.sha256(found.encode()).hexdigest()[:16]
+    assert (PROTOCOL, digest) == (2, "a33d1412b20cd27d")

@@ -7,6 +7,7 @@ are left out, because no receiver can tell them from true ones.
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import socket
@@ -266,3 +267,11 @@ def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
         job.until(lambda engine=engine, e=exchanges: engine.loop.met(1) > e + 2)
         assert engine.loop.fault()[0] == 0
         job.end()
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -0.5, 2.0])
+def test_a_weight_that_no_strategy_has_is_ignored(job: Job, weight: float) -> None:
+    engine = job.members[0]
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, engine.fingerprint, weight, 0))
+    job.until(lambda: engine.loop.malformed()[0] == 1)
+    assert engine.loop.fault()[0] == 0

@@ -182,3 +182,13 @@ def test_numbers_that_cannot_be_drawn_are_left_out(
     text = page(read(tmp_path))
     assert "nan" not in text and "inf " not in text
     assert "lr, over time" in text
+
+
+def test_a_pipe_in_the_place_of_a_record_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "0.jsonl")
+    with pytest.raises(ConfigError, match="no record"):
+        Record(tmp_path, 0)  # opening it would wait for a reader
+    reader = os.open(tmp_path / "0.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ConfigError, match="no regular file"):
+        Record(tmp_path, 0)
+    os.close(reader)

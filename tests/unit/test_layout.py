@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, Shard, TensorSpec
+from hvd_adpsgd.engine.mean import layout_mark
 from hvd_adpsgd.errors import ModelMismatchError
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -117,3 +118,16 @@ def test_a_name_is_used_once():
 def test_an_integer_tensor_cannot_be_averaged():
     with pytest.raises(ModelMismatchError, match="int64 cannot be averaged"):
         TensorSpec("steps", (), "int64")
+
+
+@pytest.mark.parametrize("n", [1, 2, 4099, 4100, 10_007, 10**6, 2**24])
+def test_marks_of_any_number_of_super_learners_sum_exactly(n: int) -> None:
+    """Every partial sum of a mean in float32 is a whole number that float32 holds."""
+    for fingerprint, chunk in [(0, 0), (4092, 0), (2**63 - 1, 7), (12345678901, 10**6)]:
+        mark = layout_mark(fingerprint, chunk, n)
+        assert mark == int(mark) and mark >= 1 and n * mark <= 2**24
+
+
+def test_marks_tell_layouts_apart() -> None:
+    assert len({layout_mark(fingerprint, 3, 4000) for fingerprint in range(4093)}) == 4093
+    assert len({layout_mark(fingerprint, 3, 10**5) for fingerprint in range(4093)}) > 100

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
+import pytest
+
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
@@ -69,3 +73,37 @@ def test_numbers_of_exchanges_by_hand():
     assert later["consensus_distance"] == consensus_from_exchanges(9.0, 4)
     of_all = {**counters, "compared": 0, "means": 1, "mean_square": 0.25}
     assert metrics.read(of_all)["consensus_distance"] == 0.5
+
+
+class Forgetful(Engine):
+    """Another thread releases it as soon as `loop` was read once."""
+
+    def __init__(self, loop: object):
+        self.__dict__.update(
+            _loops=[loop], _members=[0], _names=["a"], _seen_events=0, _reported=[0]
+        )
+        self.__dict__.update(_metrics=MagicMock(), _final={})
+
+    @property
+    def loop(self):
+        return self._loops.pop() if self._loops else None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda engine: engine.tell(b"x"),
+        Engine.report,
+        Engine.metrics,
+        Engine.counters,
+        Engine.view,
+        Engine.take_events,
+    ],
+)
+def test_an_engine_may_be_released_while_another_thread_reads_it(read):
+    loop = MagicMock()
+    loop.peers.return_value = [0]
+    loop.counters.return_value = {"met": [0]}
+    loop.view.return_value = {}
+    loop.take_events.return_value = []
+    read(Forgetful(loop))

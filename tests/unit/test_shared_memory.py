@@ -66,3 +66,17 @@ def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
     with pytest.raises(OSError, match="another|No such file"):
         shared_memory._map(file, 4096)
     assert shared_memory.try_map(file, 4096) is None
+
+
+def test_private_memory_may_have_huge_pages_and_is_not_copied_for_children():
+    memory = shared_memory.private_memory(4 << 20)
+    memory[:] = 3
+    with open("/proc/self/smaps") as file:
+        areas = file.read().split("VmFlags:")
+    (area,) = [a for a in areas if f"\n{memory.ctypes.data:x}-" in a]
+    assert " rw-p " in area and "/dev/zero" not in area
+    child = os.fork()
+    if child == 0:
+        os._exit(int(memory.any()))  # a worker of a data loader
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (memory == 3).all()

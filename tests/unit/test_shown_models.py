@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -12,10 +13,12 @@ import pytest
 from hvd_adpsgd.engine import kernels, neighbours, shared_memory
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.engine.neighbours import Neighbours
+from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.shared_memory import Mailbox
 from tests.unit.test_kernels import DTYPES, PAIRS, decode, draw, encode, raw, wide
 from tests.unit.test_shared_memory import TwoLearners
+
+OUTBOX = OutboxShape(2 * 65536, 65536)
 
 MERGED, NOT_FINITE, CHANGING = 0, 1, 2
 CHUNK_NBYTES = 4096
@@ -282,13 +285,13 @@ def gathers_of(*offers):
     return [gather_of(me) for me in range(len(offers))]
 
 
-def meet(*memories, nbytes=4096):
+def meet(*memories):
     found = [None] * len(memories)
     gathers = gathers_of(*memories)
 
     def one(me):
         shown = memories[me] and memories[me].shown
-        found[me] = Neighbours(nbytes, me, gathers[me], shown)
+        found[me] = Neighbours(OUTBOX, me, gathers[me], shown)
 
     threads = [threading.Thread(target=one, args=(me,)) for me in range(len(memories))]
     for thread in threads:
@@ -296,6 +299,23 @@ def meet(*memories, nbytes=4096):
     for thread in threads:
         thread.join(60)
     return found
+
+
+def permissions_at(address):
+    """Of the mapping of this process that begins there, such as "r--s"."""
+    with open("/proc/self/maps") as file:
+        return next(line.split()[1] for line in file if line.startswith(f"{address:x}-"))
+
+
+def test_of_a_peer_only_the_doorbell_can_be_written():
+    a, b = Shown(np.zeros(5000)), Shown(np.ones(5000))
+    near, other = meet(a.memory, b.memory)
+    assert permissions_at(near.outboxes[1]) == permissions_at(near.models[1]) == "r--s"
+    assert permissions_at(near.doorbells[1]) == permissions_at(near.own) == "rw-s"
+    ctypes.c_uint32.from_address(near.doorbells[1]).value = 7
+    assert ctypes.c_uint32.from_address(other.doorbell).value == 7
+    ctypes.c_uint32.from_address(other.own).value = 9
+    assert ctypes.c_uint32.from_address(near.outboxes[1]).value == 9
 
 
 def test_leaders_on_a_host_map_each_others_models():

@@ -7,7 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.torch import watching
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.record import Record, read
@@ -105,3 +109,14 @@ def test_a_replacement_is_silent_until_it_has_joined() -> None:
         ("joined", 0),
         ("left", 0),
     ]
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "a\udc80b"], ids=["long", "surrogate"])
+def test_a_name_that_no_view_can_show_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed are 128"):
+        watching.log(**{name: 1.0})
+
+
+def test_a_tensor_without_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no number"):
+        watching.log(loss=torch.zeros((), device="meta"))

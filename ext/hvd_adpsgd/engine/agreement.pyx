@@ -470,13 +470,15 @@ cdef bint well_formed(const AgreementState* a, int peer, const Header* header, c
             return False
     if header.kind in (ASK, PREPARE) and header.attempt != peer:
         return False
-    return VOTE <= header.kind <= COMMIT and NO_ATTEMPT <= header.accepted < a.n
+    return header.number >= 0 and VOTE <= header.kind <= COMMIT and NO_ATTEMPT <= header.accepted < a.n
 
 
 cdef int agreement_receive(AgreementState* a, int peer, const void* message, size_t nbytes) noexcept nogil:
     cdef const Header* header = <const Header*>message
     cdef const int32_t* ranks = <const int32_t*>(header + 1)
     if not well_formed(a, peer, header, ranks, nbytes):
+        return -1
+    if header.kind == VOTE and header.number > a.number + 1:    # decision a.number needs this member's vote
         return -1
     if a.excluded:
         return 0

@@ -80,7 +80,7 @@ cdef Message* next_message(Core* e, int* peer) noexcept nogil:
 cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
     """Whether an engine sends such a message: fields of others would lead out of the memory of the model."""
     cdef int64_t behind = nbytes - <int64_t>sizeof(Message)
-    if behind < 0 or m.exchange < 0 or m.nchunks < 0 or m.first < 0 or m.generation < 0:
+    if behind < 0 or not 0 <= m.weight <= 1 or m.exchange < 0 or m.nchunks < 0 or m.first < 0 or m.generation < 0:
         return False
     if m.kind == REPORT:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)

@@ -12,7 +12,7 @@ Every engine answers while it waits, so a cycle of ASKs cannot deadlock. A super
 side of at most one exchange and the passive side of at most one; two peers have at most one exchange
 between them. If two peers ask each other, the lower rank's ASK stands.
 
-An exchange whose peer is silent for `deadline_s` is parked: it keeps its buffers and is finished when
+An exchange whose peer is silent for `deadline_s` (or as long as a large chunk takes on a slow link) is parked: it keeps its buffers and is finished when
 the peer answers, but another exchange may take its side.
 
 In rounds the trainer says which peer to ask; an engine answers NO to an ASK of another round.
@@ -25,7 +25,7 @@ from hvd_adpsgd.engine.control cimport send_ask, send_control
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.goodbye cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
-from hvd_adpsgd.engine.membership cimport (ALIVE, FAILED, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
+from hvd_adpsgd.engine.membership cimport (ALIVE, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
                                            set_peer)
 from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, find, has_room, posted, release_side, retire,
                                       return_buffers, sweep, transfer_failed)
@@ -39,13 +39,14 @@ cdef enum:
     NUMBERS = 4096          # exchange numbers with channels of their own: a quarter of DATA_CHANNELS
 
 cdef double RETRY_LAST_S = 2e-3
+cdef double SLOWEST_LINK = 1.25e6   # bytes/s: 10 Mb/s
 
 
 # ---- control messages --------------------------------------------------------------------
 
 cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
-    if e.membership.states[peer] == FAILED:
-        return                      # sent before it failed
+    """Act on a message. One that a failed peer has sent before needs no check of its own: it gets NO to an ASK, has no
+    exchange that an answer could move, stays FAILED, and the departures that it knew of are facts."""
     e.membership.mute[peer] = False
     answers_again(e, peer)
     if m.kind == ASK:
@@ -272,11 +273,16 @@ cdef bint advance(Core* e, Exchange* x) noexcept nogil:
         x.moved = now(e)
     if x.heard or over:         # a chunk that the wire has taken says nothing of the peer, unless it ends the
         answers_again(e, x.peer)    # exchange: nothing else may come from the peer then, nor be asked of it
-    elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > e.pairs.deadline_s:
+    elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > patience(e):
         park(e, x)                          # again, if it was parked and answered in between
     if over:
         finish(e, x)
     return moved or over
+
+
+cdef inline double patience(Core* e) noexcept nogil:
+    """With a silent peer: no less than one chunk takes on a slow link, for a chunk is seen when all of it is here."""
+    return max(e.pairs.deadline_s, e.pairs.lane_nbytes / SLOWEST_LINK)
 
 
 cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
@@ -286,7 +292,7 @@ cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
     cdef int state = e.membership.states[x.peer]
     if x.phase == IDLE or x.phase == BROKEN:
         return False
-    return state < LEFT or state == LEFT and now(e) - x.moved <= e.pairs.deadline_s
+    return state < LEFT or state == LEFT and now(e) - x.moved <= patience(e)
 
 
 cdef bint rests(Core* e, Exchange* x) noexcept nogil:

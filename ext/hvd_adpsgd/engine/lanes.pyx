@@ -25,7 +25,7 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.pairs cimport mapped, posted, transfer_failed
 from hvd_adpsgd.engine.port cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
                                      record, store)
-from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, memory_compare, memory_elements, memory_leave_out,
+from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_compare, memory_elements, memory_leave_out,
                                       memory_merge, memory_merge_half, memory_nbytes, memory_snapshot)
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
@@ -153,6 +153,7 @@ cdef void take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
     lane.out = e.pairs.shared + lane.here.offset
     store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
+    fence()         # before the chunk, past the caches: a late reader that finds part of it must find its stamp
 
 
 cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:

@@ -51,6 +51,7 @@ cdef extern from "<sys/prctl.h>" nogil:
 
 cdef enum:
     PARTS = 1024            # parts of a layout, one per added parameter group
+    LARGEST_PAGE = 65536    # of the system, bytes
 
 cdef double CHECK_S = 1.0           # between searches for failed peers, also if no transfer reports one
 cdef double IDLE_S = 0.9e-3         # shortest and longest sleep when nothing is on its way
@@ -235,7 +236,6 @@ cdef void* engine_main(void* argument) noexcept nogil:
 # ---- the trainer's side --------------------------------------------------------------------
 
 cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
-    """Of the shared memory; behind the buffers is the doorbell."""
     return 2 * SETS * LANES * (lane_nbytes + STAMP)
 
 
@@ -328,17 +328,18 @@ cdef class Loop:
             p.mapped[i] = <char*><uintptr_t>addresses[i]
 
     def hear(self, uintptr_t own, addresses):
-        """Peers that share memory wake this engine when they send it something, and it wakes them; as `share`, before start."""
+        """Peers that share memory wake this engine when they send it something, and it wakes them; before start.
+
+        `own`: the doorbell in its shared memory; and each peer's (0: none)."""
         cdef Core* e = &self.core
-        cdef int64_t at = buffers_nbytes(e.pairs.lane_nbytes)
         cdef int i
         e.wire.doorbells = e.pairs.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
         if e.pairs.doorbells == NULL:
             raise MemoryError("engine")
         if own:
-            e.port.doorbell = <Doorbell*>(own + at)
+            e.port.doorbell = <Doorbell*>own
         for i in range(e.wire.size):
-            e.wire.doorbells[i] = <Doorbell*><uintptr_t>(addresses[i] + at) if addresses[i] and i != e.wire.rank else NULL
+            e.wire.doorbells[i] = <Doorbell*><uintptr_t>addresses[i] if i != e.wire.rank else NULL
 
     def show(self, lives, areas):
         """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
@@ -356,7 +357,12 @@ cdef class Loop:
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
         """Size of the memory that an engine shares with its peers on the host."""
-        return buffers_nbytes(lane_nbytes) + DOORBELL_NBYTES
+        return Loop.doorbell_at(lane_nbytes) + DOORBELL_NBYTES
+
+    @staticmethod
+    def doorbell_at(int64_t lane_nbytes):
+        """Where the doorbell is in it, in pages of its own: peers write to nothing else."""
+        return (buffers_nbytes(lane_nbytes) + LARGEST_PAGE - 1) // LARGEST_PAGE * LARGEST_PAGE
 
     def start(self):
         cdef Core* e = &self.core
@@ -568,7 +574,8 @@ cdef class Loop:
         cdef timespec t
         if not self.running or pthread_getcpuclockid(self.thread, &clock) != 0:
             return 0.0
-        clock_gettime(clock, &t)
+        if clock_gettime(clock, &t) != 0:
+            return 0.0
         return t.tv_sec + 1e-9 * t.tv_nsec
 
     def void_chunks(self):

@@ -130,11 +130,19 @@ cdef void begin_sums(Core* e) noexcept nogil:
         give_up_sums(e)
 
 
-cdef double layout_mark(Core* e, int chunk) noexcept nogil:
-    """A whole number below 4094: its sum over n <= 4099 super learners is exact in float32."""
-    cdef uint64_t number = generation(e).fingerprint
-    cdef uint64_t modulus = 4093
-    return 1.0 + <double>((number + <uint64_t>chunk * 31) % modulus)
+cdef enum:
+    FLOAT32_EXACT = 1 << 24     # whole numbers up to here
+
+
+cpdef double layout_mark(uint64_t fingerprint, int chunk, int n) noexcept nogil:
+    """A whole number from 1 to 4093, or so small that its sum over n super learners is exact in float32."""
+    cdef uint64_t modulus = max(1, min(4093, FLOAT32_EXACT // n))
+    return 1.0 + <double>((fingerprint + <uint64_t>chunk * 31) % modulus)
+
+
+cdef double mark_of(Core* e, int chunk) noexcept nogil:
+    """The same on all members, also while one of them has learned of fewer failures."""
+    return layout_mark(generation(e).fingerprint, chunk, e.wire.size)
 
 
 cdef void put_number(Share* s, char* where, int i, double value) noexcept nogil:
@@ -158,7 +166,7 @@ cdef bint start_share(Core* e) noexcept nogil:
     m.nbytes += memory_sum_nbytes(e.memory, m.next, &s.count, &s.itemsize)
     s.void = memory_share(e.memory, m.next, e.pairs.offered_only, s.mine, &s.step)
     put_number(s, s.mine, 0, 0 if s.void else 1)
-    put_number(s, s.mine, 1, layout_mark(e, m.next))
+    put_number(s, s.mine, 1, mark_of(e, m.next))
     s.began = now(e)
     s.busy = True
     m.next += 1
@@ -191,7 +199,7 @@ cdef bint advance_share(Core* e, int lane) noexcept nogil:
         return arrived
     learners = get_number(s, s.sum.total, 0)
     square = -1.0
-    if get_number(s, s.sum.total, 1) != m.network.size * layout_mark(e, chunk):
+    if get_number(s, s.sum.total, 1) != m.network.size * mark_of(e, chunk):
         latch(&e.port, FAULT_LAYOUT, 0, NOBODY)
     elif not s.void and learners > 0:
         square = memory_merge_mean(e.memory, chunk, load(&m.replace) != 0, learners, s.sum.total, s.mine)

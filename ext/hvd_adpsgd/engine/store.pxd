@@ -55,6 +55,22 @@ cdef struct Memory:
     char* area              # ... from here on
 
 cdef extern from *:
+    """
+    #if defined(__SSE2__)
+    #include <emmintrin.h>
+    #endif
+    /* All loads and stores before it, also those past the caches, come before all of them after it. */
+    static inline void adpsgd_fence(void)
+    {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);    /* a locked instruction, which need not order streamed stores */
+    #if defined(__SSE2__)
+        _mm_sfence();
+    #endif
+    }
+    """
+    void fence "adpsgd_fence"() nogil
+
+cdef extern from *:
     int leading_zeros "__builtin_clz"(unsigned int) nogil
 
 

@@ -51,12 +51,9 @@ cdef extern from "<pthread.h>" nogil:
 
 cdef extern from *:
     """
-    /* All stores before it are visible before all stores, also streamed ones, after it. */
-    #define adpsgd_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
     #define adpsgd_version(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define adpsgd_set_version(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     """
-    void fence "adpsgd_fence"() nogil
     int64_t version_of "adpsgd_version"(int64_t*) nogil
     void set_version "adpsgd_set_version"(int64_t*, int64_t) nogil
 

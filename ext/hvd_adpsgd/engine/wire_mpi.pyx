@@ -224,6 +224,7 @@ cdef Status mpi_sum(Wire* wire, Transfer* t, const void* mine, void* total, int 
     cdef Links* links = <Links*>wire.own
     cdef int code = mpi.MPI_Iallreduce(<void*>mine, total, count, mpi.MPI_DOUBLE if double_precision else mpi.MPI_FLOAT,
                                        mpi.MPI_SUM, links.comm, request_of(t))
+    t.peer = NOBODY
     t.receives = t.cancelled = False
     t.in_use = code == mpi.MPI_SUCCESS
     return PENDING if t.in_use else status_of(wire, t, code)

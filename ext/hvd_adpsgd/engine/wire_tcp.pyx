@@ -143,9 +143,11 @@ cdef void await_room(Sockets* s, Link* link, bint wanted) noexcept nogil:
 cdef void close_link(Sockets* s, Link* link) noexcept nogil:
     """Close the connection; a message that came in part will come again. The link is freed at the end of the turn: epoll
     may have named it."""
+    cdef int fd
     if link.fd >= 0:
         epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
-        close(link.fd)
+        fd, link.fd = link.fd, -1       # first: a child forked in between would close another file of that number
+        close(fd)
     link.fd = -1
     if link.into != NULL:
         cut_off(&s.posts, link.into)

@@ -40,7 +40,8 @@ cdef void disturbed(JobState job, double until):
 cdef double spread_s(JobState job):
     """In which a departure reaches all, in calm."""
     cdef Rules* rules = &job.net.rules
-    cdef double message = rules.latency_s * (1 + rules.jitter + (LATE if rules.late > 0 else 0))
+    cdef double late = LATE * ((rules.late > 0) + (rules.late_control > 0))
+    cdef double message = rules.latency_s * (1 + rules.jitter + late)
     return 3 * job.n * (message + TURNS_S * max(job.slack, 1.0))
 
 

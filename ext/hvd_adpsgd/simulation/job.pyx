@@ -76,7 +76,7 @@ cdef class Job(JobState):
         self.warm_up = warm_up
         self.means = means
         self.after = after
-        self.met, self.left_at, self.suspected, self.unheard = {}, {}, set(), set()
+        self.met, self.left_at, self.parked_at, self.asked, self.suspected, self.unheard = {}, {}, {}, {}, set(), set()
         self.learned_by = NEVER
         self.ledger = Ledger()
         self.detect_s = detect_s

@@ -66,6 +66,7 @@ cdef struct Rules:          # of the network
     double bytes_scale      # bytes on the wire per byte of a message
     double eager            # probability that a message is copied when it is sent
     double late             # probability that a message takes up to LATE latencies
+    double late_control     # ... that a control message does, which chunks overtake then
     double late_write       # ... that a message of a failed peer is still written into a released buffer
 
 cdef struct Sent:           # of the trace: one message

@@ -89,6 +89,8 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
     m.arrives = starts + net.rules.latency_s * (1.0 + net.rules.jitter * uniform(&net.chance))
     if happens(&net.chance, net.rules.late):
         m.arrives += LATE * net.rules.latency_s * uniform(&net.chance)
+    if m.channel == CONTROL and net.rules.late_control > 0 and happens(&net.chance, net.rules.late_control):
+        m.arrives += LATE * net.rules.latency_s * uniform(&net.chance)
     if cut > net.now_s:
         m.arrives += cut - net.now_s
     while end[0] != NULL:
@@ -479,6 +481,7 @@ cdef class Network:
         bytes_scale: bytes on the wire per byte of a chunk: few small chunks stand for a large model.
         eager: probability that a message is copied when it is sent.
         late: probability that a message takes up to 200 latencies.
+        late_control: probability that a control message does, while chunks and other messages pass it.
         late_write: probability that a message of a failed peer is still written into a buffer given up.
         trace: keep the messages.
         room: for so many engines more, which come later.
@@ -486,14 +489,14 @@ cdef class Network:
 
     def __cinit__(self, int n, uint64_t seed, double latency_s, double jitter, double bytes_per_s,
                   double bytes_scale=1.0, double eager=0.5, double late=0.0, double late_write=0.5, bint trace=False,
-                  int room=0):
+                  int room=0, double late_control=0.0):
         cdef Net* net = &self.net
         cdef int i
         memset(net, 0, sizeof(Net))
         self.size = n
         net.n = n + room
         net.chance = seed
-        net.rules = [latency_s, jitter, bytes_per_s, bytes_scale, eager, late, late_write]
+        net.rules = [latency_s, jitter, bytes_per_s, bytes_scale, eager, late, late_control, late_write]
         net.now_s = 1.0                     # not 0, which a goodbye takes for "not leaving"
         net.links = <Link*>calloc(net.n, sizeof(Link))
         net.woken = <int*>calloc(net.n, sizeof(int))

@@ -10,7 +10,7 @@ from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
-from hvd_adpsgd.engine.port cimport EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.port cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
 from hvd_adpsgd.simulation.departures cimport check_departures, departed
@@ -36,6 +36,9 @@ cdef int check_turn(JobState job, int i) except -1:
                 check_torn(job, i, event)
         elif event.kind == EVENT_PARKED:
             covered(job.coverage, e, event.peer, SILENCE, True)
+            check_silence(job, i, a.first + event.peer, event)
+        elif event.kind == EVENT_ASKED:
+            job.asked[i, a.first + event.peer] = event.number
         store(&e.port.events_read, e.port.events_read + 1)
     if a.changes != e.port.peer_events:
         a.changes = e.port.peer_events
@@ -64,6 +67,43 @@ cdef bint parks(Core* e):
     while x != NULL and not x.parked:
         x = x.next_one
     return x != NULL
+
+
+cdef int check_silence(JobState job, int i, int peer, Event* event) except -1:
+    """A peer that has answered since its exchange was parked has the whole deadline again."""
+    cdef double patience = job.actors[i].core.pairs.deadline_s
+    before = job.parked_at.get((i, peer))
+    if before is not None and event.ended - before <= patience:
+        job.fail("invariant (silence)", f"engine {i} parks its exchange with {peer} again after {event.ended - before:.6f} s, "
+                 f"deadline_s is {patience:.6f}")
+    job.parked_at[i, peer] = event.ended
+    return 0
+
+
+cdef int check_paired(JobState job, int i, Core* e) except -1:
+    """Of an exchange that is served its asker knows: it waits for the answer, takes part, or is through."""
+    cdef Exchange* x = e.pairs.running
+    cdef Actor* asker
+    cdef int peer
+    while x != NULL:
+        peer = job.actors[i].first + x.peer
+        asker = &job.actors[peer]
+        if (x.phase == RUNNING and not x.active and not asker.dead and not asker.over
+                and asker.core.membership.states[e.wire.rank] < LEFT and not takes_part(asker.core, e.wire.rank, x.number)
+                and job.asked.get((peer, i)) != x.number):
+            job.fail("invariant (both or none)", f"engine {i} serves exchange {x.number} of {peer}, which has given it up")
+        x = x.next_one
+    return 0
+
+
+cdef bint takes_part(Core* e, int peer, int number) noexcept:
+    """In an exchange that it has asked for."""
+    cdef Exchange* x = e.pairs.running
+    while x != NULL:
+        if x.peer == peer and x.active and x.number == number and x.phase != IDLE:
+            return True
+        x = x.next_one
+    return False
 
 
 cdef int check_staleness(JobState job, int i, Event* event) except -1:
@@ -134,6 +174,21 @@ cdef int check_exchanges(JobState job, int i, Core* e) except -1:
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
+    check_begun(job, i, e)
+    return check_paired(job, i, e)
+
+
+cdef int check_begun(JobState job, int i, Core* e) except -1:
+    """No exchange begins with a peer that is known to have left: it would hold a side for nothing."""
+    cdef Exchange* x = e.pairs.running
+    cdef int first = job.actors[i].first
+    while x != NULL:
+        if x.phase == RUNNING and e.membership.states[x.peer] >= LEFT:
+            left_at = job.left_at.get((i, first + x.peer))
+            if left_at is not None and x.began > left_at:
+                job.fail("invariant (one that left)", f"engine {i} begins an exchange with {first + x.peer} at {x.began - 1:.6f} s, "
+                         f"which left at {left_at - 1:.6f} s")
+        x = x.next_one
     return 0
 
 

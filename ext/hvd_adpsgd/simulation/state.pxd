@@ -112,6 +112,8 @@ cdef class JobState:
     cdef list faults
     cdef set suspected          # (engine, peer): its wire reports the peer as failed, which lives
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
+    cdef dict parked_at         # (engine, peer) -> when it parked its last exchange with it
+    cdef dict asked             # (engine, peer) -> number of the last exchange that it asked for, which is over there
     cdef set unheard            # engines that have left without knowing whether a peer has their goodbye
     cdef double calm_from       # nothing disturbs the news of departures any more
     cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
