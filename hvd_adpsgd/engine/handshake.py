@@ -22,9 +22,12 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
+from hvd_adpsgd import __version__
+
 __all__ = [
     "HELLO_NBYTES",
     "PROOF_NBYTES",
+    "RELEASE",
     "REPLY_NBYTES",
     "SECRET_NBYTES",
     "WELCOME",
@@ -36,6 +39,7 @@ SECRET_NBYTES = 32
 WELCOME = b"+"
 
 _MAGIC, _VERSION = b"hvd_adpsgd", 1
+RELEASE = f"{__version__} (protocol {_VERSION})"  # of which all learners of a job must be
 _FORM = struct.Struct("!10sHIIQQ32s")
 _NONCE_NBYTES = 32
 

@@ -15,13 +15,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import bootstrap, communicators, rendezvous
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.runtime.door import Conversation, knock
 from hvd_adpsgd.runtime.meeting import MEETING_S
 from hvd_adpsgd.runtime.newcomers import (
@@ -32,7 +32,7 @@ from hvd_adpsgd.runtime.newcomers import (
     Knock,
     checked,
 )
-from hvd_adpsgd.runtime.rendezvous import Place, Store
+from hvd_adpsgd.runtime.rendezvous import Opener
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Hub
 from hvd_adpsgd.runtime.world import Communicators, Placement, World
@@ -49,7 +49,7 @@ class JoiningLearner:
     """A process of a super learner that joins a job which runs.
 
     Args:
-        store: connects to torch's TCPStore, where its learners meet.
+        store: opens torch's TCPStore, where its learners meet.
 
     Attributes:
         invitation: what the job has told.
@@ -57,14 +57,16 @@ class JoiningLearner:
         secret: of the job; empty but on its first learner.
     """
 
-    def __init__(self, store: Callable[[Place], Store] | None):
+    def __init__(self, store: Opener | None):
         place = rendezvous.of_environment(os.environ)
+        self._options = communicators.options_of_network()
         if place is None:
             communicators.require_alone(os.environ)
-            exit_state.hub = Hub(0, 1, communicators.options_of_network(), lambda value: [value])
+            exit_state.hub = Hub(0, 1, self._options, lambda value: [value])
             self.everyone: Any = exit_state.hub.communicator([0])
         else:
-            self.everyone = communicators.over_sockets(place, store)
+            deadline = Deadline(self._options.start_timeout_s)
+            self.everyone = communicators.over_sockets(place, store, self._options, deadline)
         self._host = communicators.of_host(self.everyone)
         self.conversation: Conversation | None = None
         self.secret = b""
@@ -196,7 +198,7 @@ def is_joining() -> bool:
     return JOIN in os.environ
 
 
-def enter(store: Callable[[Place], Store] | None) -> World:
+def enter(store: Opener | None) -> World:
     """init() of a newcomer; worlds.current returns its world from now on.
 
     Raises:
