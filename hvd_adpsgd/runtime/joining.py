@@ -13,11 +13,13 @@ import math
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from hvd_adpsgd.config import REPLACES
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import bootstrap, communicators, rendezvous
 from hvd_adpsgd.runtime import world as worlds
@@ -26,7 +28,6 @@ from hvd_adpsgd.runtime.door import Conversation, knock
 from hvd_adpsgd.runtime.meeting import MEETING_S
 from hvd_adpsgd.runtime.newcomers import (
     JOIN,
-    JOIN_AS,
     JOIN_SECRET_FILE,
     Invitation,
     Knock,
@@ -92,8 +93,8 @@ class JoiningLearner:
 
     def _knock(self, placements: tuple[Placement, ...]) -> Any:
         self.secret = _secret()
-        self.conversation = knock(os.environ[JOIN], self.secret)
-        number = os.environ.get(JOIN_AS)
+        self.conversation = knock(os.environ[JOIN], self.secret, self._options.failure_timeout_s)
+        number = os.environ.get(REPLACES)
         self.conversation.tell(Knock(placements, None if number is None else int(number)))
         return self.conversation.hear(None)
 
@@ -147,6 +148,10 @@ class JoiningLearner:
 def _secret() -> bytes:
     name = os.environ.get(JOIN_SECRET_FILE, "")
     try:
+        if stat.S_IMODE(os.stat(name).st_mode) & 0o077:
+            log.warning(
+                "%s=%s can be read by others on this host: chmod 600.", JOIN_SECRET_FILE, name
+            )
         return checked(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise LaunchError(
@@ -195,7 +200,7 @@ _joining: JoiningLearner | None = None
 
 def is_joining() -> bool:
     """Whether this process is of a super learner that joins a job which runs."""
-    return JOIN in os.environ
+    return os.environ.get(JOIN, "").strip().lower() not in ("", "none")
 
 
 def enter(store: Opener | None) -> World:
