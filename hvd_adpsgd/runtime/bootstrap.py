@@ -29,8 +29,9 @@ from hvd_adpsgd.runtime import communicators, preemption, rendezvous, shutdown, 
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object
 from hvd_adpsgd.runtime.deadline import Deadline
-from hvd_adpsgd.runtime.gloo import unresolved_host, world_over_gloo
+from hvd_adpsgd.runtime.gloo import world_over_gloo
 from hvd_adpsgd.runtime.horovod_timeline import own_timeline
+from hvd_adpsgd.runtime.host_name import unresolved_host
 from hvd_adpsgd.runtime.rendezvous import Opener
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator

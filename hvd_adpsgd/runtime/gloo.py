@@ -20,23 +20,13 @@ from hvd_adpsgd.runtime.sockets import Communicator
 if TYPE_CHECKING:
     from hvd_adpsgd.runtime.world import World
 
-__all__ = ["places_told", "unresolved_host", "world_over_gloo"]
+__all__ = ["places_told", "world_over_gloo"]
 
 # Of the Horovod world of this process: its sockets, as (descriptor, inode); on a leader its rendezvous
 # server, which Horovod may ask until it shuts down.
 _of_horovod: list[tuple[int, int]] = []
 _server: Any = None
 _told: dict[str, str] = {}  # its variables; none where Horovod's world is over MPI
-
-
-def unresolved_host() -> str:
-    """The name of this host if it has no IPv4 address, else "": Gloo looks it up, and ends the process."""
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None, socket.AF_INET)
-    except OSError:
-        return name
-    return ""
 
 
 @contextlib.contextmanager

@@ -96,7 +96,12 @@ def _listed(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        cores = range(int(first), int(last or first) + 1)
+        if not cores:
+            raise ConfigError(
+                f"{NAME}={text}: {part} holds no core. Write the smaller number first."
+            )
+        found += cores
     return tuple(dict.fromkeys(found))
 
 

@@ -7,10 +7,12 @@ import queue
 import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
+from hvd_adpsgd.runtime import joining
 from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
 from tests.launcher import wait_for
 
@@ -118,3 +120,23 @@ def test_a_host_that_is_cut_off_is_asked_whether_it_is_there() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     made.close()
+
+
+@pytest.mark.parametrize(("text", "joins"), [("", False), ("None", False), ("node1:4000", True)])
+def test_an_empty_option_is_no_door(
+    text: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ADPSGD_JOIN", text)
+    assert joining.is_joining() == joins
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_secret_file_that_others_can_read_is_told(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET.hex())
+    file.chmod(mode)
+    monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
+    assert joining._secret() == SECRET
+    assert ("chmod 600" in caplog.text) == (mode == 0o644)
