@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["PREFIX", "Config", "Option", "OptionRow"]
+__all__ = ["PREFIX", "REPLACES", "Config", "Option", "OptionRow"]
 
 PREFIX = "HVD_ADPSGD_"
+# No option: a replacement finds there the number of the super learner that it replaces.
+REPLACES = "HVD_ADPSGD_JOIN_AS"
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,23 @@ class Config:
         low=0.05,
         high=3600,
     )
+    start_timeout_s: float = _option(
+        300.0,
+        float,
+        "s",
+        "longest time in which hvd.init() finds and connects all learners; then it raises LaunchError",
+        low=1,
+        high=86400,
+    )
+    spare_slots: int = _option(
+        0,
+        int,
+        "learners",
+        "learners that a host may run beyond those that its launcher started there: hvd.admit starts "
+        "replacements of super learners of lost hosts in these",
+        low=0,
+        high=10**6,
+    )
     on_failure: str = _option(
         "continue",
         str,
@@ -401,7 +420,9 @@ class Config:
         Raises:
             ConfigError: for an unknown name, an unreadable value or one out of range.
         """
-        given = {key: text for key, text in environ.items() if key.startswith(PREFIX)}
+        given = {
+            key: text for key, text in environ.items() if key.startswith(PREFIX) and key != REPLACES
+        }
         known = {environment_name(name): name for name in _options()}
         for key in sorted(given):
             _require_known(key, known, "environment variable", "environment")

@@ -61,7 +61,7 @@ class _Member(NamedTuple):
 
     network: str
     addresses: list[tuple[str, str]]
-    secret: bytes
+    secret: str  # hexadecimal: a gather may go through JSON
     incarnation: int
 
 
@@ -128,12 +128,13 @@ class Connections:
             TopologyError: on all, if one of them finds no address to listen on.
         """
         me = _Member(
-            network_name(), addresses(), secrets.token_bytes(SECRET_NBYTES), self._incarnation
+            network_name(), addresses(), secrets.token_hex(SECRET_NBYTES), self._incarnation
         )
-        members: list[_Member | None] = gather(me)
-        present = [member for member in members if member is not None]
-        self._secret = present[0].secret
-        self._addresses = gather(self._listen([(m.network, m.addresses) for m in present]))
+        # what was gathered through JSON has lists in place of tuples
+        present = [_Member(*member) for member in gather(me) if member is not None]
+        self._secret = bytes.fromhex(present[0].secret)
+        known = [(m.network, [(name, at) for name, at in m.addresses]) for m in present]
+        self._addresses = [a and _Address(*a) for a in gather(self._listen(known))]
         for rank, address in enumerate(self._addresses):
             if address is not None and address.error:
                 self.close()
@@ -154,6 +155,11 @@ class Connections:
         own = self._addresses[self._rank]
         assert own is not None
         return own.host
+
+    def address_of(self, rank: int) -> str:
+        """Where another one listens, for messages."""
+        other = self._addresses[rank]
+        return f"{other.host} port {other.port}" if other is not None else "no address"
 
     def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
         try:

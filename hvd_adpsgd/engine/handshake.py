@@ -22,11 +22,12 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
-from hvd_adpsgd import PROTOCOL
+from hvd_adpsgd import PROTOCOL, __version__
 
 __all__ = [
     "HELLO_NBYTES",
     "PROOF_NBYTES",
+    "RELEASE",
     "REPLY_NBYTES",
     "SECRET_NBYTES",
     "WELCOME",
@@ -38,6 +39,7 @@ SECRET_NBYTES = 32
 WELCOME = b"+"
 
 _MAGIC = b"hvd_adpsgd"
+RELEASE = f"{__version__} (protocol {PROTOCOL})"  # of which all learners of a job must be
 _FORM = struct.Struct("!10sHIIQQ32s")
 _NONCE_NBYTES = 32
 

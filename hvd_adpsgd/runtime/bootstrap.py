@@ -14,13 +14,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd import PROTOCOL, __version__, strategies
+from hvd_adpsgd import strategies
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import (
     ConfigError,
     InnerOnlyError,
@@ -31,9 +32,11 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.runtime import communicators, preemption, rendezvous, shutdown, state_dump
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.collectives import allgather_object
+from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.runtime.gloo import world_over_gloo
 from hvd_adpsgd.runtime.horovod_timeline import own_timeline
-from hvd_adpsgd.runtime.rendezvous import Place, Store
+from hvd_adpsgd.runtime.host_name import unresolved_host
+from hvd_adpsgd.runtime.rendezvous import Opener
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator
 from hvd_adpsgd.runtime.world import Communicators, Placement, World, form_super_learners, shards_of
@@ -56,7 +59,7 @@ def init(
     *,
     comm: Any = None,
     process_sets: Any = None,
-    store: Callable[[Place], Store] | None = None,
+    store: Opener | None = None,
 ) -> World:
     """Make the worlds; all learners call this together.
 
@@ -71,8 +74,8 @@ def init(
         The world, which worlds.current returns from now on.
 
     Raises:
-        LaunchError: if the processes were started in a way in which the worlds cannot be made, or if this
-            one is a child process of a learner.
+        LaunchError: if the processes were started in a way in which the worlds cannot be made, or are not
+            connected within start_timeout_s, or if this one is a child process of a learner.
         ConfigError: on all learners, if an option is bad on one or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
@@ -80,7 +83,8 @@ def init(
     """
     _require_whole()
     _require_no_learner_above()
-    everyone = _everyone(comm, store)
+    options = config or communicators.options_of_network()
+    everyone = _everyone(comm, store, options)
     try:
         with mpi_failures("init()"):
             world = _make_world(everyone, config, bool(process_sets))
@@ -93,18 +97,19 @@ def init(
     return enter(world, process_sets)
 
 
-def _everyone(comm: Any, store: Callable[[Place], Store] | None) -> Any:
+def _everyone(comm: Any, store: Opener | None, options: Config) -> Any:
     """A private communicator of all learners, over MPI or over sockets."""
+    deadline = Deadline(options.start_timeout_s)
     place = rendezvous.of_environment(os.environ)
     if place is not None and (place.speaks_http or store is not None):
         if comm is not None:
             raise communicators.refuse_comm(place)
         watch_exit()
-        return communicators.over_sockets(place, store)
+        return communicators.over_sockets(place, store, options, deadline)
     communicators.require_mpi_launcher(os.environ)
-    mpi = communicators.load_mpi()
+    mpi = communicators.load_mpi(deadline)
     watch_exit()
-    return communicators.of_learners(mpi, comm)
+    return communicators.of_learners(mpi, comm, deadline)
 
 
 def enter(world: World, process_sets: Any = None) -> World:
@@ -188,6 +193,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     _require_one_build(everyone)
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
+    _require_fit(answers)
     checked = _with_absolute_paths(communicators.with_wire(_agreed_config(answers), everyone))
     _log_from(checked.log_level)
     _look_for_heartbeats(everyone, [answer["misses_heartbeats"] for answer in answers])
@@ -206,12 +212,23 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
 
 def _require_one_build(everyone: Any) -> None:
     """First of all, in a form that all versions read: later messages may differ between two versions."""
-    builds = allgather_object(everyone, f"{__version__} (protocol {PROTOCOL})")
+    builds = allgather_object(everyone, RELEASE)
     for rank, build in enumerate(builds):
         if build != builds[0]:
             raise LaunchError(
                 f"init(): learner {rank} runs hvd_adpsgd {build}, learner 0 runs {builds[0]}. Two versions "
                 "cannot train together: install the same one for all learners."
+            )
+
+
+def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
+    """Raise LaunchError on all learners for what one of them lacks."""
+    for rank, answer in enumerate(answers):
+        if answer["unresolved"]:
+            raise LaunchError(
+                f"init(): on learner {rank} the name of its own host, {answer['unresolved']}, has no IPv4 "
+                "address, and Gloo, over which Horovod runs without MPI, looks it up. Add it to /etc/hosts "
+                "there, or launch with `horovodrun --mpi`."
             )
 
 
@@ -246,6 +263,7 @@ def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) ->
         "problem": problem,
         "sets": asks_sets,
         "misses_heartbeats": communicators.misses_heartbeats(),
+        "unresolved": unresolved_host() if isinstance(everyone, Communicator) else "",
     }
 
 

@@ -7,13 +7,20 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name
-from hvd_adpsgd.errors import ConfigError, LaunchError, MissingRequirementError, TopologyError
-from hvd_adpsgd.runtime.rendezvous import BEGUN, HttpStore, Place, Store, gather_by, opened
+from hvd_adpsgd.errors import (
+    ConfigError,
+    LaunchError,
+    MissingRequirementError,
+    PeerFailedError,
+    TopologyError,
+)
+from hvd_adpsgd.runtime.deadline import Deadline
+from hvd_adpsgd.runtime.rendezvous import BEGUN, HttpStore, Opener, Place, StoreGather, opened
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Communicator, Hub
 
@@ -34,6 +41,7 @@ __all__ = [
 ]
 
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
+_LEVELS = ("THREADS", "THREAD_LEVEL")  # variables of mpi4py: MPI4PY_RC_...
 _missed_heartbeats: bool | None = None
 
 # Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
@@ -59,11 +67,11 @@ def refuse_comm(place: Place) -> LaunchError:
     )
 
 
-def load_mpi() -> Any:
+def load_mpi(deadline: Deadline) -> Any:
     """The module mpi4py.MPI, initialized with MPI_THREAD_MULTIPLE.
 
     Raises:
-        LaunchError: if MPI is finalized, or its thread level is lower.
+        LaunchError: if MPI is finalized, its thread level is lower, or a process does not come in time.
         MissingRequirementError: if mpi4py loads no MPI library.
     """
     import mpi4py
@@ -73,13 +81,15 @@ def load_mpi() -> Any:
         mpi4py.rc.finalize = False
         exit_state.finalizes = True
     with _heartbeats():
-        MPI = _running()
+        MPI = _running(deadline)
     _require_threads(MPI)
     return MPI
 
 
-def _running() -> Any:
+def _running(deadline: Deadline) -> Any:
     """mpi4py.MPI, started if it is not."""
+    if "mpi4py.MPI" not in sys.modules and _mpi4py_starts_as_we_do():
+        _start_mpi(deadline)
     MPI = _library()
     if MPI.Is_finalized():
         raise LaunchError(
@@ -89,6 +99,39 @@ def _running() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _mpi4py_starts_as_we_do() -> bool:
+    """Whether nothing asks mpi4py for another way to start MPI; what it asks for is refused later."""
+    import mpi4py
+
+    asked = any(f"MPI4PY_RC_{name}" in os.environ for name in ("INITIALIZE", *_LEVELS))
+    rc = mpi4py.rc
+    return not asked and rc.initialize and rc.threads and rc.thread_level == "multiple"
+
+
+def _start_mpi(deadline: Deadline) -> None:
+    """MPI_Init, which has no time limit of its own."""
+    try:
+        from hvd_adpsgd.runtime.mpi_start import start
+    except ImportError as error:
+        raise _no_library(error) from error
+    try:
+        deadline.bounded(start)
+    except TimeoutError:
+        exit_state.stuck = True
+        raise _not_all_came("MPI_Init", deadline) from None
+
+
+def _not_all_came(call: str, deadline: Deadline) -> LaunchError:
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE")
+    place = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    return LaunchError(
+        f"init(): {call} has not returned in {deadline} on {socket.gethostname()} "
+        f"({place or 'no launcher'}): it waits for all processes of the job, and MPI does not say which are "
+        "missing. Look in the output of the job for one that has ended, or does not call hvd.init(); raise "
+        "the time-out if some start later."
+    )
 
 
 @contextlib.contextmanager
@@ -123,11 +166,15 @@ def _library() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise MissingRequirementError(
-            f"init(): mpi4py loads no MPI library: {error}. Install the MPI that Horovod was built "
-            "with, or python -m pip install 'hvd_adpsgd[mpi]' and python -m hvd_adpsgd build-horovod."
-        ) from error
+        raise _no_library(error) from error
     return MPI
+
+
+def _no_library(error: Exception) -> MissingRequirementError:
+    return MissingRequirementError(
+        f"init(): mpi4py loads no MPI library: {error}. Install the MPI that Horovod was built "
+        "with, or python -m pip install 'hvd_adpsgd[mpi]' and python -m hvd_adpsgd build-horovod."
+    )
 
 
 def _require_threads(mpi: Any) -> None:
@@ -146,9 +193,17 @@ def _require_threads(mpi: Any) -> None:
         )
 
 
-def of_learners(mpi: Any, comm: Any) -> Any:
-    """A private communicator of all learners, errors returned."""
-    everyone = _named_communicator(mpi, comm)
+def of_learners(mpi: Any, comm: Any, deadline: Deadline) -> Any:
+    """A private communicator of all learners, errors returned.
+
+    Raises:
+        LaunchError: if one of them does not call this in time, or MPI has not started it.
+    """
+    try:
+        everyone = deadline.bounded(lambda: _named_communicator(mpi, comm))
+    except TimeoutError:
+        exit_state.stuck = True
+        raise _not_all_came("the first operation of all", deadline) from None
     everyone.Set_errhandler(mpi.ERRORS_RETURN)
     return everyone
 
@@ -218,32 +273,61 @@ def require_alone(environ: Mapping[str, str]) -> None:
 _attempts = itertools.count()  # to connect: a failed init() may be followed by another one
 
 
-def over_sockets(place: Place, store: Callable[[Place], Store] | None) -> Communicator:
+def over_sockets(
+    place: Place, opener: Opener | None, config: Config, deadline: Deadline
+) -> Communicator:
     """A private communicator of all learners that met at this place.
 
+    Args:
+        place: of this process.
+        opener: of torch's TCPStore.
+        config: as for Hub.
+        deadline: of all waiting together.
+
     Raises:
-        LaunchError: if one of them does not come.
+        LaunchError: if one of them does not come, or cannot be reached.
         TopologyError: on all, if one of them finds no address to listen on.
     """
     if exit_state.hub is None:
-        met = opened(place, HttpStore if store is None or place.speaks_http else store)
-        gather = gather_by(met, place, next(_attempts))
+        http = opener is None or place.speaks_http
+        store = opened(place, HttpStore if http or opener is None else opener, deadline)
+        gather = StoreGather(store, place, deadline, next(_attempts))
         try:
-            hub = Hub(place.rank, place.size, options_of_network(), gather)
+            hub = Hub(place.rank, place.size, config, gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
                 gather(None)  # all have read the store, which may end with its process
             raise
-        exit_state.hub = hub
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
-        everyone.allgather(None)  # as above
+        _require_connected(everyone, place, deadline)
+        exit_state.hub = hub
+        if place.rank == 0:
+            gather.clear()  # the job's secret; of a store that others may serve, as torchrun
         if place.speaks_http:
-            met.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
+            store.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None
     return everyone
+
+
+def _require_connected(everyone: Communicator, place: Place, deadline: Deadline) -> None:
+    """Wait until all are connected; then all have read the store, too."""
+    everyone.ends = deadline.ends
+    try:
+        everyone.allgather(None)
+    except PeerFailedError:
+        hub = everyone.hub
+        silent = sorted(hub.ended) or [r for r in range(hub.size) if r not in hub.heard]
+        where = ", ".join(f"{rank} at {hub.address_of(rank)}" for rank in silent)
+        hub.close()
+        raise LaunchError(
+            f"init(): {place} met all others at {place.store}, but has no connection with learners "
+            f"{where or 'that others have none with'}, for {deadline}: they have ended, or a firewall is in "
+            "between. See what they say, and name the network that all hosts share in HVD_ADPSGD_NICS."
+        ) from None
+    everyone.ends = None
 
 
 def options_of_network() -> Config:
@@ -280,7 +364,9 @@ def duplicate(everyone: Any) -> Any:
 def of_host(everyone: Any) -> Any:
     """The learners of this host: those that share its memory."""
     if isinstance(everyone, Communicator):
-        mine = (host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev)
+        # Slurm may have several nodes on one host, each with tasks and devices of its own
+        node = os.environ.get("SLURM_NODEID")
+        mine = (host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev, node)
         hosts = everyone.allgather(mine)
         return everyone.hub.communicator([rank for rank, host in enumerate(hosts) if host == mine])
 

@@ -25,6 +25,7 @@ from typing import Any
 from hvd_adpsgd.engine.handshake import (
     HELLO_NBYTES,
     PROOF_NBYTES,
+    RELEASE,
     REPLY_NBYTES,
     SECRET_NBYTES,
     WELCOME,
@@ -38,7 +39,9 @@ __all__ = ["Conversation", "Door", "knock", "new_secret"]
 log = logging.getLogger("hvd_adpsgd")
 
 _HANDSHAKE_S = 5.0
+_FAILURE_S = 60.0  # the default of failure_timeout_s
 _UNPROVEN = 16
+_FULL_S = 0.2  # until the next accept, when the process has no descriptor or thread left
 _DRIP = 64  # reads of one message, at most
 
 
@@ -116,13 +119,21 @@ class Door:
         address: to listen on.
         secret: SECRET_NBYTES bytes.
         enter: receives each proven Conversation, on a thread of its own.
+        failure_s: a Conversation whose other host has answered nothing for so long is lost.
 
     Attributes:
         port: where it listens.
     """
 
-    def __init__(self, address: str, secret: bytes, enter: Callable[[Conversation], object]):
-        self._secret, self._enter = secret, enter
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        enter: Callable[[Conversation], object],
+        failure_s: float = _FAILURE_S,
+    ):
+        self._secret, self._enter, self._failure_s = secret, enter, failure_s
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []  # oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -131,17 +142,34 @@ class Door:
         threading.Thread(target=self._accept, daemon=True, name="hvd_adpsgd.door").start()
 
     def _accept(self) -> None:
-        while True:
+        is_full = False
+        while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            with self._lock:
-                self._unproven.append(connection)
-                if len(self._unproven) > _UNPROVEN:
-                    with contextlib.suppress(OSError):
-                        self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+                self._accept_one()
+                is_full = False
+            except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread
+                if not is_full and not self._closed.is_set():
+                    log.warning("no super learner can join here for the moment: %s.", error)
+                is_full = True
+                self._closed.wait(_FULL_S)
+
+    def _accept_one(self) -> None:
+        connection, _ = self._listener.accept()
+        with self._lock:
+            self._unproven.append(connection)
+            if len(self._unproven) > _UNPROVEN:
+                with contextlib.suppress(OSError):
+                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+        try:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+        except RuntimeError:
+            self._forget(connection)
+            connection.close()
+            raise
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._unproven.remove(connection)
 
     def _welcome(self, connection: socket.socket) -> None:
         with connection:
@@ -152,29 +180,30 @@ class Door:
                 connection.sendall(reply)
                 hello.check(self._secret, reply, _read(connection, PROOF_NBYTES))
                 connection.sendall(WELCOME)
-                proven = _proven(connection)
+                proven = _proven(connection, self._failure_s)
             except (NotAMember, OSError) as error:
                 log.debug("at the door, a connection was refused: %s", error)
                 return
             finally:
-                with self._lock, contextlib.suppress(ValueError):
-                    self._unproven.remove(connection)
+                self._forget(connection)
         with contextlib.suppress(PeerFailedError):
             self._enter(proven)
 
     def close(self) -> None:
         """Nobody enters any more."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._listener.close()
 
 
-def knock(doors: str, secret: bytes) -> Conversation:
+def knock(doors: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
     """Enter by the first of these doors that opens.
 
     Args:
         doors: host:port, separated by commas.
         secret: of the job.
+        failure_s: as for Door.
 
     Raises:
         LaunchError: if none opens.
@@ -185,27 +214,38 @@ def knock(doors: str, secret: bytes) -> Conversation:
         try:
             if not port.isdigit():
                 raise OSError("this is not host:port")
-            return _introduced(host.strip("[]"), int(port), secret)
+            return _introduced(host.strip("[]"), int(port), secret, failure_s)
         except (OSError, NotAMember) as error:
             problems.append(f"{door}: {error}")
     raise LaunchError(
         f"init(): HVD_ADPSGD_JOIN={doors}: the job cannot be joined ({'; '.join(problems) or 'no door'}). "
-        "Give the doors that it prints at its start, host:port, and the same secret file."
+        "Give the doors that it prints at its start, host:port, and the same secret file, and install the "
+        f"same release: this is {RELEASE}."
     )
 
 
-def _introduced(host: str, port: int, secret: bytes) -> Conversation:
+def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conversation:
     with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as connection:
         hello = Hello.new(0, 0, 0, 0)
         connection.sendall(hello.pack())
         connection.sendall(hello.answer(secret, _read(connection, REPLY_NBYTES)))
         _read(connection, len(WELCOME))
-        return _proven(connection)
+        return _proven(connection, failure_s)
 
 
-def _proven(connection: socket.socket) -> Conversation:
+def _proven(connection: socket.socket, failure_s: float) -> Conversation:
+    """No wait outlasts the other host: the system asks it whether it is there, also while nothing is sent."""
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    every = max(1, round(failure_s / 4))
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, every),
+        (socket.TCP_KEEPINTVL, every),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, round(1e3 * max(4 * every, failure_s))),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Conversation(Connection(connection.detach()))
 
 

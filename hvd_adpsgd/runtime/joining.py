@@ -13,26 +13,27 @@ import math
 import os
 import signal
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvd_adpsgd.config import REPLACES
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import bootstrap, communicators, rendezvous
 from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.runtime.door import Conversation, knock
 from hvd_adpsgd.runtime.meeting import MEETING_S
 from hvd_adpsgd.runtime.newcomers import (
     JOIN,
-    JOIN_AS,
     JOIN_SECRET_FILE,
     Invitation,
     Knock,
     checked,
 )
-from hvd_adpsgd.runtime.rendezvous import Place, Store
+from hvd_adpsgd.runtime.rendezvous import Opener
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.sockets import Hub
 from hvd_adpsgd.runtime.world import Communicators, Placement, World
@@ -49,7 +50,7 @@ class JoiningLearner:
     """A process of a super learner that joins a job which runs.
 
     Args:
-        store: connects to torch's TCPStore, where its learners meet.
+        store: opens torch's TCPStore, where its learners meet.
 
     Attributes:
         invitation: what the job has told.
@@ -57,14 +58,16 @@ class JoiningLearner:
         secret: of the job; empty but on its first learner.
     """
 
-    def __init__(self, store: Callable[[Place], Store] | None):
+    def __init__(self, store: Opener | None):
         place = rendezvous.of_environment(os.environ)
+        self._options = communicators.options_of_network()
         if place is None:
             communicators.require_alone(os.environ)
-            exit_state.hub = Hub(0, 1, communicators.options_of_network(), lambda value: [value])
+            exit_state.hub = Hub(0, 1, self._options, lambda value: [value])
             self.everyone: Any = exit_state.hub.communicator([0])
         else:
-            self.everyone = communicators.over_sockets(place, store)
+            deadline = Deadline(self._options.start_timeout_s)
+            self.everyone = communicators.over_sockets(place, store, self._options, deadline)
         self._host = communicators.of_host(self.everyone)
         self.conversation: Conversation | None = None
         self.secret = b""
@@ -90,8 +93,8 @@ class JoiningLearner:
 
     def _knock(self, placements: tuple[Placement, ...]) -> Any:
         self.secret = _secret()
-        self.conversation = knock(os.environ[JOIN], self.secret)
-        number = os.environ.get(JOIN_AS)
+        self.conversation = knock(os.environ[JOIN], self.secret, self._options.failure_timeout_s)
+        number = os.environ.get(REPLACES)
         self.conversation.tell(Knock(placements, None if number is None else int(number)))
         return self.conversation.hear(None)
 
@@ -145,6 +148,10 @@ class JoiningLearner:
 def _secret() -> bytes:
     name = os.environ.get(JOIN_SECRET_FILE, "")
     try:
+        if stat.S_IMODE(os.stat(name).st_mode) & 0o077:
+            log.warning(
+                "%s=%s can be read by others on this host: chmod 600.", JOIN_SECRET_FILE, name
+            )
         return checked(Path(name).read_text())
     except (OSError, ValueError) as error:
         raise LaunchError(
@@ -193,10 +200,10 @@ _joining: JoiningLearner | None = None
 
 def is_joining() -> bool:
     """Whether this process is of a super learner that joins a job which runs."""
-    return JOIN in os.environ
+    return os.environ.get(JOIN, "").strip().lower() not in ("", "none")
 
 
-def enter(store: Callable[[Place], Store] | None) -> World:
+def enter(store: Opener | None) -> World:
     """init() of a newcomer; worlds.current returns its world from now on.
 
     Raises:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adpsgd import strategies
-from hvd_adpsgd.config import Config
+from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
@@ -41,11 +41,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-JOIN, JOIN_AS, JOIN_SECRET_FILE = (
-    "HVD_ADPSGD_JOIN",
-    "HVD_ADPSGD_JOIN_AS",
-    "HVD_ADPSGD_JOIN_SECRET_FILE",
-)
+JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"
 _KNOCK_S = 10.0
 _DISMISSED_S = 1.0  # for those that hear that the job has ended
 _LOOPBACK = "127.0.0.1"
@@ -87,18 +83,20 @@ class Invitation:
     started: frozenset[int]
 
     @classmethod
-    def of(cls, world: World, number: int, knock: Knock | None) -> Invitation:
+    def of(cls, world: World, number: int, knock: Knock | None, host: int) -> Invitation:
         """For this newcomer, which gets the ranks of a failed super learner, or the next ones.
 
         Args:
             world: of a learner of the job.
             number: the super_rank.
             knock: None before it is at the door: then it is started here.
+            host: rank of the learner that invites it, on whose host it is if that has started it.
         """
         started = world.started - {number}
+        placements, groups = world.placements, world.groups
         if knock is None or knock.instead_of is not None:
             started |= {number}
-        placements, groups = world.placements, world.groups
+            placements = _moved(placements, groups[number], host)
         if number == len(groups) and knock is not None:
             first = len(placements)
             groups = (*groups, tuple(range(first, first + len(knock.placements))))
@@ -107,6 +105,21 @@ class Invitation:
                 for p in knock.placements
             )
         return cls(number, placements, groups, world.config.replace(wire="tcp"), started)
+
+
+def _moved(
+    placements: tuple[Placement, ...], group: Sequence[int], to: int
+) -> tuple[Placement, ...]:
+    """The placements with those of a group on the host of learner `to`, whose devices they share."""
+    host = placements[to]
+    if placements[group[0]].host == host.host:
+        return placements
+    return tuple(
+        Placement(host.host, host.hostname, p.local_rank % host.local_size, host.local_size)
+        if rank in group
+        else p
+        for rank, p in enumerate(placements)
+    )
 
 
 class Newcomer:
@@ -214,11 +227,11 @@ class Reception:
         self._place, self._secret = "", b""
         self._servers: list[Any] = []
 
-    def open(self, address: str = _LOOPBACK, secret: bytes = b"") -> str:
-        """Open the door, once; where it is, as host:port."""
+    def open(self, failure_s: float, address: str = _LOOPBACK, secret: bytes = b"") -> str:
+        """Open the door, once; where it is, as host:port. See Door for `failure_s`."""
         if self._door is None:
             self._secret = secret or new_secret()
-            self._door = Door(address, self._secret, self._enter)
+            self._door = Door(address, self._secret, self._enter, failure_s)
             self._place = f"[{address}]" if ":" in address else address
         return f"{self._place}:{self._door.port}"
 
@@ -244,7 +257,7 @@ class Reception:
             patience_s: longest time until then.
         """
         size = len(world.groups[number])
-        told = {JOIN: self.open(), JOIN_AS: str(number)}
+        told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
         if size > 1:
             told |= self._meeting_place(size)
         processes = [_started({**told, "HOROVOD_RANK": str(i)}, self._secret) for i in range(size)]
@@ -252,7 +265,7 @@ class Reception:
             world.departure.at_leave(self._leave_too)
         self._started = [p for p in self._started if p.poll() is None] + processes
         newcomer = Newcomer(number, time.monotonic() + patience_s, processes)
-        newcomer.expect(Invitation.of(world, number, None), terms)
+        newcomer.expect(Invitation.of(world, number, None, world.rank), terms)
         with self._lock:
             self.newcomers.append(newcomer)
 
@@ -330,7 +343,7 @@ def open_door(world: World) -> None:
     mine = ""
     if world.is_leader:
         address = choose_address(world.config.nics, network_name(), known)
-        mine = reception(world).open(address, secret)
+        mine = reception(world).open(world.config.failure_timeout_s, address, secret)
     doors = ",".join(filter(None, world.collectives.gather("init", mine)))
     if world.rank == 0:
         log.warning("super learners can join: %s=%s %s=%s", JOIN, doors, JOIN_SECRET_FILE, name)
@@ -345,7 +358,7 @@ def open_own_door(world: World, address: str, secret: bytes) -> None:
         secret: with which it has come.
     """
     if world.is_leader and world.config.join_secret_file is not None:
-        door = reception(world).open(address, secret)
+        door = reception(world).open(world.config.failure_timeout_s, address, secret)
         log.warning(
             "super learner %d: others can join here too: %s=%s", world.super_rank, JOIN, door
         )

@@ -7,36 +7,43 @@ srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; 
 
 from __future__ import annotations
 
-import base64
 import itertools
-import pickle
+import json
+import logging
 import re
 import secrets
-import threading
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
+from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
+from hvd_adpsgd.runtime.deadline import Deadline
 
 __all__ = [
     "BEGUN",
-    "PATIENCE_S",
     "SCOPE",
     "HttpStore",
+    "Opener",
     "Place",
     "Store",
-    "gather_by",
+    "StoreGather",
     "of_environment",
     "opened",
 ]
 
+log = logging.getLogger("hvd_adpsgd")
+
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
-PATIENCE_S = 300.0  # for processes that start later
-_PAUSE_S = 0.01
+_PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two looks into a store; the long one after a second
+_ATTEMPT_S = 10.0  # of one attempt to reach a store
+_AGAIN_S = 1.0  # longest pause between two of them
+_WARN_S = 10.0  # without the store, after which a line says what the learner waits for
 _FIRST_PORT, _PORTS = 15000, 20000  # of a Slurm job without MASTER_PORT
 
 
@@ -46,8 +53,11 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> object:
         """Keep a value, of ASCII."""
 
+    def has(self, key: str, /) -> bool:
+        """Whether there is a value; does not wait for one."""
+
     def get(self, key: str, /) -> bytes:
-        """The value, once there is one; raises after a time."""
+        """The value that is there."""
 
 
 class Place(NamedTuple):
@@ -58,6 +68,7 @@ class Place(NamedTuple):
         rank, size: of the process, of how many.
         host, port: of the store.
         speaks_http: it is Horovod's rendezvous server, else torch's TCPStore.
+        serves: this process serves the store itself.
     """
 
     launcher: str
@@ -66,6 +77,18 @@ class Place(NamedTuple):
     host: str
     port: int
     speaks_http: bool = False
+    serves: bool = False
+
+    def __str__(self) -> str:
+        return f"learner {self.rank} of {self.size}, started by {self.launcher},"
+
+    @property
+    def store(self) -> str:
+        """Where the store is, for messages."""
+        return f"the store {self.host} port {self.port}"
+
+
+Opener = Callable[[Place, float], Store]  # connects to the store of a place, for so many seconds
 
 
 def of_environment(environ: Mapping[str, str]) -> Place | None:
@@ -94,7 +117,7 @@ def _of_horovod(environ: Mapping[str, str]) -> Place:
         )
     address, port = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
     place = _read("horovodrun --gloo", environ, "HOROVOD_RANK", "HOROVOD_SIZE", address, port)
-    return place._replace(speaks_http=True)
+    return place._replace(speaks_http=True, serves=False)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Place:
@@ -129,106 +152,214 @@ def _read(
     place = Place(
         launcher, int(environ[rank]), int(environ[size]), environ[host], int(environ[port])
     )
+    of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if place.rank >= place.size:
         raise LaunchError(
             f"init(): {rank}={place.rank} and {size}={place.size}, allowed is a rank in "
             f"[0, {place.size}). Start the processes with a launcher that sets both."
         )
-    return place
+    return place._replace(serves=place.rank == 0 and not of_agent)
 
 
 class HttpStore:
     """Horovod's rendezvous server as a store."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Place, seconds: float):
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._at = f"http://{place.host}:{place.port}/{SCOPE}"
+        self._seconds = max(_AGAIN_S, min(_ATTEMPT_S, seconds))
 
     def set(self, key: str, value: str) -> None:
         """See Store."""
         asked = urllib.request.Request(f"{self._at}/{key}", data=value.encode(), method="PUT")
-        with self._open(asked, timeout=PATIENCE_S):
+        with self._open(asked, timeout=self._seconds):
             pass
+
+    def has(self, key: str) -> bool:
+        """See Store."""
+        try:
+            self.get(key)
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND:
+                raise
+            return False
+        return True
 
     def get(self, key: str) -> bytes:
         """See Store."""
-        ends = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                with self._open(f"{self._at}/{key}", timeout=PATIENCE_S) as answer:
-                    return bytes(answer.read())
-            except urllib.error.HTTPError as error:
-                if error.code != 404 or time.monotonic() > ends:
-                    raise
-            time.sleep(_PAUSE_S)
+        with self._open(f"{self._at}/{key}", timeout=self._seconds) as answer:
+            return bytes(answer.read())
 
 
-def opened(place: Place, store: Callable[[Place], Store]) -> Store:
+def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
     """The store at this place.
 
     Raises:
-        LaunchError: if it cannot be opened, or something else listens there.
+        LaunchError: if its host or its port cannot be reached, or something else listens there.
     """
-    found: list[Store] = []
-    problem: list[object] = [f"no answer in {PATIENCE_S:g} s"]
+    problem: list[object] = ["no answer"]
 
-    def act() -> None:
+    def act() -> Store:
+        _await_store(place, deadline, problem)
+        problem[:] = ["no such store answers there"]
+        return opener(place, deadline.left)
+
+    try:
+        return deadline.bounded(act)
+    except TimeoutError:
+        told = f"{problem[0]}, for {deadline}"
+    except Exception as error:  # torch's, of several kinds
+        told = _first_line(error)
+    raise LaunchError(
+        f"init(): {place} cannot open {place.store}: {told}. See that learner 0 is started, that this host "
+        "resolves and reaches that host (MASTER_ADDR), and that no other program uses the port (MASTER_PORT)."
+    )
+
+
+def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> None:
+    """Wait until the name of its host is known, and its port open; `problem` is what still is not so.
+
+    Both may come later than this process: names of pods, learner 0.
+    """
+    began, warned, pause = time.monotonic(), False, _PAUSE_S
+    while True:
         try:
-            found.append(store(place))
-        except Exception as error:  # torch's, of several kinds
-            problem[:] = [error]
+            if place.serves:
+                socket.getaddrinfo(place.host, place.port)
+                return
+            seconds = max(_PAUSE_S, min(_ATTEMPT_S, deadline.left))
+            with socket.create_connection((place.host, place.port), timeout=seconds):
+                return
+        except socket.gaierror as error:
+            problem[:] = [f"the name {place.host} does not resolve ({error.strerror})"]
+        except OSError as error:
+            problem[:] = [error.strerror or str(error)]
+        if deadline.left <= 0:
+            raise TimeoutError
+        if not warned and time.monotonic() - began > _WARN_S:
+            warned = True
+            log.warning(
+                "init(): %s waits for %s: %s. It gives up after %s.",
+                place,
+                place.store,
+                problem[0],
+                deadline,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _AGAIN_S)
 
-    thread = threading.Thread(target=act, daemon=True, name="hvd_adpsgd.store")
-    thread.start()
-    thread.join(PATIENCE_S)
-    if not found:
-        raise LaunchError(
-            f"init(): the store {place.host} port {place.port} cannot be opened: {problem[0]}. Choose a free "
-            "MASTER_PORT in [1, 65535], and see that learner 0 is started."
-        )
-    return found[0]
+
+def _first_line(error: Exception) -> str:
+    """Of torch's errors, which carry a trace of calls."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
-def gather_by(store: Store, place: Place, attempt: int = 0) -> Callable[[Any], list[Any]]:
+class StoreGather:
     """Gathers the values of all processes, by rank, as often as it is called.
 
+    Values are what JSON can hold: anybody who reaches the store can write to it.
+
     Args:
-        store: where they meet.
+        store: where the processes meet.
         place: of this process.
-        attempt: number of this function in the job; the same on all processes.
+        deadline: of all calls together.
+        attempt: number of this object in the job; the same on all processes.
 
-    The function raises LaunchError if one does not come within five minutes.
+    A call raises LaunchError if a process does not come in time, runs another release, or has the same rank.
     """
-    calls = itertools.count()
-    mine = secrets.token_hex(8)
 
-    def gather(value: Any) -> list[Any]:
-        call = f"{attempt}.{next(calls)}"
+    def __init__(self, store: Store, place: Place, deadline: Deadline, attempt: int = 0):
+        self._store, self._place, self._deadline = store, place, deadline
+        self._attempt, self._calls = attempt, itertools.count()
+        self._mine = secrets.token_hex(8)
+        self._keys: list[str] = []
+        self._has_warned = False
+
+    def __call__(self, value: Any) -> list[Any]:
         try:
-            told = base64.b64encode(pickle.dumps((mine, value))).decode()
-            store.set(f"{call}.{place.rank}", told)
-        except Exception as error:
-            raise _lost(place, place.rank, error) from error
-        found = [_get(f"{call}.{rank}", rank) for rank in range(place.size)]
-        if found[place.rank][0] != mine:
+            return self._deadline.bounded(lambda: self._gathered(value))
+        except TimeoutError:
+            raise self._lost("no answer") from None
+
+    def _gathered(self, value: Any) -> list[Any]:
+        call, place = f"{self._attempt}.{next(self._calls)}", self._place
+        key = f"{call}.{place.rank}"
+        try:
+            self._store.set(key, json.dumps([RELEASE, self._mine, value]))
+        except Exception as error:  # of several kinds
+            raise self._lost(_first_line(error)) from error
+        self._keys.append(key)
+        told = [self._get(call, rank) for rank in range(place.size)]
+        if told[place.rank][0] != self._mine:
             raise LaunchError(
-                f"init(): another process is learner {place.rank} too at the store {place.host} port "
-                f"{place.port}: two jobs use the same port. Give each its own MASTER_PORT."
+                f"init(): another process is learner {place.rank} too at {place.store}: two jobs use the "
+                "same port. Give each its own MASTER_PORT."
             )
-        return [value for _, value in found]
+        return [value for _, value in told]
 
-    def _get(key: str, rank: int) -> Any:
+    def _get(self, call: str, rank: int) -> tuple[str, Any]:
         try:
-            return pickle.loads(base64.b64decode(store.get(key)))
-        except Exception as error:
-            raise _lost(place, rank, error) from error
+            is_there = self._await(call, rank)
+            data = self._store.get(f"{call}.{rank}") if is_there else b""
+        except Exception as error:  # of several kinds
+            raise self._lost(_first_line(error)) from error
+        if not is_there:
+            raise self._not_there(call)
+        try:
+            release, token, value = json.loads(data)
+        except (ValueError, TypeError):
+            raise LaunchError(
+                f"init(): what learner {rank} has written into {self._place.store} is not understood: "
+                "another job uses that port, or that learner runs another release of hvd_adpsgd. Give each "
+                "job its own MASTER_PORT, and install the same release on every host."
+            ) from None
+        if release != RELEASE:
+            raise LaunchError(
+                f"init(): learner {rank} runs hvd_adpsgd {release}, learner {self._place.rank} runs "
+                f"{RELEASE}: they do not understand each other. Install the same release on every host."
+            )
+        return token, value
 
-    return gather
+    def _await(self, call: str, rank: int) -> bool:
+        """Wait for a value; whether it has come in time."""
+        began, place = time.monotonic(), self._place
+        while not self._store.has(f"{call}.{rank}"):
+            waited = time.monotonic() - began
+            if self._deadline.left <= 0:
+                return False
+            if waited > _WARN_S and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "init(): %s waits for learners %s at %s. It gives up after %s.",
+                    place,
+                    self._missing(call),
+                    place.store,
+                    self._deadline,
+                )
+            time.sleep(_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
+        return True
 
+    def _missing(self, call: str) -> list[int]:
+        """The ranks that have written nothing yet."""
+        return [r for r in range(self._place.size) if not self._store.has(f"{call}.{r}")]
 
-def _lost(place: Place, rank: int, error: Exception) -> LaunchError:
-    return LaunchError(
-        f"init(): learner {place.rank} of {place.size}, started by {place.launcher}, heard nothing of "
-        f"learner {rank} at the store {place.host} port {place.port}: {error}. See that all {place.size} "
-        "processes are started, that learner 0, which may serve the store, lives, and that it is reached."
-    )
+    def _not_there(self, call: str) -> LaunchError:
+        place = self._place
+        return LaunchError(
+            f"init(): {place} found nothing of learners {self._missing(call)} at {place.store} in "
+            f"{self._deadline}. See that all {place.size} processes are started and reach that host; raise "
+            "the time-out if they start later."
+        )
+
+    def _lost(self, why: str) -> LaunchError:
+        place = self._place
+        return LaunchError(
+            f"init(): {place} lost {place.store}: {why}. See what learner 0 says, which may "
+            "serve it, and that this host reaches it."
+        )
+
+    def clear(self) -> None:
+        """Erase what this process has written, once all have read it: a secret, if it is the first."""
+        for key in self._keys:
+            self._store.set(key, "")
+        self._keys.clear()

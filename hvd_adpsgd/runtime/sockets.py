@@ -47,6 +47,7 @@ class Hub:
     Attributes:
         rank, size: see the arguments.
         ended: ranks of learners whose process has ended, or whose host is silent.
+        heard: ranks of learners from which something has come, and this one.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Hub:
     ) -> None:
         self.rank, self.size = rank, size
         self.ended: set[int] = set()
+        self.heard = {rank}
         self._lock = (
             threading.Lock()
         )  # operations, shutdown and the node may be on different threads
@@ -68,6 +70,10 @@ class Hub:
     def address(self) -> str:
         """On which this learner listens to the others."""
         return self._connections.address
+
+    def address_of(self, rank: int) -> str:
+        """Where another learner listens, for messages."""
+        return self._connections.address_of(rank)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
         """One of these learners; None on others. All learners call this together."""
@@ -89,6 +95,7 @@ class Hub:
             self._wire.progress()
             while (found := self._wire.take()) is not None:
                 rank, data = found
+                self.heard.add(rank)
                 of, tag = _HEAD.unpack_from(data)
                 if of not in self._freed:
                     message = np.frombuffer(data, dtype=np.uint8, offset=_HEAD.size)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
+from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
 from hvd_adpsgd.runtime import joining, meeting
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
@@ -25,10 +25,11 @@ from hvd_adpsgd.runtime.newcomers import (
     open_own_door,
     reception,
 )
+from hvd_adpsgd.runtime.replacements import is_minority, lost, starters
 from hvd_adpsgd.runtime.shutdown import exit_state
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch.averaging import live
-from hvd_adpsgd.torch.join_state import JoinState, shares, terms
+from hvd_adpsgd.torch.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.torch.model_average import mean_model
 from hvd_adpsgd.torch.pausing import averaging_paused, resume
@@ -71,16 +72,20 @@ def admit(
     steps. One super learner joins per call. If it cannot be started or fails before it joins, training
     continues, the log states the reason, and another one is started: three attempts in all.
 
+    A call starts one super learner per host at most, in the slots of failed learners of that host; those of a
+    lost host need HVD_ADPSGD_SPARE_SLOTS. Learners that may be the smaller side of a cut network start none.
+
     Args:
         model: the same module on every learner. The models of those that are there are not changed.
         optimizer: the wrapped optimizer, or several.
-        state: a picklable value for a joining learner, such as the epoch.
+        state: a picklable value for a joining learner, such as the epoch. Each call packs it.
         patience_s: seconds from the start of a super learner until it must call this function.
 
     Returns:
         `state`; on a joining learner that of the others.
 
     Raises:
+        ConfigError: on all learners, if `state` of one cannot be pickled.
         PeerFailedError: if a learner of this super learner has failed, or, on a joining learner, all others.
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
@@ -93,9 +98,10 @@ def admit(
     if world.is_plain:
         return state
     with on_failure("continue"):
-        chosen = _survey(world, patience_s)
+        packed, problem = _packed(state)
+        chosen = _survey(world, patience_s, problem)
         if chosen is not None:
-            _admit(world, chosen, model, optimizers, state)
+            _admit(world, chosen, model, optimizers, packed)
     tell_membership(worlds.current(), joined=False)
     return state
 
@@ -122,46 +128,55 @@ class _Coming:
 
 
 _failures: dict[int, int] = {}  # by super_rank
+_said: set[str] = set()  # warnings
 _joined: set[int] = set()  # in the call before: whether they live is not known yet
 
 
-def _survey(world: World, patience_s: float) -> _Coming | None:
+def _packed(state: Any) -> tuple[bytes, str]:
+    """The state for a joining learner, and why it has none: known before a learner depends on it."""
+    try:
+        return pack(state), ""
+    except Exception as error:  # pickle's, of many kinds, and those of the state's classes
+        return b"", f"{type(error).__name__}: {error}"
+
+
+def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
     """Start what is missing, give numbers to those that knock; the newcomer that is ready, if any."""
     here = reception(world)
     mine = list(here.newcomers)
     states = [newcomer.state() for newcomer in mine]
-    told = world.collectives.gather(
-        DOING,
-        [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)],
-    )
+    own = [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)]
+    told = world.collectives.gather(DOING, (own, problem and f"on learner {world.rank}: {problem}"))
     _require_whole(world)
+    for _, where in told:
+        if where:
+            raise ConfigError(
+                f"{DOING}(state=...) cannot be pickled for a joining learner, {where}. Pass numbers, texts, "
+                "tensors, and dicts and lists of these, as scheduler.state_dict()."
+            )
     _judge_joined(world)
-    coming = [one for each in told for one in each if one.rank in world.collectives.ranks]
+    coming = [one for each, _ in told for one in each if one.rank in world.collectives.ranks]
     for newcomer, state in zip(mine, states, strict=True):
         if state == "failed":
             _give_up(here, newcomer)
-    awaited = {one.number for one in coming if one.state in ("starting", "ready")}
-    for number in _failed_groups(world):
-        if number not in awaited and world.rank == _starter(world, number):
-            _start(here, world, number, patience_s)
-    _give_number(world, mine, coming, awaited, patience_s)
+    awaited = {
+        one.number: one.rank
+        for one in coming
+        if one.number is not None and one.state in ("starting", "ready")
+    }
+    _start_one(here, world, awaited, patience_s)
+    _give_number(world, mine, coming, set(awaited), patience_s)
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
 
 
-def _failed_groups(world: World) -> list[int]:
-    """The super learners without a learner in collectives."""
-    living = set(world.collectives.ranks)
-    return [i for i, group in enumerate(world.groups) if not living & set(group)]
-
-
 def _judge_joined(world: World) -> None:
     """One that has failed directly after it joined counts as a failed start; one that lives begins anew."""
-    failed = set(_failed_groups(world))
+    failed = set(lost(world.groups, world.collectives.ranks))
     for number in _joined:
         if number in failed:
             more = _count_failure(number)
-            if world.rank == _starter(world, number):
+            if world.rank == min(world.collectives.ranks):
                 log.error("super learner %d failed directly after it had joined%s.", number, more)
         else:
             _failures.pop(number, None)
@@ -185,26 +200,49 @@ def _require_whole(world: World) -> None:
         )
 
 
-def _starter(world: World, number: int) -> int:
-    """The lowest rank whose super learner is complete, on the host of the failed one if there is any."""
-    living = set(world.collectives.ranks)
-    whole = [group[0] for group in world.groups if living >= set(group)]
-    host = world.placements[world.groups[number][0]].host
-    return min(whole, key=lambda rank: (world.placements[rank].host != host, rank))
-
-
-def _start(here: Reception, world: World, number: int, patience_s: float) -> None:
-    if _failures.get(number, 0) >= ATTEMPTS:
+def _start_one(here: Reception, world: World, awaited: dict[int, int], patience_s: float) -> None:
+    """Start the first replacement that this learner is to start; each host has one learner that does."""
+    living = world.collectives.ranks
+    missing = [i for i in lost(world.groups, living) if i not in awaited]
+    if not missing:
         return
-    log.warning("super learner %d is gone; starting another one in its place.", number)
-    here.start(world, number, terms(), patience_s)
+    left = [i for i in missing if world.membership.have_left(world.groups[i])]
+    if is_minority(world.placements, world.groups, living, left):
+        _say_once(
+            world,
+            f"super learners {missing} are not replaced: the network may be cut, and the {len(living)} "
+            "learners here are not the larger side, which may train on.",
+        )
+        return
+    known = {i: rank for i, rank in awaited.items() if i < len(world.groups)}
+    plan = starters(world.placements, world.groups, living, known, world.config.spare_slots)
+    for number in missing:
+        if number not in plan:
+            _say_once(
+                world,
+                f"super learner {number} is not replaced: its host is lost, and no other one has slots for "
+                f"{len(world.groups[number])} more learners (HVD_ADPSGD_SPARE_SLOTS="
+                f"{world.config.spare_slots}).",
+            )
+    for number, rank in plan.items():
+        if rank == world.rank and _failures.get(number, 0) < ATTEMPTS:
+            log.warning("super learner %d is gone; starting another one in its place.", number)
+            here.start(world, number, terms(), patience_s)
+            return
+
+
+def _say_once(world: World, line: str) -> None:
+    """A warning of the first surviving learner."""
+    if world.rank == min(world.collectives.ranks) and line not in _said:
+        _said.add(line)
+        log.warning("%s", line)
 
 
 def _give_number(
     world: World,
     mine: list[Newcomer],
     coming: list[_Coming],
-    awaited: set[int | None],
+    awaited: set[int],
     patience_s: float,
 ) -> None:
     """Invite the first that knocks, if no other one is on its way to be a new super learner."""
@@ -214,7 +252,7 @@ def _give_number(
         return
     newcomer = next(n for n in mine if n.number is None)
     ends = time.monotonic() + patience_s
-    newcomer.expect(Invitation.of(world, number, newcomer.knock), terms(), ends)
+    newcomer.expect(Invitation.of(world, number, newcomer.knock, world.rank), terms(), ends)
     newcomer.invite()
 
 
@@ -237,28 +275,28 @@ def _admit(
     chosen: _Coming,
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    state: Any,
+    state: bytes,
 ) -> None:
     """Meet the newcomer, and give it the state; go on without it if it fails."""
     here, newcomer = reception(world), None
     if chosen.rank == world.rank:
         newcomer = next(n for n in here.newcomers if n.number == chosen.number and n.knock)
     assert chosen.number is not None and chosen.knock is not None
-    invitation = Invitation.of(world, chosen.number, chosen.knock)
+    invitation = Invitation.of(world, chosen.number, chosen.knock, chosen.rank)
     givers = _givers(world, chosen.rank)
     share = shares(model, len(givers))[givers.index(world.rank)] if world.rank in givers else ()
     with averaging_paused():
         values = mean_model(model, share)
+        data = _state_for(newcomer, optimizers, state)
         merged = _met(world, invitation, givers, newcomer)
         if merged is None:
             if newcomer is not None:
-                newcomer.problem = "it failed, or did not come, when all met"
+                newcomer.problem = newcomer.problem or "it failed, or did not come, when all met"
                 _give_up(here, newcomer)
             return
         _joined.add(chosen.number)
         if newcomer is not None:
             here.remove(newcomer)
-        data = JoinState(optimizers, state).pack() if newcomer is not None else b""
     if world.rank in givers:
         gift = merged.gifts[givers.index(world.rank)]
         assert gift is not None
@@ -270,6 +308,19 @@ def _admit(
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
+
+
+def _state_for(
+    newcomer: Newcomer | None, optimizers: list[torch.optim.Optimizer], state: bytes
+) -> memoryview | bytes:
+    """What the learner that talks with the newcomer sends it; packed before anything switches."""
+    if newcomer is None:
+        return b""
+    try:
+        return JoinState(optimizers, state).pack()
+    except Exception as error:  # pickle's, of many kinds
+        newcomer.problem = f"the state of the optimizer cannot be pickled ({error})"
+        return b""
 
 
 def _givers(world: World, first: int) -> tuple[int, ...]:
@@ -293,7 +344,7 @@ def _met(
     before = world.collectives.ranks
     ends = time.monotonic() + MEETING_S
     gather = meeting.gather_with(world, len(invitation.placements), newcomer, ends)
-    if newcomer is not None:
+    if newcomer is not None and not newcomer.problem:
         newcomer.tell((invitation, ranks, givers))
     prepared = _prepare(world, invitation, ranks, givers, gather, ends)
     # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
@@ -390,7 +441,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
         resume(averaging)
     joining.watch_job(worlds.current())
     open_own_door(worlds.current(), merged.hub.address, newcomer.secret)
-    return told.state
+    return unpack(told.state)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from hvd_adpsgd.runtime import bootstrap, joining, newcomers
 from hvd_adpsgd.runtime import world as worlds
 from hvd_adpsgd.runtime.world import World
 from hvd_adpsgd.torch import cores, watching
-from hvd_adpsgd.torch.rendezvous import tcp_store
+from hvd_adpsgd.torch.rendezvous import TcpStore
 
 __all__ = [
     "cross_rank",
@@ -61,9 +61,9 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         return
     with bootstrap.undone_on_failure():
         if joining.is_joining():
-            joining.enter(tcp_store)
+            joining.enter(TcpStore)
         else:
-            bootstrap.init(config, comm=comm, process_sets=process_sets, store=tcp_store)
+            bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
             newcomers.open_door(worlds.current())
         cores.reserve(worlds.current())
         watching.start(worlds.current())

@@ -14,7 +14,7 @@ from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.consistency import described
 from hvd_adpsgd.torch.optimizer_state import load_in_place
 
-__all__ = ["JoinState", "shares", "terms"]
+__all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
 
 def terms() -> list[str]:
@@ -48,15 +48,27 @@ def shares(model: torch.nn.Module, givers: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise([0, *ends])]
 
 
+def pack(value: Any) -> bytes:
+    """Serialize a value with tensors of any device; `unpack` puts them into host memory."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The value in what `pack` made; it comes over a connection that has proven that it is of the job."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 class JoinState:
     """What a joining learner receives beside the values of the model.
 
     Args:
         optimizers: of the learner that gives it.
-        state: the user's.
+        state: the user's, packed.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], state: Any):
+    def __init__(self, optimizers: list[torch.optim.Optimizer], state: bytes):
         self.optimizers = [optimizer.state_dict() for optimizer in optimizers]
         self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state

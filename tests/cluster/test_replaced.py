@@ -31,7 +31,8 @@ def test_replaced_on_a_host(tmp_path: Path, layout: str, victim: int, host: str)
     command = ["horovodrun", "-np", "3", "-H", layout, sys.executable, str(PROGRAM)]
     command += ["--folder", str(tmp_path), "--victims", str(victim), "--after", "10"]
     with Cluster(layout.count(",") + 1) as cluster, open(tmp_path / "log", "w+") as log:
-        env = environment({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}, [QUICK])
+        options = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_SPARE_SLOTS": "1"}
+        env = environment(options, [QUICK])
         cluster.run(command, env=env, timeout=150, stdout=log, stderr=subprocess.STDOUT)
     said = (tmp_path / "log").read_text()
     learners = sorted(facts(said), key=lambda one: one["rank"])

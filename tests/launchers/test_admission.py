@@ -31,6 +31,7 @@ WAITS_S = (
     9.0  # longest call of hvd.admit where a newcomer dies; if all waited for it, 10 s and more
 )
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
+SPARE = {"HVD_ADPSGD_SPARE_SLOTS": "1"}  # for the replacement of a newcomer, whose host is its own
 
 
 class Launches:
@@ -252,7 +253,7 @@ def test_a_newcomer_that_dies_when_all_have_agreed_is_a_member_that_fails(
     launches: Launches, moment: str
 ) -> None:
     """The others train on, start another one in its place, and the job's status tells of it."""
-    told = launches.start_job(3, "srun")
+    told = launches.start_job(3, "srun", told=SPARE)
     launches.start(1, None, told, "--size", 3, "--dies", moment)
     assert launches.started[0].wait(TIMEOUT_S) == FAILED_STATUS, launches.report()
     facts = launches.said(0)
@@ -268,7 +269,7 @@ def test_one_that_always_dies_directly_after_it_has_joined_is_started_three_time
 ) -> None:
     """In all: the job does not spend its time on it."""
     args = ("--dies-if-new", "received", "--seconds", 60)
-    told = launches.start_job(2, "srun", "--after", 10**6, *args, of=1)
+    told = launches.start_job(2, "srun", "--after", 10**6, *args, of=1, told=SPARE)
     launches.start(1, None, told, "--size", 2, *args)
     launches.started[0].wait(TIMEOUT_S)
     said = launches.errors(0)

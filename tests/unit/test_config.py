@@ -32,6 +32,8 @@ DEFAULTS = {
     "chunk_kib": 256,
     "deadline_s": 1.0,
     "leave_deadline_s": 5.0,
+    "start_timeout_s": 300.0,
+    "spare_slots": 0,
     "on_failure": "continue",
     "quorum": None,
     "state_dir": None,
@@ -65,6 +67,8 @@ ALLOWED = [
     ("deadline_s", "0.05", 0.05),
     ("deadline_s", "3600", 3600.0),
     ("leave_deadline_s", "0.5", 0.5),
+    ("start_timeout_s", "1", 1.0),
+    ("spare_slots", "0", 0),
     ("report_s", "0", 0.0),
     ("record", "/tmp/Run", "/tmp/Run"),
     ("timeline", "/tmp/Trace.json", "/tmp/Trace.json"),
@@ -102,6 +106,10 @@ REFUSED = [
 def test_defaults_and_an_environment_without_our_names():
     assert dataclasses.asdict(Config()) == DEFAULTS
     assert Config.from_environment({"HOME": "/", "HVD_RANK": "x"}) == Config()
+
+
+def test_a_replacement_can_read_its_environment():
+    assert Config.from_environment({"HVD_ADPSGD_JOIN_AS": "2"}) == Config()
 
 
 @pytest.mark.parametrize("text", ["", "  "])

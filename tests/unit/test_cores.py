@@ -57,6 +57,11 @@ def test_what_is_no_list_of_cores(asked: str) -> None:
         plan(asked, learners(1, 1))
 
 
+def test_a_range_that_goes_down_holds_no_core() -> None:
+    with pytest.raises(ConfigError, match="1-0 holds no core"):
+        plan("2,1-0", learners(1, 1))
+
+
 def test_a_learner_keeps_a_core() -> None:
     with pytest.raises(ConfigError, match="may use cores 0,1 only, and would have none"):
         plan("0-3", learners(1, 1, (0, 1)))

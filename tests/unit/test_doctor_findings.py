@@ -14,6 +14,7 @@ import pytest
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.runtime.host_name import unresolved_host
 from hvd_adpsgd.tools import doctor
 from hvd_adpsgd.tools.doctor import findings as f
 from hvd_adpsgd.tools.doctor import hosts, launch, probes
@@ -654,3 +655,15 @@ def test_it_loads_nothing_but_the_standard_library():
 def test_one_learner_is_started_on_each_host():
     visits = [Visit("a", 2), Visit("localhost", 1, local=True), Visit("me", 1, local=True)]
     assert doctor._different([*visits, Visit("a", 3)]) == ["a", "localhost"]
+
+
+def test_home_is_needed():
+    require(f.judge_home({"HOME": "/"}), OK)
+    require(f.judge_home({}), FAIL, "mpirun does not start", "Set HOME")
+
+
+def test_the_name_of_the_host_is_needed_without_mpi(monkeypatch):
+    require(f.judge_host_name("vm", ""), OK)
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    assert unresolved_host() == "no-such-host.invalid"
+    require(f.judge_host_name("vm", "vm"), WARN, "no IPv4 address", "/etc/hosts")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
+from hvd_adpsgd.runtime import joining
 from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
+from tests.launcher import wait_for
 
 SECRET = new_secret()
 
@@ -77,3 +82,61 @@ def test_no_door_is_told(doors: str) -> None:
 def test_the_next_door_is_tried(door: str, entered: queue.Queue[Conversation]) -> None:
     knock(f"127.0.0.1:1,{door}", SECRET)
     entered.get(timeout=60)
+
+
+def test_a_moment_without_descriptors_does_not_close_it(
+    door: str, entered: queue.Queue[Conversation], caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = door.split(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as early:
+        next_one = os.dup(early.fileno())
+        os.close(next_one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+        try:
+            early.connect((host, int(port)))
+            wait_for(
+                lambda: "for the moment: [Errno 24]" in caplog.text, "an accept that fails", 10
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    knock(door, SECRET).tell("in")
+    assert entered.get(timeout=60).hear(60) == "in"
+    assert caplog.text.count("for the moment") == 1
+
+
+def test_a_host_that_is_cut_off_is_asked_whether_it_is_there() -> None:
+    """By the system, on both sides: neither waits for the other one without bound."""
+    entered: queue.Queue[Conversation] = queue.Queue()
+    made = Door("127.0.0.1", SECRET, entered.put, failure_s=20.0)
+    newcomer = knock(f"127.0.0.1:{made.port}", SECRET, failure_s=20.0)
+    for side in (newcomer, entered.get(timeout=60)):
+        with socket.socket(fileno=os.dup(side.connection.fileno())) as connection:
+            told = [
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            ]
+            assert told == [5, 5, 3]
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    made.close()
+
+
+@pytest.mark.parametrize(("text", "joins"), [("", False), ("None", False), ("node1:4000", True)])
+def test_an_empty_option_is_no_door(
+    text: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ADPSGD_JOIN", text)
+    assert joining.is_joining() == joins
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_secret_file_that_others_can_read_is_told(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET.hex())
+    file.chmod(mode)
+    monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
+    assert joining._secret() == SECRET
+    assert ("chmod 600" in caplog.text) == (mode == 0o644)

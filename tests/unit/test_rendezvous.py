@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.runtime import rendezvous
-from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, gather_by, of_environment
+from hvd_adpsgd.runtime.deadline import Deadline
+from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, StoreGather, of_environment, opened
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -91,25 +96,118 @@ def servers() -> Iterator[Callable[[int], Any]]:
 def test_processes_meet_at_horovods_server(servers: Callable[[int], int]) -> None:
     port = servers(3)
     places = [Place("a test", rank, 3, "127.0.0.1", port, True) for rank in range(3)]
-    gathers = [gather_by(HttpStore(place), place) for place in places]
+    gathers = [StoreGather(HttpStore(p, 60), p, Deadline(60)) for p in places]
     with ThreadPoolExecutor(3) as threads:
-        for values in ([{"a": 1}, b"\0\xff" * 1000, None], [3, 4, 5]):
+        for values in ([{"a": 1}, ["\0\xff" * 1000, None], None], [3, 4, 5]):
             told = threads.map(lambda gather, value: gather(value), gathers, values)
             assert list(told) == [values] * 3
+    store = HttpStore(places[0], 60)
+    assert store.has("0.1.0") and b"4" in store.get("0.1.1")
+    gathers[1].clear()
+    assert store.get("0.0.1") == store.get("0.1.1") == b""
 
 
-def test_one_that_does_not_come_is_named(
-    monkeypatch: pytest.MonkeyPatch, servers: Callable[[int], int]
-) -> None:
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.2)
-    place = Place("a test", 0, 2, "127.0.0.1", servers(2), True)
-    with pytest.raises(LaunchError, match="nothing of learner 1 at the store"):
-        gather_by(HttpStore(place), place)(None)
+class Shelf(dict[str, Any]):
+    """A store in this process."""
+
+    set, has = dict.__setitem__, dict.__contains__
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return str(self[key]).encode()
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+PLACE = Place("a test", 0, 4, "127.0.0.1", 1)
+OTHER = json.dumps([RELEASE, "", 1])
+
+
+def test_those_that_do_not_come_are_named_at_the_deadline() -> None:
+    """All of them, and all gathers together have one deadline."""
+    store, deadline = Shelf({f"0.0.{rank}": OTHER for rank in (1, 2, 3)}), Deadline(0.5)
+    gather = StoreGather(store, PLACE, deadline)
+    assert gather(1) == [1, 1, 1, 1]
+    store["0.1.2"] = OTHER
+    with pytest.raises(LaunchError, match=r"nothing of learners \[1, 3\] at the store") as raised:
+        gather(2)
+    assert "HVD_ADPSGD_START_TIMEOUT_S=0.5 s" in str(raised.value)
+    assert deadline.left == 0
+    with pytest.raises(LaunchError, match=r"nothing of learners \[1, 2, 3\]"):
+        gather(3)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("a value of the store was run",)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            json.dumps(["0.0.9 (protocol 7)", "", 1]),
+            "learner 1 runs hvd_adpsgd 0.0.9 (protocol 7), ",
+        ),
+        (json.dumps({"a": 1}), "not understood"),
+        ("", "not understood"),
+        (base64.b64encode(pickle.dumps(Harmful())).decode(), "not understood"),
+    ],
+)
+def test_what_a_stranger_or_another_release_writes_is_refused(value: str, words: str) -> None:
+    store = Shelf({f"0.0.{rank}": OTHER for rank in (2, 3)} | {"0.0.1": value})
+    with pytest.raises(LaunchError) as raised:
+        StoreGather(store, PLACE, Deadline(60))(1)
+    assert words in str(raised.value) and "same release" in str(raised.value)
+
+
+def test_two_processes_of_one_rank_are_told() -> None:
+    class Overwritten(Shelf):
+        def get(self, key: str) -> bytes:  # type: ignore[override]
+            return OTHER.encode()
+
+    store = Overwritten({f"0.0.{rank}": OTHER for rank in (1, 2, 3)})
+    with pytest.raises(LaunchError, match="another process is learner 0 too"):
+        StoreGather(store, PLACE, Deadline(60))(1)
+
+
+def test_a_store_that_stops_answering_does_not_outlast_the_deadline() -> None:
+    class Silent(Shelf):
+        def has(self, key: str) -> bool:
+            return threading.Event().wait() or False
+
+    with pytest.raises(LaunchError, match="lost the store 127.0.0.1 port 1: no answer"):
+        StoreGather(Silent(), PLACE, Deadline(0.1))(1)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("no-such-host.invalid", "the name no-such-host.invalid does not resolve"),
+        ("127.0.0.1", "Connection refused"),
+    ],
+)
+@pytest.mark.parametrize("speaks_http", [True, False])
+def test_a_store_that_is_not_there_is_named(host: str, words: str, speaks_http: bool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nobody listens
-        place = Place("a test", 0, 2, "127.0.0.1", free.getsockname()[1], True)
-        with pytest.raises(LaunchError, match="nothing of learner 0 at the store"):
-            gather_by(HttpStore(place), place)(None)
+        place = Place("a test", 1, 2, host, free.getsockname()[1], speaks_http)
+        with pytest.raises(LaunchError) as raised:
+            opened(place, lambda place, seconds: pytest.fail("opened"), Deadline(0.1))
+    for each in (words, f"{host} port {place.port}", "START_TIMEOUT_S=0.1 s", "learner 1 of 2"):
+        assert each in str(raised.value)
+
+
+def test_what_listens_there_but_is_no_store_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = Place("a test", 1, 2, "127.0.0.1", other.getsockname()[1])
+        with pytest.raises(LaunchError, match="no such store answers there, for HVD"):
+            opened(place, lambda place, seconds: threading.Event().wait(), Deadline(0.1))
+
+
+@pytest.mark.extended
+def test_a_port_that_is_taken_is_named() -> None:
+    """By the learner that serves the store."""
+    TcpStore = pytest.importorskip("hvd_adpsgd.torch.rendezvous").TcpStore
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        place = Place("a test", 0, 2, "127.0.0.1", port, serves=True)
+        with pytest.raises(LaunchError, match=f"port {port}.*address already in use.*MASTER_PORT"):
+            opened(place, TcpStore, Deadline(60))

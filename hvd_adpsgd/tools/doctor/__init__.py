@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Generator, Iterator, Sequence
 
 from hvd_adpsgd import __version__
 from hvd_adpsgd.config import PREFIX, Config
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.runtime.host_name import unresolved_host
 from hvd_adpsgd.tools.doctor import findings, hosts, launch, probes
 from hvd_adpsgd.tools.doctor.findings import FAIL, WARN, Finding
 
@@ -87,6 +89,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         problem = str(error)
     yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
     yield findings.judge_controller(os.environ)
+    yield findings.judge_home(os.environ)
+    yield findings.judge_host_name(socket.gethostname(), unresolved_host())
     ulfm, plain = yield from _examine_mpi(seconds)
     yield findings.judge_horovod(probes.ask(probes.HOROVOD, seconds, probes.UNSTARTED))
     yield findings.judge_extension(probes.ask_extension(seconds), probes.older_modules())

@@ -178,6 +178,21 @@ _LOWERS_THREADS = (
 )
 
 
+def judge_home(environ: Mapping[str, str]) -> Finding:
+    """Without HOME Open MPI does not start, and horovodrun finds no MPI."""
+    if "HOME" in environ:
+        return Finding(OK, "HOME", environ["HOME"])
+    return Finding(FAIL, "HOME", "not set: mpirun does not start", "Set HOME to a folder.")
+
+
+def judge_host_name(name: str, unresolved: str) -> Finding:
+    """Without MPI, Horovod runs over Gloo, which looks up the name of its own host."""
+    if not unresolved:
+        return Finding(OK, "host name", f"{name} has an IPv4 address")
+    found = f"{name} has no IPv4 address, which learners without MPI need (torchrun, srun, --gloo)"
+    return Finding(WARN, "host name", found, f"Add {name} to /etc/hosts.")
+
+
 def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Finding:
     """The level at which MPI starts in a process of this environment ("level", or "error")."""
     what, cure = "MPI threads", "Use an MPI that was built with thread support."

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
 from hvd_adpsgd.runtime import door, joining, meeting
@@ -43,6 +44,10 @@ def epolls() -> int:
     """Sets of connections that are watched: descriptors of this process."""
     places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return sum(os.path.lexists(p) and "eventpoll" in os.readlink(p) for p in places)
+
+
+def unpicklable() -> Any:
+    return lambda: None
 
 
 def die() -> None:
@@ -116,6 +121,12 @@ def main() -> None:
         bias.grad = torch.zeros_like(bias)
     changes: list[tuple[int, ...]] = []
     hvd.on_membership_change(changes.append)
+    refused = ""
+    if "HVD_ADPSGD_JOIN" not in os.environ:
+        try:  # on one learner only
+            hvd.admit(model, optimizer, os.getpid if hvd.rank() else unpicklable())
+        except hvd_adpsgd.ConfigError as error:
+            refused = str(error)
     state = hvd.admit(model, optimizer, {"epoch": 0, "after": 0, "before": None, "told": []})
     slowest_s, watched = 0.0, epolls()
     first = [float(model.weight.detach().min()), float(model.weight.detach().max())]
@@ -149,6 +160,7 @@ def main() -> None:
         "epoch": state["epoch"],
         "told": state["told"],
         "changes": changes,
+        "refused": refused,
         "sum": hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item(),
         "slowest_s": slowest_s,
         "epolls": (watched, epolls()),

@@ -1,0 +1,61 @@
+"""One deadline of hvd.init(), for all that it waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["Deadline"]
+
+T = TypeVar("T")
+
+_GRACE_S = 0.5  # for what looks at the deadline itself, and can say more
+
+
+class Deadline:
+    """So many seconds from now.
+
+    Args:
+        seconds: HVD_ADPSGD_START_TIMEOUT_S.
+
+    Attributes:
+        ends: of time.monotonic.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self.ends = time.monotonic() + seconds
+
+    def __str__(self) -> str:
+        return f"HVD_ADPSGD_START_TIMEOUT_S={self._seconds:g} s"
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, not below 0."""
+        return max(0.0, self.ends - time.monotonic())
+
+    def bounded(self, act: Callable[[], T]) -> T:
+        """What `act` returns or raises; it runs on a thread of its own, which is left behind at the deadline.
+
+        Raises:
+            TimeoutError: at the deadline.
+        """
+        found: list[T] = []
+        problem: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(act())
+            except BaseException as error:  # raised again below
+                problem.append(error)
+
+        thread = threading.Thread(target=run, daemon=True, name="hvd_adpsgd.start")
+        thread.start()
+        thread.join(self.left + _GRACE_S)
+        if problem:
+            raise problem[0]
+        if not found:
+            raise TimeoutError
+        return found[0]
