@@ -93,7 +93,7 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
         args = ["interrupt", str(tmp_path)]
         run = pool.submit(run_learners, 3, script, args=args, env=env, fresh=True)
         files = wait_for(
-            lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start", 120
+            lambda: [*tmp_path.glob("*.started")][2:] and [*tmp_path.iterdir()], "start", 200
         )
         pids = [int(file.stem) for file in files]
         time.sleep(1.0)  # in the middle of training
@@ -117,7 +117,7 @@ def test_a_signal_to_horovodrun_ends_the_job(tmp_path: Path) -> None:
     env = environment({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"})
     with subprocess.Popen([*command, program], env=env, start_new_session=True) as job:
         try:
-            wait_for(lambda: len([*tmp_path.iterdir()]) == 2, "start", 120)
+            wait_for(lambda: len([*tmp_path.iterdir()]) == 2, "start", 200)
             pids = [int(file.name) for file in tmp_path.iterdir()]
             job.terminate()
             assert job.wait(GONE_S) != 0

@@ -59,7 +59,7 @@ def run(
     arguments = ["--folder", str(folder), "--seed", str(SEED), *args]
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run_learners, n, PROGRAM, args=arguments, env=every, **how)
-        wait_for(lambda: job.done() or len(facts(folder, "pid")) == n, "all learners train", 120)
+        wait_for(lambda: job.done() or len(facts(folder, "pid")) == n, "all learners train", 200)
         at = act({rank: told["pid"] for rank, told in facts(folder, "pid").items()})
         (folder / "preempted").touch()
         return job.result(), at

@@ -33,7 +33,7 @@ class Job:
         self.folder, self.run = folder, run
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        return wait_for(lambda: self.run.done() or condition(), what, 120)
+        return wait_for(lambda: self.run.done() or condition(), what, 200)
 
     def left(self, rank: int, kind: str) -> Any:
         """What the learner left last of this kind; None before that."""

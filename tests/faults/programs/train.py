@@ -36,7 +36,7 @@ from hvd_adpsgd.strategies import parse  # noqa: E402
 
 DEADLINE_S = 60.0
 LONGEST_S = 150.0
-EVERY = 5  # steps
+EVERY, LANES = 5, 8  # steps; lanes of an exchange
 
 
 def main() -> None:
@@ -107,14 +107,22 @@ class Learner:
                 self.leave("progress", self.progress())
 
     def stop_in_an_exchange(self) -> None:
-        """After some steps; the test lets this process go on."""
-        while True:
-            for x in self.engine.loop.under_way() if self.facts["step"] > 20 else ():
-                if 0 < x["done"] < x["chunks"] - 1:
-                    (self.args.folder / "stopped").touch()
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                    return
-            time.sleep(1e-4)
+        """After some steps; the test lets this process go on.
+
+        The exchange cannot end before that: this thread has the leases of chunks in the middle of the model,
+        one of each lane.
+        """
+        while self.facts["step"] < 20:
+            time.sleep(1e-3)
+        loop, store, middle = self.engine.loop, self.engine.memory.store, range(LANES, 2 * LANES)
+        for chunk in middle:
+            store.lease(chunk)
+        while not any(x["done"] for x in loop.under_way()):
+            time.sleep(1e-3)
+        (self.args.folder / "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for chunk in middle:
+            store.end_lease(chunk)
 
     def progress(self) -> dict:
         metrics = self.engine.metrics()
