@@ -119,7 +119,7 @@ class ExitState:
     Attributes:
         finalizes: MPI_Finalize is ours, not mpi4py's.
         hub: the connections of this process, where MPI does not join the processes.
-        watched: `at_exit` was called.
+        watched: pid of the process in which `at_exit` was called; a forked child is another one.
         has_begun: init() was successful once.
         stuck: a thread is left behind in Horovod, or in an operation over all learners.
         failed: learners known here to have failed, or to leave because of a failure.
@@ -135,7 +135,7 @@ class ExitState:
 
     finalizes: bool = False
     hub: Hub | None = None
-    watched: bool = False
+    watched: int = 0
     has_begun: bool = False
     stuck: bool = False
     failed: tuple[int, ...] = ()
@@ -254,9 +254,8 @@ class Teardown:
     def ends_last(self, seconds: float) -> bool:
         """Whether all other learners have ended; the first one that runs waits so long for the others."""
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
-        with contextlib.suppress(
-            *mpi_exceptions()
-        ):  # shutdown() has freed it: others are there too
+        # of a barrier that shutdown() has freed: others are there too
+        with contextlib.suppress(*mpi_exceptions()):
             while last is None and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
                 last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
@@ -334,7 +333,10 @@ def leave_behind(messages: Messages) -> None:
         messages.leave(time.monotonic() + _FLUSH_S)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
-    exit_state.at_end += [over.set, thread.join]  # before MPI or the connections end
+    exit_state.at_end += [
+        over.set,
+        functools.partial(thread.join, _FLUSH_S),
+    ]  # before MPI or the connections end
 
 
 def free(*communicators: Any) -> None:
@@ -417,7 +419,7 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
         shut_down: called first. Bounded; logs what it raises.
         patience_s: longest MPI_Finalize; asked before `shut_down` is called.
     """
-    if exit_state.watched:
+    if exit_state.watched == os.getpid():
         return
     leave = functools.partial(_leave, os.getpid(), shut_down, patience_s)
     if multiprocessing.parent_process() is None:
@@ -425,7 +427,7 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
         _note_exits()
     else:
         util.Finalize(None, _leave_as_child, (leave,), exitpriority=_LAST_FINALIZER)
-    exit_state.watched = True
+    exit_state.watched = os.getpid()
 
 
 def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
