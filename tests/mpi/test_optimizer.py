@@ -34,7 +34,7 @@ Facts = dict[str, Any]
 
 def launch(np: int, program: str, *args: str, **env: str) -> Result:
     """Run one of the programs; its seed is printed, and SEED=n repeats a run."""
-    result = run_learners(np, PROGRAMS / program, args=args, env=env, timeout=100)
+    result = run_learners(np, PROGRAMS / program, args=args, env=env, timeout=200)
     print(program, "seed 7 (SEED=n chooses another)", result.stderr)
     return result.checked()
 
