@@ -274,6 +274,11 @@ class Averaging:
                 "get their own values back after it. Leave the block before backward(), step(), "
                 "average_model or averaging_paused."
             )
+        if self.mates.is_away:
+            raise WorldError(
+                "join() was not completed on this learner, because it raised: its super learner counts it as "
+                "without data, and does not wait for it. Save the model, and start the job again."
+            )
         if self.world.collectives.joining and not also_before_joining:
             raise NotInitializedError(
                 "this super learner has not joined the job yet: call hvd.admit(model, optimizer) before "

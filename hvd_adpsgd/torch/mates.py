@@ -62,6 +62,11 @@ class Mates:
         """Note that this learner makes no more steps until all learners have called join()."""
         self._mine[_JOINED] = self.sets + 1
 
+    @property
+    def is_away(self) -> bool:
+        """Whether this learner has called join(), and not all learners have."""
+        return bool(self._mine[_JOINED])
+
     def returns(self, sets: int) -> None:
         """All learners have called join(): this one goes on with set number `sets`."""
         self.sets, self._asked = sets, 0

@@ -81,7 +81,8 @@ def _require_asynchronous(averaging: Averaging) -> None:
 def _begin(averaging: Averaging) -> None:
     """The last step is made: apply the corrections that may be read, then tell the other learners."""
     averaging.absorb()
-    averaging.mates.joins()  # before horovod.join: the next all-reduce shows it to all
+    if averaging.world.inner_size > 1:
+        averaging.mates.joins()  # before horovod.join: the next all-reduce shows it to all
 
 
 @torch.no_grad()

@@ -57,3 +57,4 @@ def test_another_operation_while_others_join_is_an_error_on_all() -> None:
     assert [facts.get("error") for facts in said] == ["CollectiveMismatchError"] * 4
     for facts in said:
         assert "learner 0 is in join, learner 3 in barrier" in facts["text"]
+    assert [facts["later"] for facts in said] == ["WorldError"] * 3 + [None]
