@@ -95,7 +95,7 @@ class Connections:
         self._incarnation = secrets.randbits(64)
         self._addresses: list[_Address | None] = []
         self._listener: socket.socket | None = None
-        self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._unproven: dict[asyncio.Task[Any], None] = {}  # oldest first
         self._dialing: dict[int, asyncio.Task[None]] = {}  # by peer
         self._dialed: dict[int, float] = {}  # when it got its last connection
         self._ready = threading.Event()
@@ -236,9 +236,10 @@ class Connections:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
-                    self._unproven.pop(
-                        asyncio.current_task(), None
-                    )  # strangers know no incarnations
+                    if (
+                        task := asyncio.current_task()
+                    ) is not None:  # strangers know no incarnations
+                        self._unproven.pop(task, None)
                     reply = hello.reply(self._secret)
                     await loop.sock_sendall(connection, reply)
                     hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))

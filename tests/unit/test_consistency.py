@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd import PROTOCOL, __version__
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import LaunchError, ModelMismatchError
 from hvd_adpsgd.runtime import bootstrap
+from hvd_adpsgd.torch.averaging import _with_chunks_for
 from hvd_adpsgd.torch.consistency import require_same
 
 
@@ -97,3 +100,10 @@ def test_two_versions_refuse_each_other_by_name(monkeypatch: pytest.MonkeyPatch)
     assert f"learner 2 runs hvd_adpsgd 0.9.9 (protocol 7), learner 0 runs {mine}." in str(
         raised.value
     )
+
+
+def test_chunks_above_the_default_size_are_bounded_by_the_model() -> None:
+    small, large = (TensorSpec("w", (mib << 18,), "float32") for mib in (1, 256))
+    assert _with_chunks_for(Config(chunk_kib=65536), [small]).chunk_kib == Config.chunk_kib
+    assert _with_chunks_for(Config(chunk_kib=65536), [large]).chunk_kib == 32 * 1024
+    assert _with_chunks_for(Config(chunk_kib=64), [large]).chunk_kib == 64
