@@ -23,12 +23,12 @@ WEIGHT = 0.5
 class Member:
     """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, elements: int = ELEMENTS):
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
         self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
         self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 64, 1e6, 1e6)
-        self.model = Shown(np.full(ELEMENTS, float(rank)))
+        self.model = Shown(np.full(elements, float(rank)))
         part = self.model.memory.layout.parts[0]
         self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
         schedule = np.array([1 - rank], np.int32)

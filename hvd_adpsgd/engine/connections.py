@@ -272,7 +272,10 @@ class Connections:
                 if peer not in self._dialing:
                     task = asyncio.create_task(self._dial(peer))
                     self._dialing[peer] = task
-                    task.add_done_callback(lambda _, peer=peer: self._dialing.pop(peer))
+                    task.add_done_callback(functools.partial(self._end_dial, peer))
+
+    def _end_dial(self, peer: int, _: asyncio.Task[None]) -> None:
+        del self._dialing[peer]
 
     async def _dial(self, peer: int) -> None:
         """Open a connection, with attempts until the peer refuses, or cannot be reached for too long."""
