@@ -129,6 +129,7 @@ class _Coming:
 
 _failures: dict[int, int] = {}  # by super_rank
 _said: set[str] = set()  # warnings
+_left: set[int] = set()  # super learners that have left, and are not replaced yet
 _joined: set[int] = set()  # in the call before: whether they live is not known yet
 
 
@@ -203,11 +204,13 @@ def _require_whole(world: World) -> None:
 def _start_one(here: Reception, world: World, awaited: dict[int, int], patience_s: float) -> None:
     """Start the first replacement that this learner is to start; each host has one learner that does."""
     living = world.collectives.ranks
-    missing = [i for i in lost(world.groups, living) if i not in awaited]
+    gone = lost(world.groups, living)
+    _left.intersection_update(gone)
+    _left.update(i for i in gone if world.membership.have_left(world.groups[i]))
+    missing = [i for i in gone if i not in awaited]
     if not missing:
         return
-    left = [i for i in missing if world.membership.have_left(world.groups[i])]
-    if is_minority(world.placements, world.groups, living, left):
+    if is_minority(world.placements, world.groups, living, _left):
         _say_once(
             world,
             f"super learners {missing} are not replaced: the network may be cut, and the {len(living)} "

@@ -46,6 +46,45 @@ def test_a_newcomer_from_another_host_makes_two_three(tmp_path: Path, by_ssh: bo
     require_grown(sorted(facts(said), key=lambda one: one["rank"]), [3], 3)
 
 
+LISTENS = """
+import time
+from hvd_adpsgd.runtime.door import Door
+kept = []
+def enter(newcomer):
+    kept.append(newcomer)
+    print("conversation", newcomer.hear(None), flush=True)
+door = Door("0.0.0.0", bytes(32), enter, 2.0)
+print("port", door.port, flush=True)
+time.sleep(120)
+"""
+WAITS = """
+import sys
+from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.runtime.door import knock
+job = knock(sys.argv[1], bytes(32), 2.0)
+job.tell("open")
+try:
+    job.hear(None)
+except PeerFailedError as error:
+    print("ended", error, flush=True)
+"""
+
+
+def test_a_newcomer_whose_host_is_cut_off_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Its connection is not closed: the system asks the other host whether it is there."""
+    log = tmp_path / "log"
+    with Cluster(2) as cluster, open(log, "a") as file:
+        out = {"env": environment({}), "stdout": file, "stderr": subprocess.STDOUT}
+        with cluster.started([sys.executable, "-c", LISTENS], **out) as job:
+            port = printed(r"port (\d+)", log, job)
+            command = [sys.executable, "-c", WAITS, f"node1:{port}"]
+            with cluster.started(command, host="node2", **out) as newcomer:
+                printed(r"(conversation open)", log, job)
+                cluster.cut("node2")
+                assert newcomer.wait(TIMEOUT_S) == 0, log.read_text()
+                assert "is lost: [Errno 110]" in log.read_text()
+
+
 def printed(pattern: str, log: Path, job: subprocess.Popen[bytes]) -> str:
     """What the pattern's group finds in the log of a job that runs."""
     ends = time.monotonic() + TIMEOUT_S

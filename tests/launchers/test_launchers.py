@@ -233,6 +233,20 @@ def test_a_minority_stops_where_a_quorum_is_asked_for(
     assert len({f["step"] for f in facts.values()}) == 1, result.report()
 
 
+@pytest.mark.extended
+def test_a_super_learner_is_a_node_of_slurm() -> None:
+    """Also where Slurm has several nodes on one host."""
+    program = """
+        rank = int(os.environ["SLURM_PROCID"])
+        os.environ["SLURM_NODEID"] = str(rank // 2)
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        say(rank=rank, places=[hvd.super_rank(), hvd.super_size(), hvd.local_rank(), hvd.local_size()])
+    """
+    facts = run_learners(4, program, launcher="srun", timeout=120).checked().by_rank()
+    assert [f["places"] for f in facts] == [[0, 2, 0, 2], [0, 2, 1, 2], [1, 2, 0, 2], [1, 2, 1, 2]]
+
+
 @pytest.mark.parametrize("left", [[0, 1], pytest.param([0], marks=pytest.mark.extended)])
 def test_operations_of_a_minority_are_errors_on_all_that_are_left(left: list[int]) -> None:
     """The one that finds the others gone, and each later one; with a majority they go on."""
