@@ -105,7 +105,7 @@ def _of_mpirun(story: Story) -> list[set[int]]:
     """Of the command; an empty set allows any."""
     script, failed = story.script, _failed(story)
     hit = {who for who, is_new in _hit(story) if not is_new}
-    late = {0} if any(_is_late(story, note) for note in _fatal(story)) else set()
+    late = {0} if _may_be_silent(story) else set()
     if not failed:
         return [{FAILED_STATUS} | late if len(hit) == script.n else {0}]
     if len(hit) == script.n:
@@ -123,10 +123,16 @@ def _must_tell(story: Story) -> bool:
     alone = all((who, False) in _hit(story) for who in range(story.script.n))
     fatal, exempt = _fatal(story), ("raise", "leave")
     return (
-        not (alone or story.script.joins)
+        not (alone or story.script.joins or _may_be_silent(story))
         and any(note["kind"] not in exempt for note in fatal)
-        and not any(_is_late(story, note) or note["place"] == "wrap" for note in fatal)
+        and not any(note["place"] == "wrap" for note in fatal)
     )
+
+
+def _may_be_silent(story: Story) -> bool:
+    """Whether the job's status may be 0: nobody could notice, or all took long to end, as a warning says."""
+    late = any(_is_late(story, note) for note in _fatal(story))
+    return late or "the status of the job may not tell" in story.errors
 
 
 def _is_late(story: Story, note: dict[str, Any]) -> bool:
