@@ -14,6 +14,7 @@ from tests.storm.story import Story
 
 FATAL = ("kill", "segfault", "leave", "raise")
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}
+NOT_ENDED = "the status of the job may not tell"  # the library's warning
 OVERLAP = 2.0  # see Interval.off_hull
 WIRE_EPS = 2.0**-5  # of some ten roundings to bfloat16
 
@@ -22,7 +23,7 @@ def judge(story: Story) -> None:
     """Append what is broken."""
     if story.broken and "every run ends" in story.broken[0]:
         return
-    for promise in (_survives, _same_inside, _one_decision, _statuses, _nothing_lost):
+    for promise in (_survives, _ends, _same_inside, _one_decision, _statuses, _nothing_lost):
         story.broken += promise(story)
 
 
@@ -46,6 +47,12 @@ def _survives(story: Story) -> list[str]:
             f"who is missing is replaced, who knocks joins: {present} of {expected} in the end"
         )
     return broken
+
+
+def _ends(story: Story) -> list[str]:
+    """Only one learner waits for the others to end: the first survivor."""
+    waiting = story.errors.count(NOT_ENDED)
+    return [f"every run ends: {waiting} learners wait for each other"] if waiting > 1 else []
 
 
 def _fatal(story: Story) -> list[dict[str, Any]]:
@@ -132,7 +139,7 @@ def _must_tell(story: Story) -> bool:
 def _may_be_silent(story: Story) -> bool:
     """Whether the job's status may be 0: nobody could notice, or all took long to end, as a warning says."""
     late = any(_is_late(story, note) for note in _fatal(story))
-    return late or "the status of the job may not tell" in story.errors
+    return late or NOT_ENDED in story.errors
 
 
 def _is_late(story: Story, note: dict[str, Any]) -> bool:
