@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -70,6 +70,9 @@ model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD 
 
 soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
 	@$(PY) -m examples.studies.soak $(ARGS)
+
+storm: venv  ## the simulator's fault scripts on real processes: is a promise broken? (ten minutes)
+	@$(PY) -m tests.storm $(or $(ARGS),--seeds 0 20)
 
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)

@@ -1,0 +1,1 @@
+"""Fault scripts of the simulator, played on real processes: python -m tests.storm."""
