@@ -54,6 +54,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 _LEARNER_PID = "ADPSGD_LEARNER_PID"  # in the environment of child processes
 
+
 def init(
     config: Config | None = None,
     *,

@@ -162,7 +162,7 @@ CUTS = """
 def test_connections_that_end_between_living_learners_split_no_job(same_host: str) -> None:
     """As a firewall or a NAT ends them: all connections of each learner in turn, many times."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_SAME_HOST": same_host}
-    result = run_learners(3, CUTS, env=env, launcher="srun", timeout=240).checked()
+    result = run_learners(3, CUTS, env=env, launcher="srun").checked()
     for rank, fact in enumerate(result.by_rank()):
         assert fact["cuts"] > 0
         assert fact["failed"] == [] and fact["sum"] == 3.0, result.report()
@@ -243,7 +243,7 @@ def test_a_super_learner_is_a_node_of_slurm() -> None:
         hvd.init()
         say(rank=rank, places=[hvd.super_rank(), hvd.super_size(), hvd.local_rank(), hvd.local_size()])
     """
-    facts = run_learners(4, program, launcher="srun", timeout=120).checked().by_rank()
+    facts = run_learners(4, program, launcher="srun").checked().by_rank()
     assert [f["places"] for f in facts] == [[0, 2, 0, 2], [0, 2, 1, 2], [1, 2, 0, 2], [1, 2, 1, 2]]
 
 
@@ -364,7 +364,7 @@ def test_a_learner_that_does_not_come_is_an_error_on_the_others(launcher: str, w
             say(rank=rank, text=str(error))
     """
     env = {"HVD_ADPSGD_START_TIMEOUT_S": "2"}
-    result = run_learners(3, program, env=env, launcher=launcher, timeout=120).checked()
+    result = run_learners(3, program, env=env, launcher=launcher).checked()
     first, last = (f["text"] for f in result.by_rank())
     assert words in first, result.report()
     assert words in last or "lost the store" in last, result.report()  # learner 0 may have ended

@@ -24,7 +24,7 @@ MADE = (
 @functools.cache
 def by_case() -> dict[str, list[dict[str, Any]]]:
     said: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    result = run_learners(2, PROGRAM, timeout=180).checked()
+    result = run_learners(2, PROGRAM).checked()
     for facts in sorted(result.said, key=lambda facts: facts["rank"]):
         said[facts["case"]].append(facts)
     return said

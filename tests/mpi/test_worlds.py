@@ -277,7 +277,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
         say(rank=rank, refusals=refusals, total=total, mpi=MPI.COMM_WORLD.allreduce(rank))
         hvd.shutdown()
     """
-    result = run_learners(2, program, args=[str(tmp_path)], timeout=90).checked()
+    result = run_learners(2, program, args=[str(tmp_path)]).checked()
     for rank in range(2):
         assert (tmp_path / f"trace.{rank}.json").exists()
         assert '"left"' in (tmp_path / "record" / f"{rank}.jsonl").read_text()
@@ -303,7 +303,7 @@ def test_a_worker_that_imports_the_script_again_is_refused(how: str) -> None:
             end = type(error).__name__
         say(rank=hvd.rank(), end=end, total=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
-    result = run_learners(1, program, args=[how], timeout=120).checked()
+    result = run_learners(1, program, args=[how]).checked()
     (facts,) = result.by_rank()
     assert facts["end"] != 0 and facts["total"] == 1.0, result.report()
     assert result.stderr.count("this is a child process of the learner with pid") == 1
@@ -391,7 +391,7 @@ def test_operations_continue_without_a_learner_that_has_left(
         (folder / str(rank)).touch()
     """
     args = [str(tmp_path), averaging]
-    result = run_learners(3, program, args=args, launcher=launcher, timeout=120).checked()
+    result = run_learners(3, program, args=args, launcher=launcher).checked()
     facts = {f["rank"]: f for f in result.said}
     assert sorted(facts) == [1, 2], result.report()
     for fact in facts.values():
