@@ -523,8 +523,9 @@ def _ends_last() -> bool:
     goodbye = exit_state.goodbye
     if goodbye is None:
         return False
-    # init() fails on all learners alike, and one status must become the job's
-    fails = exit_state.has_begun and script_fails()
+    # init() fails on all learners alike, and one status must become the job's. A survivor of a failed super
+    # learner fails too: the first survivor of the job waits for it, so it must not wait for that one.
+    fails = goodbye.rank in exit_state.failed or (exit_state.has_begun and script_fails())
     passed_over = () if fails else exit_state.failed
     ends = exit_state.ends
     if exit_state.has_failures and not fails:
