@@ -49,6 +49,7 @@ log = logging.getLogger("hvd_adpsgd")
 _HANDSHAKE_S = 5.0  # from the connection to its proof
 _UNPROVEN = 64
 _AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0  # between two attempts to reach a peer
+_TEND_S = 1.0
 _PIPE_S = 0.01  # until the next attempt, when the engine has not read what it was told
 _NO_DESCRIPTOR_S = 0.2  # until the next accept, when the process has no descriptor left
 _FLUSH_S = 0.5  # for what was not sent yet, at the end
@@ -81,6 +82,7 @@ class Connections:
         rank, size: of these.
         config: nics, connections, idle_connection_s, failure_timeout_s.
         kind: what they are, for messages.
+        tend: called once per second on the thread beside the engine's; for a wire without an engine's thread.
 
     Attributes:
         wire: what the engine is handed.
@@ -88,8 +90,15 @@ class Connections:
 
     GATHERS = 2
 
-    def __init__(self, rank: int, size: int, config: Config, kind: str = "super learner"):
-        self._rank, self._kind = rank, kind
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        config: Config,
+        kind: str = "super learner",
+        tend: Callable[[], object] | None = None,
+    ):
+        self._rank, self._kind, self._tend = rank, kind, tend
         self._config = config
         self._secret = b""
         self._incarnation = secrets.randbits(64)
@@ -190,9 +199,16 @@ class Connections:
         accepting = loop.create_task(self._accept())
         loop.add_reader(self._dials_out, self._take_dials)
         self._stop = functools.partial(loop.call_soon_threadsafe, accepting.cancel)
+        tending = loop.create_task(self._keep_tending())
         self._ready.set()
         with contextlib.suppress(asyncio.CancelledError):
             await accepting
+        tending.cancel()
+
+    async def _keep_tending(self) -> None:
+        while self._tend is not None:
+            await asyncio.sleep(_TEND_S)
+            self._tend()
 
     async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
         """Give a proven connection to the engine, or tell it what is known of the peer."""
@@ -274,8 +290,10 @@ class Connections:
                     self._dialing[peer] = task
                     task.add_done_callback(functools.partial(self._end_dial, peer))
 
-    def _end_dial(self, peer: int, _: asyncio.Task[None]) -> None:
-        del self._dialing[peer]
+    def _end_dial(self, peer: int, task: asyncio.Task[None] | None) -> None:
+        """What the engine asks for from now on is another connection."""
+        if self._dialing.get(peer) is task:
+            del self._dialing[peer]
 
     async def _dial(self, peer: int) -> None:
         """Open a connection, with attempts until the peer refuses, or cannot be reached for too long."""
@@ -304,6 +322,7 @@ class Connections:
                     await self._introduce(connection, peer, address)
                 _prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
+                self._end_dial(peer, asyncio.current_task())  # before the engine can ask for another
                 await self._tell(TcpWire.DIALED, peer, connection)
                 return
             except NotAMember as error:
@@ -325,7 +344,8 @@ class Connections:
         await loop.sock_sendall(connection, hello.pack())
         reply = await _read(connection, REPLY_NBYTES)
         await loop.sock_sendall(connection, hello.answer(self._secret, reply))
-        await _read(connection, len(WELCOME))
+        if await _read(connection, len(WELCOME)) != WELCOME:
+            raise ConnectionResetError("the other end closes the connection")
 
     # ---- the end -------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Hub:
         self._inboxes: dict[int, _Inbox] = defaultdict(deque)
         self._made = 0
         self._freed: set[int] = set()
-        self._connections = Connections(rank, size, config, "learner")
+        self._connections = Connections(rank, size, config, "learner", self._tend)
         self._wire = self._connections.wire
         self._connections.meet(gather)
 
@@ -120,6 +120,18 @@ class Hub:
                     self._wire.call(rank)
             self._wire.progress()
             self._note_ended(look=True)
+
+    def _tend(self) -> None:
+        """Between operations: confirm what has come, and repeat what was lost with a connection.
+
+        On the connections' thread, which `close` waits for under the lock.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._wire.progress()
+                self._note_ended(look=True)
+            finally:
+                self._lock.release()
 
     def _note_ended(self, look: bool) -> None:
         while (rank := self._wire.next_failed(look)) != _NOBODY:

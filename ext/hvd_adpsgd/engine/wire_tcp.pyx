@@ -12,12 +12,12 @@ it hands them over through a pipe, and another pipe names the peers to dial.
 
 A connection that ends is not a peer that fails: its sender dials again. The receiver counts the messages that have
 come whole, from the first one on, over all connections, and confirms the count (COUNT). The sender keeps what is not
-confirmed, and repeats it over the next connection, after the count with which the receiver begins it. So each message
-arrives once, in order:
+confirmed, and repeats it over the next connection, after the count for which it asks. So each message arrives once, in
+order:
 
     sender                              receiver
     messages 1, 2, 3  ------------->    1, 2 come whole; the connection ends
-    dials again       ------------->
+    dials, ASK_COUNT  ------------->
                       <-------------    COUNT 2
     message 3         ------------->
 
@@ -634,6 +634,9 @@ cdef ssize_t read_some(Link* link, size_t* wanted) noexcept nogil:
 cdef void read_link(Sockets* s, Link* link) noexcept nogil:
     """Read what has come, to the end of the connection if it has ended."""
     cdef Neighbour* p = &s.peers[link.peer]
+    if p.failed:
+        turn_away(s, link)
+        return
     p.heard = time_of(s)
     if not read_messages(s, link):
         end_link(s, link)
@@ -688,8 +691,6 @@ cdef void take_one(Sockets* s, News* news) noexcept nogil:
         take_refusal(s, p)
     elif news.kind == NEWS_DIALED:
         take_dialed(s, p, news.fd)
-    elif p.failed:
-        turn_away(news.fd)
     else:
         take_accepted(s, p, news)
 
@@ -702,16 +703,20 @@ cdef void take_refusal(Sockets* s, Neighbour* p) noexcept nogil:
         end_link(s, p.out)
 
 
-cdef void turn_away(int fd) noexcept nogil:
-    """A peer that was taken for failed has dialed."""
-    cdef Link link
-    link.fd = fd
-    say(&link, OUT, 0)
-    close(fd)
+cdef void turn_away(Sockets* s, Link* link) noexcept nogil:
+    """A peer that was taken for failed has dialed and sends: it learns so, and what it sends is dropped."""
+    cdef char waste[WASTE]
+    cdef ssize_t n
+    if not link.rested:
+        link.rested = say(link, OUT, 0)
+    n = recv(link.fd, waste, WASTE, MSG_DONTWAIT)
+    if n == 0 or (n < 0 and not is_passing(errno)):
+        detach(s, link)
 
 
 cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
-    """With messages that are not confirmed, its first COUNT says which of them are lost."""
+    """With messages that are not confirmed, its first COUNT, for which it asks, says which of them are lost."""
+    cdef bint asks
     if p.failed or p.out == NULL:
         close(fd)
         return
@@ -719,20 +724,25 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
         epoll_ctl(s.epoll, EPOLL_CTL_DEL, p.out.fd, NULL)
         close(p.out.fd)
     s.dialed += 1
-    p.broken = False
     p.moved = 0                     # a message that was sent in part is sent whole
     p.out.fd = fd
     p.out.moved = p.out.owed_since = 0
     p.out.blocked = False
     p.out.resumes = p.first != p.unsent or p.out.resumes
-    if not watch(s, p.out, EPOLL_CTL_ADD):
+    asks = p.out.resumes or p.broken        # also to learn whether the peer takes this engine for failed
+    p.broken = False
+    if not watch(s, p.out, EPOLL_CTL_ADD) or (asks and not say(p.out, ASK_COUNT, 0)):
         end_link(s, p.out)
     elif p.unsent != NULL:
         send_queue(s, p.out)
 
 
 cdef void take_accepted(Sockets* s, Neighbour* p, News* news) noexcept nogil:
-    """The peer has dropped the connection before. It repeats what has not come whole."""
+    """The peer has dropped the connection before. It repeats what has not come whole.
+
+    Nothing is sent on it before the peer has: the last word of the handshake, which the other thread sends, must come
+    first.
+    """
     cdef Link* link = open_link(s, news.peer, True, news.fd)
     if link == NULL:
         close(news.fd)
@@ -741,10 +751,9 @@ cdef void take_accepted(Sockets* s, Neighbour* p, News* news) noexcept nogil:
         detach(s, p.inn)
     s.accepted += 1
     p.broken = False
+    p.owed = 0
     p.inn = link
-    if watch(s, link, EPOLL_CTL_ADD):
-        confirm(s, link)
-    else:
+    if not watch(s, link, EPOLL_CTL_ADD):
         end_link(s, link)
 
 
