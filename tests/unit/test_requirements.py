@@ -11,6 +11,7 @@ import pytest
 from hvd_adpsgd.__main__ import main
 from hvd_adpsgd.errors import MissingRequirementError
 from hvd_adpsgd.runtime.communicators import load_mpi
+from hvd_adpsgd.runtime.deadline import Deadline
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_horovod_that_does_not_load(monkeypatch):
 def test_no_mpi_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     with pytest.raises(MissingRequirementError, match=r"loads no MPI library.*'hvd_adpsgd\[mpi\]'"):
-        load_mpi()
+        load_mpi(Deadline(60))
 
 
 def test_bench_without_horovod(monkeypatch, tmp_path, capsys):
