@@ -329,8 +329,9 @@ def leave_behind(messages: Messages) -> None:
                 for _ in messages.transport.poll():
                     pass
 
-    with contextlib.suppress(TransportError), mpi_failures("shutdown"):
-        messages.leave(time.monotonic() + _FLUSH_S)
+    if not messages.agreement.excluded:  # else it has failed for its peers, and has not left
+        with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+            messages.leave(time.monotonic() + _FLUSH_S)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
     exit_state.at_end += [

@@ -98,20 +98,19 @@ class Mates:
         others = list(others)
         pause = _SHORTEST_PAUSE_S
         while True:
+            # `elsewhere` first: a learner that is ahead because it has averaged this set is not late afterwards
+            elsewhere = self._elsewhere(others)
             late = (self._rows[:, _COMPLETE] <= self.sets) & (self._rows[:, _JOINED] == 0)
             if not late.any() or are_averaged():
                 return True
-            if any(
-                self._waits_for_this(late, column, mates) for column, mates in self._waits(others)
-            ):
+            if (elsewhere & late).any():
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
-    def _waits(self, others: Iterable[Mates]) -> list[tuple[int, Mates]]:
-        return [(_ASKED, self), *((_COMPLETE, other) for other in others)]
-
-    @staticmethod
-    def _waits_for_this(late: NDArray[np.bool_], column: int, mates: Mates) -> bool:
-        """Whether one of the late learners is ahead of this one in something else."""
-        return bool((mates._rows[late, column] > mates._mine[column]).any())
+    def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
+        """Which learners are ahead of this one in operations, or in the gradients of another optimizer."""
+        ahead: NDArray[np.bool_] = self._rows[:, _ASKED] > self._mine[_ASKED]
+        for other in others:
+            ahead |= other._rows[:, _COMPLETE] > other._mine[_COMPLETE]
+        return ahead

@@ -132,6 +132,19 @@ def test_a_learner_does_not_wait_for_one_that_waits_for_it() -> None:
     assert me.all_submit([], lambda: next(waits)), "it is only late, and not ahead"
 
 
+def test_a_learner_that_averages_meanwhile_is_not_elsewhere() -> None:
+    """Between two reads of the counters it submits, and its average is complete."""
+    me, other = mates()
+    me.submitted()
+
+    def averages_now() -> bool:
+        other.submitted()
+        other.averaged()
+        return False
+
+    assert me.all_submit([], averages_now)
+
+
 def test_a_learner_does_not_wait_for_one_that_waits_with_another_optimizer() -> None:
     me, other = mates()
     mine_too, others_too = mates()

@@ -82,7 +82,8 @@ class Learner:
             self.engine.memory.store.lease(chunk)
         loop = self.engine.loop
         assert loop is not None
-        while True:
+        over = time.monotonic() + DEADLINE_S
+        while time.monotonic() < over:
             self.engine.offer(0)  # credit to ask once more
             ends = time.monotonic() + 0.05
             while time.monotonic() < ends:
