@@ -98,7 +98,7 @@ class Mates:
         others = list(others)
         pause = _SHORTEST_PAUSE_S
         while True:
-            # `elsewhere` first: a learner that is ahead because it has averaged this set is not late afterwards
+            # `elsewhere` first: a learner that is ahead because it has averaged this set is not late then
             elsewhere = self._elsewhere(others)
             late = (self._rows[:, _COMPLETE] <= self.sets) & (self._rows[:, _JOINED] == 0)
             if not late.any() or are_averaged():
