@@ -234,9 +234,8 @@ class Connections:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
-            await asyncio.sleep(
-                0
-            )  # handshakes read what has come: one that names both engines is kept
+            # handshakes read what has come: one that names both engines is kept
+            await asyncio.sleep(0)
             if len(self._unproven) >= _UNPROVEN:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
@@ -252,9 +251,8 @@ class Connections:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
-                    if (
-                        task := asyncio.current_task()
-                    ) is not None:  # strangers know no incarnations
+                    task = asyncio.current_task()
+                    if task is not None:  # strangers know no incarnations
                         self._unproven.pop(task, None)
                     reply = hello.reply(self._secret)
                     await loop.sock_sendall(connection, reply)

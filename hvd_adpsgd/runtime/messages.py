@@ -79,7 +79,7 @@ class Messages:
     Attributes:
         agreement: of all learners of `comm`.
         failed: places believed failed: reported by the transport, or told by a peer; or that have left.
-        left: places that take part in nothing more, though their processes may go on.
+        left: places of learners that have returned from shutdown(); their processes may still run.
     """
 
     def __init__(self, comm: Any):

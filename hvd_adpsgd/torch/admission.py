@@ -320,7 +320,7 @@ def _state_for(
     if newcomer is None:
         return b""
     try:
-        return JoinState(optimizers, state).pack()
+        return pack(JoinState(optimizers, state))
     except Exception as error:  # pickle's, of many kinds
         newcomer.problem = f"the state of the optimizer cannot be pickled ({error})"
         return b""
@@ -434,7 +434,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
         _drop(prepared)
         raise PeerFailedError(
             f"super learner {world.super_rank} was to join, but the others did not meet it: one of them "
-            f"failed, or did not come within {MEETING_S:g} s. They go on."
+            f"failed, or did not come within {MEETING_S:g} s. They continue training."
         )
     _switch(world, *prepared)
     merged = prepared[0]
@@ -457,4 +457,5 @@ def _receive(merged: Merged, model: torch.nn.Module) -> JoinState:
         told.append(state)
         for i, value in zip(share, values, strict=True):
             tensors[i].data.copy_(torch.from_numpy(value))
-    return JoinState.unpack(told[0])
+    made: JoinState = unpack(told[0])
+    return made

@@ -73,17 +73,6 @@ class JoinState:
         self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state
 
-    def pack(self) -> memoryview:
-        """Serialize tensors of any device; `unpack` puts them into host memory."""
-        file = io.BytesIO()
-        torch.save(self, file)
-        return file.getbuffer()
-
-    @staticmethod
-    def unpack(data: bytes) -> JoinState:
-        made: JoinState = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        return made
-
     @torch.no_grad()
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Overwrite optimizers and averagings; the model has its values."""

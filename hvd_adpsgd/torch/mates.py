@@ -68,7 +68,7 @@ class Mates:
         return bool(self._mine[_JOINED])
 
     def returns(self, sets: int) -> None:
-        """All learners have called join(): this one goes on with set number `sets`."""
+        """All learners have called join(): the next set of this one has number `sets`."""
         self.sets, self._asked = sets, 0
         self._mine[:] = sets, 0, sets << 32
 
