@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
+_PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
 _LEVELS = ("THREADS", "THREAD_LEVEL")  # variables of mpi4py: MPI4PY_RC_...
 _missed_heartbeats: bool | None = None
 
@@ -138,7 +139,10 @@ def _not_all_came(call: str, deadline: Deadline) -> LaunchError:
 def _heartbeats() -> Iterator[None]:
     """Inside, MPI is started with its failure detector, whose thread horovodrun has set up.
 
-    The variable does not stay: between hosts MPI_Finalize does not return with the detector, which only this
+    One process observes each other one, and by default its verdict reaches others through the launcher's
+    daemons only, not if the failed one's host is gone: so it is broadcast by MPI.
+
+    The variables do not stay: between hosts MPI_Finalize does not return with the detector, which only this
     library does not wait for, and not other programs that are started here.
     """
     global _missed_heartbeats
@@ -147,13 +151,13 @@ def _heartbeats() -> Iterator[None]:
         _missed_heartbeats = (
             prepared and "mpi4py.MPI" in sys.modules and _library().Is_initialized()
         )
-    if prepared:
-        os.environ[_DETECTOR] = "1"
+    added = {_DETECTOR, _PROPAGATOR} - set(os.environ) if prepared else set()
+    os.environ.update(dict.fromkeys(added, "1"))
     try:
         yield
     finally:
-        if prepared:
-            os.environ.pop(_DETECTOR, None)
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def misses_heartbeats() -> bool:

@@ -42,9 +42,9 @@ TOOLS = {
     "ssh-keygen": "openssh-client",
 }
 MOST = 32  # hosts
-START_S = 30.0  # for one host to answer by ssh
-COMMAND_S = 20.0  # for ip, tc, nsenter, ssh-keygen
-END_S = 10.0  # for the kernel to end a host
+START_S = 60.0  # for one host to answer by ssh
+COMMAND_S = 60.0  # for ip, tc, nsenter, ssh-keygen
+END_S = 60.0  # for the kernel to end a host
 
 # The first program in a host: $1 is the cluster's folder, $2 the host's name, $3 sshd.
 BOOT = """

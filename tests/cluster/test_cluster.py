@@ -21,6 +21,7 @@ if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
+LONGEST_S = 120.0  # of a wait: what hangs ends, no verdict is about it
 COMMAND = [sys.executable, "-m", "tests.cluster"]
 
 
@@ -31,7 +32,7 @@ def pair() -> Iterator[Cluster]:
 
 
 def said(cluster: Cluster, *command: str, host: str = "node1") -> str:
-    done = cluster.run(command, host=host, stdout=subprocess.PIPE, text=True, timeout=30)
+    done = cluster.run(command, host=host, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S)
     assert done.returncode == 0, command
     return done.stdout.strip()
 
@@ -51,7 +52,7 @@ def processes_naming(folder: Path) -> list[int]:
 
 
 def wait_until_gone(folder: Path) -> None:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + LONGEST_S
     while processes_naming(folder):
         assert time.monotonic() < ends, processes_naming(folder)
         time.sleep(0.05)
@@ -85,7 +86,7 @@ def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
         "import signal, time; from tests.cluster.machines import Cluster\n"
         # who starts tests in the background has them ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with Cluster(1) as cluster: print(cluster.folder, flush=True); time.sleep(60)"
+        "with Cluster(1) as cluster: print(cluster.folder, flush=True); time.sleep(1000)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -99,17 +100,17 @@ def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
         folder = Path(process.stdout.readline().strip())
         assert processes_naming(folder)
         process.send_signal(sign)
-        process.wait(30)
+        process.wait(LONGEST_S)
     wait_until_gone(folder)
     if sign is signal.SIGKILL:  # its folder stays until the next `down`
-        subprocess.run([*COMMAND, "down"], cwd=ROOT, env=env, check=True, timeout=60)
+        subprocess.run([*COMMAND, "down"], cwd=ROOT, env=env, check=True, timeout=LONGEST_S)
     assert not folder.exists()
 
 
 def test_a_dead_host_takes_its_processes_along() -> None:
-    with Cluster(2) as cluster, cluster.started(["sleep", "60"], host="node2") as sleeper:
+    with Cluster(2) as cluster, cluster.started(["sleep", "1000"], host="node2") as sleeper:
         cluster.kill("node2")
-        sleeper.wait(10)
+        sleeper.wait(LONGEST_S)
         assert not cluster.alive("node2")
         assert cluster.alive("node1")
         with pytest.raises(ClusterError, match="node2 is dead"):
@@ -132,18 +133,19 @@ def test_a_shaped_link_is_thin(pair: Cluster) -> None:
         assert seconds_to_send(pair) > 3
     finally:
         pair.shape("node2", None)
-    best = min(seconds_to_send(pair) for _ in range(3))
-    assert best < 3, best
+    ends = time.monotonic() + LONGEST_S
+    while seconds_to_send(pair) > 3:  # on a busy machine the first one may be as slow
+        assert time.monotonic() < ends
 
 
 def test_a_cut_link_carries_nothing_until_healed(pair: Cluster) -> None:
     knock = ["ssh", "-o", "ConnectTimeout=2", "node2", "true"]
     pair.cut("node2")
     try:
-        assert pair.run(knock, timeout=30).returncode != 0
+        assert pair.run(knock, timeout=LONGEST_S).returncode != 0
     finally:
         pair.heal("node2")
-    assert pair.run(["ssh", "node2", "true"], timeout=30).returncode == 0
+    assert pair.run(["ssh", "node2", "true"], timeout=LONGEST_S).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_cut_link_carries_nothing_until_healed(pair: Cluster) -> None:
 def test_bad_input_is_one_line(arguments: list[str], match: str) -> None:
     command = [*COMMAND, *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False
     )
     assert done.returncode == 2
     assert match in done.stderr
@@ -192,7 +194,7 @@ def launched(cluster: Cluster, program: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=LONGEST_S,
     )
     assert done.returncode == 0, done.stdout
     return str(done.stdout)

@@ -53,15 +53,15 @@ kept = []
 def enter(newcomer):
     kept.append(newcomer)
     print("conversation", newcomer.hear(None), flush=True)
-door = Door("0.0.0.0", bytes(32), enter, 2.0)
+door = Door("0.0.0.0", bytes(32), enter, 10.0)
 print("port", door.port, flush=True)
-time.sleep(120)
+time.sleep(1000)
 """
 WAITS = """
 import sys
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime.door import knock
-job = knock(sys.argv[1], bytes(32), 2.0)
+job = knock(sys.argv[1], bytes(32), 10.0)
 job.tell("open")
 try:
     job.hear(None)

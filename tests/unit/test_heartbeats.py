@@ -12,6 +12,7 @@ from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.tools.build_horovod import SILENCE
 
 DETECTOR = "OMPI_MCA_mpi_ft_detector"
+PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
 
 
 class Library(SimpleNamespace):
@@ -20,7 +21,7 @@ class Library(SimpleNamespace):
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
 
     def __init__(self, running):
-        super().__init__(running=running, detector=None)
+        super().__init__(running=running, detector=None, propagator=None)
 
     def Is_initialized(self):
         return self.running
@@ -30,6 +31,7 @@ class Library(SimpleNamespace):
 
     def Init_thread(self, _):
         self.running, self.detector = True, communicators.os.environ.get(DETECTOR)
+        self.propagator = communicators.os.environ.get(PROPAGATOR)
 
     def Query_thread(self):
         return self.THREAD_MULTIPLE
@@ -44,13 +46,15 @@ def start(monkeypatch):
         monkeypatch.setattr(communicators, "_missed_heartbeats", None)
         monkeypatch.setattr(communicators, "_library", lambda: library)
         monkeypatch.setitem(sys.modules, "mpi4py.MPI", library)
-        for name in (DETECTOR, f"{DETECTOR}_thread"):
+        for name in (DETECTOR, f"{DETECTOR}_thread", PROPAGATOR):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         communicators.load_mpi(Deadline(60))
         communicators.load_mpi(Deadline(60))
-        assert communicators.os.environ.get(DETECTOR) == variables.get(DETECTOR)
+        for name in (DETECTOR, PROPAGATOR):
+            assert communicators.os.environ.get(name) == variables.get(name)
+        assert library.propagator == variables.get(PROPAGATOR, "1" if library.detector else None)
         return library.detector, communicators.misses_heartbeats()
 
     return load
@@ -71,7 +75,8 @@ def test_without_their_thread_nothing_is_changed(start):
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_who_has_chosen_keeps_the_choice(start, value):
-    assert start(**SILENCE, **{DETECTOR: value}) == (value, False)
+    assert start(**SILENCE, **{DETECTOR: value, PROPAGATOR: value}) == (value, False)
+    assert start(**SILENCE, **{PROPAGATOR: value}) == ("1", False)
 
 
 def test_it_is_noticed_that_mpi_runs_without(start):

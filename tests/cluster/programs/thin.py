@@ -18,7 +18,7 @@ from hvd_adpsgd.torch.averaging import live
 
 LOOK_S = 2.0
 AFTER = 6  # chunks, of 120
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 def main() -> None:
