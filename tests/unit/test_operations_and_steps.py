@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 
-import numpy as np
 import pytest
 
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.runtime import collectives as module
 from hvd_adpsgd.runtime.collectives import Collectives
 from hvd_adpsgd.runtime.membership import Membership
+from tests.silent_network import ABANDON, WAITS, SilentNetwork
 
 ME = 0
 CALLER = ("barrier", "train.py", 31)
 
 
-class Network:
-    """A communicator of three learners over which nothing comes but what a test puts in `arrived`."""
-
-    is_sending = is_busy = False
-
-    def __init__(self):
-        self.failed, self.sent, self.arrived = set(), [], []
-
-    def Get_rank(self):
-        return ME
-
-    def Get_size(self):
-        return 3
-
-    def send(self, place, tag, data):
-        self.sent.append((place, tag % 512, bytes(data)))
-
-    def poll(self):
-        while self.arrived:
-            yield self.arrived.pop(0)
-
-    def pause(self, seconds):
-        pass
-
-    def recycle(self, buffer):
-        pass
-
-    def look_for_failures(self):
-        pass
-
-    def waits(self, place, number, made):
-        """That learner waits in an operation, with these numbers of steps."""
-        message = np.frombuffer(pickle.dumps((CALLER, made)), dtype=np.uint8)
-        self.arrived.append((place, number * 512 + 4, message))
-
-
 @pytest.fixture
 def network():
-    return Network()
+    return SilentNetwork()
 
 
 @pytest.fixture
@@ -78,12 +41,12 @@ def count():
 def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_all(
     collectives, network, made
 ):
-    network.waits(1, 0, (made,))
+    network.arrives_pickled(1, WAITS, (CALLER, (made,)))
     text = rf"learner 1 is in barrier at train.py:31 after {made} steps, and learner 0 waits for its step 5"
     for _ in range(2):  # where the script tries again
         with pytest.raises(CollectiveMismatchError, match=text):
             collectives.require_step(count, 4, [1])
-    left = [(place, pickle.loads(data)) for place, channel, data in network.sent if channel == 1]
+    left = network.sent_on(ABANDON)
     assert [place for place, _ in left] == [1, 2], "once"
     assert {reason[0] for _, reason in left} == {"CollectiveMismatchError"}
     assert collectives.messages.agreement.voted
@@ -100,13 +63,13 @@ def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_
     ],
 )
 def test_other_waits_are_none_of_its_business(collectives, network, place, number, made, why):
-    network.waits(place, number, made)
+    network.arrives_pickled(place, WAITS, (CALLER, made), number)
     collectives.require_step(count, 4, [1])
     assert network.sent == [], why
 
 
 def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(collectives, network):
-    network.waits(1, 0, (3,))
+    network.arrives_pickled(1, WAITS, (CALLER, (3,)))
     number = collectives.turns.take()
     collectives.require_step(count, 4, [1])
     collectives.turns.leave(number)
@@ -115,7 +78,7 @@ def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(co
 
 def test_a_step_that_waits_for_one_that_was_given_up_is_given_up_too(collectives, network):
     reason = ("CollectiveMismatchError", "learner 2 waits", 1)
-    network.arrived.append((1, 1, np.frombuffer(pickle.dumps(reason), dtype=np.uint8)))
+    network.arrives_pickled(1, ABANDON, reason)
     collectives.require_step(count, 4, [2])
     with pytest.raises(CollectiveMismatchError, match="learner 2 waits"):
         collectives.require_step(count, 4, [1, 2])
@@ -129,7 +92,5 @@ def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monke
     with collectives.blocking():
         for _ in range(2):
             collectives.messages.look_around()
-    expected = [(place, 4, (CALLER, (5,))) for place in (1, 2)] if is_step else []
-    assert [
-        (place, channel, pickle.loads(data)) for place, channel, data in network.sent
-    ] == expected
+    expected = [(place, (CALLER, (5,))) for place in (1, 2)] if is_step else []
+    assert network.sent_on(WAITS) == expected and len(network.sent) == len(expected)
