@@ -51,6 +51,10 @@ log = logging.getLogger("hvd_adpsgd")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 _FLUSH_S = 1.0
 _LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
+_PUSHES, _PUSH_S = (
+    20,
+    5e-3,
+)  # calls of MPI until it has opened connections, and the time between two
 _TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
 
 
@@ -348,12 +352,17 @@ class Collectives:
         Raises:
             CollectiveMismatchError: here, and on all learners in the operation.
         """
-        number = self.turns.take()
-        try:
-            is_free = self.turns.wait(number, 0)  # else a thread of this learner is in an operation
-            if is_free and count in self.steps:
+        with self._between() as is_between:
+            if is_between and count in self.steps:
                 self.messages.poll()
                 self._require_step(self.steps.index(count), step, ranks)
+
+    @contextlib.contextmanager
+    def _between(self) -> Iterator[bool]:
+        """Whether no thread of this learner is in an operation; inside, none enters one."""
+        number = self.turns.take()
+        try:
+            yield self.turns.wait(number, 0)
         finally:
             self.turns.leave(number)
 
@@ -383,6 +392,28 @@ class Collectives:
             self._finish_interrupted(time.monotonic() + _TOGETHER_S)
         return error
 
+    # ---- leaving ------------------------------------------------------------------------------
+
+    def say_left(self, ranks: Collection[int]) -> None:
+        """Tell all others that these learners leave in order; on any thread."""
+        self.messages.say_left([place for place, rank in enumerate(self._ranks) if rank in ranks])
+        for _ in range(_PUSHES):  # messages move only while the network is looked at
+            self.ended()
+            time.sleep(_PUSH_S)
+
+    def look_for_departures(self) -> None:
+        """Take in which learners have left in order, unless an operation does."""
+        with self._between() as is_between:
+            if is_between:
+                self.messages.poll()
+                self._note_left()
+
+    def _note_left(self) -> set[int]:
+        """The learners that have left in order."""
+        left = {self._ranks[place] for place in self.messages.left}
+        self._membership.note_left(left)
+        return left
+
     # ---- attempts -----------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
@@ -397,7 +428,7 @@ class Collectives:
             self._require_quorum(call.kind)
             outcome = _Outcome[T]()
             number = self._attempt(call, caller, operation, outcome)
-            decision = self.messages.decision(number)
+            decision = self._decision(number)
             assert decision is not None
             has_fewer = self._continue_without(decision, call.kind)
             if decision.flag & COMPLETE == 0:
@@ -412,6 +443,14 @@ class Collectives:
                 raise TransportError(
                     f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
                 )
+
+    def _decision(self, number: int, ends: float | None = None) -> Decision | None:
+        """See Messages.decision."""
+        try:
+            return self.messages.decision(number, ends)
+        except LearnerFailedError:
+            preemption.hold()  # after SIGTERM, of which its peers know
+            raise
 
     def _require_quorum(self, doing: str) -> None:
         """After a decision that counts out others: all that it leaves raise alike."""
@@ -477,7 +516,7 @@ class Collectives:
         """An operation that a signal or a step ended here may have no decision yet; waits for it."""
         core = self.messages.agreement
         if core.voted:
-            decision = self.messages.decision(core.number, ends)
+            decision = self._decision(core.number, ends)
             self._sharing.forget()
             if decision is not None:
                 self._continue_without(decision, "an interrupted operation")
@@ -503,9 +542,7 @@ class Collectives:
             return False
         preemption.hold()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
-        left = {self._ranks[place] for place in self.messages.left}
-        self._membership.note_left(left)
-        self._membership.mates_ended(set(gone) - left)
+        self._membership.mates_ended(set(gone) - self._note_left())
         self._membership.look()
         if self._rank == self.ranks[0]:
             self._tell_of(gone, doing)

@@ -19,6 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_adpsgd.engine.agreement import Agreement, Decision
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
 from hvd_adpsgd.runtime.mpi_transport import (
@@ -74,7 +76,8 @@ class Messages:
     Attributes:
         agreement: of all learners of `comm`.
         failed: places believed failed: reported by the transport, or told by a peer; or that have left.
-        left: places of learners that have returned from shutdown(); their processes may still run.
+        left: places of learners that leave in order: they have returned from shutdown(), or their super
+            learner was sent SIGTERM. Their processes may still run.
         abandoned: attempts that peers have left, by number: (class name, text, rank) of the error, or None.
         waiting: by place the number of the attempt in which that learner waits, and what it has sent with it.
         at_wait: called while this learner waits and nothing arrives.
@@ -169,8 +172,9 @@ class Messages:
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
         elif channel == _LEAVES:
-            self.left.add(source)
-            self.believe_failed({source})
+            leaving = set(np.frombuffer(buffer, dtype=np.int32).tolist())
+            self.left |= leaving
+            self.believe_failed(leaving)
         elif channel == _WAITS:
             self.waiting[source] = number, pickle.loads(buffer.tobytes())
         elif channel == _ABANDON and number >= current - 1:
@@ -306,10 +310,16 @@ class Messages:
 
     def leave(self, ends: float) -> None:
         """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
-        for place in range(self.size):
-            if place != self.place:
-                self.send(place, _LEAVES, b"")
+        self.say_left([self.place])
         self.flush(ends=ends)
+
+    def say_left(self, places: Sequence[int]) -> None:
+        """Tell all others that these learners leave; on any thread, also beside an operation."""
+        tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
+        message = np.array(places, dtype=np.int32).tobytes()
+        for place in range(self.size):
+            if place not in places:
+                self.transport.send(place, tag, message)
 
     def close(self, ends: float) -> bool:
         """Receive everything that is on its way here; whether the communicator can be freed.

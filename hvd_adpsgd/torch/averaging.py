@@ -599,7 +599,10 @@ class Averaging:
 
     def _peer_news(self) -> list[tuple[int, PeerState]]:
         """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
-        return self.engine.report() if self.world.is_leader else []
+        news = self.engine.report() if self.world.is_leader else []
+        if any(state is PeerState.FAILED for _, state in news):
+            self.world.collectives.look_for_departures()  # of one that has left without an engine
+        return news
 
     def _say_goodbye(self) -> None:
         """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""

@@ -1,16 +1,18 @@
-"""A step that waits for a peer, and an operation over all learners in which that peer waits."""
+"""Between operations over all learners: steps that peers wait for, and peers that leave."""
 
 from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.runtime import collectives as module
 from hvd_adpsgd.runtime.collectives import Collectives
 from hvd_adpsgd.runtime.membership import Membership
-from tests.silent_network import ABANDON, WAITS, SilentNetwork
+from tests.silent_network import ABANDON, LEAVES, WAITS, SilentNetwork
 
 ME = 0
 CALLER = ("barrier", "train.py", 31)
@@ -94,3 +96,25 @@ def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monke
             collectives.messages.look_around()
     expected = [(place, (CALLER, (5,))) for place in (1, 2)] if is_step else []
     assert network.sent_on(WAITS) == expected and len(network.sent) == len(expected)
+
+
+def test_who_leaves_is_known_before_the_next_operation(collectives, network):
+    """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
+    membership = collectives._membership
+    network.arrives(2, LEAVES, np.array([1, 2], dtype=np.int32).tobytes())
+    number = collectives.turns.take()
+    collectives.look_for_departures()
+    assert membership.states == [PeerState.ALIVE] * 3
+    collectives.turns.leave(number)
+    collectives.look_for_departures()
+    assert membership.states == [PeerState.ALIVE, PeerState.LEFT, PeerState.LEFT]
+    membership.update([(1, PeerState.FAILED)])
+    assert membership.failed_ranks(ended={1, 2}) == ()
+
+
+def test_a_super_learner_says_of_all_its_learners_that_they_leave(
+    collectives, network, monkeypatch
+):
+    monkeypatch.setattr(module, "_PUSHES", 0)
+    collectives.say_left([0, 1])
+    assert network.sent == [(2, LEAVES, np.array([0, 1], dtype=np.int32).tobytes())]
