@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.peers import PeerState
@@ -27,6 +27,9 @@ class StepRounds:
         loop: its engine's thread; None on learners that are not leaders, which do nothing.
         comm_rank: of a super learner in the engine's communicator; NOBODY if it has none.
         check: raises the engine's failure, if there is one.
+
+    Attributes:
+        look: called while a step waits, with the super learners that it waits for, None for all; may raise.
     """
 
     def __init__(
@@ -41,7 +44,8 @@ class StepRounds:
         self._comm_rank = comm_rank
         self._check = check
         self._over: Callable[[float], bool] | None = None  # of the round begun last
-        self._met: dict[int, int] = {}  # exchanges with its peers before that
+        self._met: dict[int, int] = {}  # exchanges with its peers before that, by super_rank
+        self.look: Callable[[Collection[int] | None], object] = lambda peers: None
 
     def begin(self, number: int) -> None:
         """Begin a round of the plan with the models offered last.
@@ -58,14 +62,15 @@ class StepRounds:
         if loop is None or rounds is None:
             return
         if rounds.peers is not None:
-            asked, asker = map(self._comm_rank, rounds.row(number))
-            self._met = {peer: loop.met(peer) for peer in (asked, asker) if peer != NOBODY}
+            ranks = {peer: self._comm_rank(peer) for peer in rounds.row(number)}
+            self._met = {peer: loop.met(rank) for peer, rank in ranks.items() if rank != NOBODY}
             self._over = functools.partial(self._pairs_over, loop)
+            asked = ranks[rounds.row(number)[0]]
             loop.begin_round(number + 1, asked)  # 0 is for gossip without rounds
             return
         if self._plan.width:
             loop.pause(True)
-            self._wait(loop.wait_quiet)
+            self._wait(loop, loop.wait_quiet)
         self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
 
     def finish(self) -> None:
@@ -79,22 +84,32 @@ class StepRounds:
             AdpsgdError: the first fatal failure of the engine.
         """
         over, self._over = self._over, None
-        if over is not None:
-            self._wait(over)
+        if over is not None and self._loop is not None:
+            self._wait(self._loop, over)
 
     def _pairs_over(self, loop: Loop, seconds: float) -> bool:
         """Whether every peer of the round has finished its exchange, left or failed."""
-        finished, states = loop.finished(), loop.peers()
-        if all(loop.met(p) > met or states[p] >= PeerState.LEFT for p, met in self._met.items()):
+        finished = loop.finished()
+        if not self._missing(loop):
             return True
         loop.wait_finished(finished + 1, min(seconds, 0.05))
         return False
 
-    def _wait(self, over: Callable[[float], bool]) -> None:
+    def _missing(self, loop: Loop) -> list[int]:
+        """Peers of the round that have neither finished their exchange, nor left or failed."""
+        states, ranks = loop.peers(), {peer: self._comm_rank(peer) for peer in self._met}
+        return [
+            peer
+            for peer, met in self._met.items()
+            if loop.met(ranks[peer]) <= met and states[ranks[peer]] < PeerState.LEFT
+        ]
+
+    def _wait(self, loop: Loop, over: Callable[[float], bool]) -> None:
         """Wait in slices, so that signals and failures are noticed."""
-        tell = time.monotonic() + _PATIENCE_S
+        tell, in_pairs = time.monotonic() + _PATIENCE_S, self._plan.in_pairs
         while not over(0.1):
             self._check()
+            self.look(self._missing(loop) if in_pairs else None)
             if time.monotonic() > tell:
                 tell = math.inf
                 log.warning(

@@ -100,7 +100,7 @@ class Attempt:
     def look(self) -> None:
         """Take in messages, while this learner waits for others in another way; see `check`."""
         self._messages.poll()
-        self._messages.look_for_failures()
+        self._messages.look_around()
         self.check()
 
     def flush(self) -> None:

@@ -161,8 +161,8 @@ def _log_from(level: str) -> None:
 def _require_whole() -> None:
     if exit_state.stuck:
         raise WorldError(
-            "init() after a shutdown() that had to leave Horovod behind: a learner of this super "
-            "learner had stopped or died, and Horovod still waits for it. Start the process again."
+            f"init(): a thread of this process is left behind in {exit_state.stuck}. init() cannot be called "
+            "again in it. Start the job again."
         )
 
 
@@ -416,7 +416,9 @@ def _finish_operations(world: World, seconds: float) -> bool:
     """Wait for operations over all learners that threads are in, at most so long."""
     finished = world.collectives.finish(seconds)
     if not finished:
-        exit_state.stuck = True
+        exit_state.stuck = (
+            "an operation over all learners, which waits for learners that have not called it"
+        )
         log.warning(
             "an operation over all learners was not complete %g s after shutdown() began: not all learners "
             "have called it. It is left behind.",
@@ -434,7 +436,7 @@ def _stop_horovod(seconds: float) -> bool:
 
     stopped = shutdown.returns(horovod.shutdown, seconds)
     if not stopped:
-        exit_state.stuck = True
+        exit_state.stuck = "Horovod, which waits for a learner that has stopped or died"
         log.warning(
             "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
             "It is left behind.",

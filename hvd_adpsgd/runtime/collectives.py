@@ -12,7 +12,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -50,6 +50,12 @@ log = logging.getLogger("hvd_adpsgd")
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 _FLUSH_S = 1.0
+_LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
+_PUSHES, _PUSH_S = (
+    20,
+    5e-3,
+)  # calls of MPI until it has opened connections, and the time between two
+_TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
 
 
 def wait(request: Any, ends: float | None = None) -> bool:
@@ -161,6 +167,8 @@ class Collectives:
         joining: this is a joining learner that has not joined yet.
         asked: called when an operation is asked for, also one of the super learner.
         before: called before each operation, on the thread that asks for it.
+        steps: of each optimizer whose super learners wait for steps of each other: the thread that makes
+            its steps, and how many it has made. In the same order on all learners.
         turns: of operations; for those that another thread runs later.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
@@ -183,6 +191,7 @@ class Collectives:
         self.on_failure = on_failure
         self.asked: list[Callable[[], object]] = []
         self.before: list[Callable[[], object]] = []
+        self.steps: list[Callable[[], tuple[int, int]]] = []
         self._rank, self._size, self._membership = rank, size, membership
         self.turns = Turns()
         self._quorum = quorum
@@ -190,9 +199,18 @@ class Collectives:
         self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread
+        self._blocked: set[int] = set()  # threads, see `blocking`
+        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation under way
+        self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
+        self._refused: int | None = None  # the attempt that `require_step` has ended
         self._earlier: list[Messages] = []  # with buffers that MPI may still read
-        self.comm, self.messages = comm, Messages(plain)
+        self.comm, self.messages = comm, self._over(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining
+
+    def _over(self, plain: Any) -> Messages:
+        messages = Messages(plain)
+        messages.at_wait = self._tell_late
+        return messages
 
     def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
         """Use these communicators, which include a super learner that has joined.
@@ -206,7 +224,8 @@ class Collectives:
         self._size = size or self._size
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
-        self.comm, self.messages = comm, Messages(plain)
+        self.comm, self.messages = comm, self._over(plain)
+        self._told = self._refused = None
         self._sharing.forget()
         self.ranks, self._ranks, self.joining = ranks, ranks, False
 
@@ -258,8 +277,9 @@ class Collectives:
         )
         with counted(call.kind) as caller:
             self.prepare()
-            with self.turns.turn():
+            with self.blocking(), self.turns.turn():
                 self._inside = threading.get_ident()
+                self._caller, self._late = caller, time.monotonic() + _LATE_S
                 try:
                     return self._run(call, caller, operation)
                 finally:
@@ -292,6 +312,108 @@ class Collectives:
         )
         return [told[rank] for rank in self.ranks]
 
+    # ---- operations and steps -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Inside, this thread makes no step before the operation under way is over."""
+        self._blocked.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._blocked.discard(threading.get_ident())
+
+    def _tell_late(self) -> None:
+        """Send peers, which may wait for a step of this learner, that it waits in an operation."""
+        if not self.steps or time.monotonic() < self._late:
+            return
+        counts = [count() for count in self.steps]
+        made = tuple(steps if thread in self._blocked else None for thread, steps in counts)
+        told = self.messages.agreement.number, made
+        if told != self._told and any(steps is not None for steps in made):
+            self._told = told
+            self.messages.tell_waiting((tuple(self._caller), made))
+
+    def require_step(
+        self, count: Callable[[], tuple[int, int]], step: int, ranks: Collection[int]
+    ) -> None:
+        """Raise if a learner whose step is awaited here waits in an operation that this one has not entered.
+
+        Each would wait for the other: that one makes no step before the operation is over, and this one
+        enters no operation before that step. An operation of a thread that makes no steps does not count,
+        here or there. A learner that waits for one that raises here raises too. To be called again and again
+        while a step waits.
+
+        Args:
+            count: the entry of `steps` of the optimizer that waits.
+            step: its number; the first is 0.
+            ranks: the learners whose step it waits for.
+
+        Raises:
+            CollectiveMismatchError: here, and on all learners in the operation.
+        """
+        with self._between() as is_between:
+            if is_between and count in self.steps:
+                self.messages.poll()
+                self._require_step(self.steps.index(count), step, ranks)
+
+    @contextlib.contextmanager
+    def _between(self) -> Iterator[bool]:
+        """Whether no thread of this learner is in an operation; inside, none enters one."""
+        number = self.turns.take()
+        try:
+            yield self.turns.wait(number, 0)
+        finally:
+            self.turns.leave(number)
+
+    def _require_step(self, which: int, step: int, ranks: Collection[int]) -> None:
+        core = self.messages.agreement
+        if core.excluded or (core.voted and self._refused != core.number):
+            return
+        error = self.messages.abandoned.get(core.number)
+        if error is not None and error[0] == CollectiveMismatchError.__name__ and error[2] in ranks:
+            raise self._refuse(CollectiveMismatchError(error[1]))
+        for place, (number, (caller, made)) in self.messages.waiting.items():
+            rank = self._ranks[place]
+            if number != core.number or rank not in ranks or len(made) != len(self.steps):
+                continue
+            if made[which] is not None and made[which] <= step:
+                raise self._refuse(_crossed(rank, caller, made[which], self._rank, step))
+
+    def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
+        """The error, with which the operation ends on all learners; this one has not entered it."""
+        core = self.messages.agreement
+        if not core.voted:
+            self._refused = core.number
+            reason = type(error).__name__, str(error), self._rank
+            self.messages.abandon(range(len(self._ranks)), reason)
+            self.messages.vote(0)
+            # they need answers of this one; not for ever: another learner may wait for it elsewhere
+            self._finish_interrupted(time.monotonic() + _TOGETHER_S)
+        return error
+
+    # ---- leaving ------------------------------------------------------------------------------
+
+    def say_left(self, ranks: Collection[int]) -> None:
+        """Tell all others that these learners leave in order; on any thread."""
+        self.messages.say_left([place for place, rank in enumerate(self._ranks) if rank in ranks])
+        for _ in range(_PUSHES):  # messages move only while the network is looked at
+            self.ended()
+            time.sleep(_PUSH_S)
+
+    def look_for_departures(self) -> None:
+        """Take in which learners have left in order, unless an operation does."""
+        with self._between() as is_between:
+            if is_between:
+                self.messages.poll()
+                self._note_left()
+
+    def _note_left(self) -> set[int]:
+        """The learners that have left in order."""
+        left = {self._ranks[place] for place in self.messages.left}
+        self._membership.note_left(left)
+        return left
+
     # ---- attempts -----------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
@@ -306,7 +428,7 @@ class Collectives:
             self._require_quorum(call.kind)
             outcome = _Outcome[T]()
             number = self._attempt(call, caller, operation, outcome)
-            decision = self.messages.decision(number)
+            decision = self._decision(number)
             assert decision is not None
             has_fewer = self._continue_without(decision, call.kind)
             if decision.flag & COMPLETE == 0:
@@ -321,6 +443,14 @@ class Collectives:
                 raise TransportError(
                     f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
                 )
+
+    def _decision(self, number: int, ends: float | None = None) -> Decision | None:
+        """See Messages.decision."""
+        try:
+            return self.messages.decision(number, ends)
+        except LearnerFailedError:
+            preemption.hold()  # after SIGTERM, of which its peers know
+            raise
 
     def _require_quorum(self, doing: str) -> None:
         """After a decision that counts out others: all that it leaves raise alike."""
@@ -382,14 +512,14 @@ class Collectives:
         attempt.abandon(error)
         return self.messages.vote(0)
 
-    def _finish_interrupted(self) -> None:
-        """An operation that a signal ended here has no decision yet."""
+    def _finish_interrupted(self, ends: float | None = None) -> None:
+        """An operation that a signal or a step ended here may have no decision yet; waits for it."""
         core = self.messages.agreement
         if core.voted:
-            decision = self.messages.decision(core.number)
-            assert decision is not None
+            decision = self._decision(core.number, ends)
             self._sharing.forget()
-            self._continue_without(decision, "an interrupted operation")
+            if decision is not None:
+                self._continue_without(decision, "an interrupted operation")
 
     def _foreign(self, doing: str, number: int) -> Exception:
         """The error of another learner."""
@@ -412,9 +542,7 @@ class Collectives:
             return False
         preemption.hold()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
-        left = {self._ranks[place] for place in self.messages.left}
-        self._membership.note_left(left)
-        self._membership.mates_ended(set(gone) - left)
+        self._membership.mates_ended(set(gone) - self._note_left())
         self._membership.look()
         if self._rank == self.ranks[0]:
             self._tell_of(gone, doing)
@@ -478,6 +606,19 @@ class _Outcome(Generic[T]):
 
 
 # ---- what all learners call -----------------------------------------------------------------------
+
+
+def _crossed(
+    rank: int, caller: Sequence[Any], made: int, own: int, step: int
+) -> CollectiveMismatchError:
+    """Learner `rank` is in an operation, and learner `own` waits for its step, of which the first is 0."""
+    operation, file, line = caller
+    return CollectiveMismatchError(
+        f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "
+        f"{file}:{line} after {made} steps, and learner {own} waits for its step {step + 1}. "
+        "With this strategy, make the same number of steps on all super learners before each operation over "
+        "all learners."
+    )
 
 
 def _compare(attempt: Attempt, call: Call, caller: Caller) -> None:

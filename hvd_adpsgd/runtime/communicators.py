@@ -120,11 +120,11 @@ def _start_mpi(deadline: Deadline) -> None:
     try:
         deadline.bounded(start)
     except TimeoutError:
-        exit_state.stuck = True
         raise _not_all_came("MPI_Init", deadline) from None
 
 
 def _not_all_came(call: str, deadline: Deadline) -> LaunchError:
+    exit_state.stuck = f"{call}, which waits for processes of the job that have not come"
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE")
     place = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     return LaunchError(
@@ -206,7 +206,6 @@ def of_learners(mpi: Any, comm: Any, deadline: Deadline) -> Any:
     try:
         everyone = deadline.bounded(lambda: _named_communicator(mpi, comm))
     except TimeoutError:
-        exit_state.stuck = True
         raise _not_all_came("the first operation of all", deadline) from None
     everyone.Set_errhandler(mpi.ERRORS_RETURN)
     return everyone

@@ -62,6 +62,7 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self._minority = np.zeros(1, dtype=np.uint8) if minority is None else minority
+        self._departed: set[int] = set()  # have left in order, with all their engines
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -75,6 +76,7 @@ class Membership:
             step: of the trainer, for the lines.
         """
         final = PeerState.FAILED
+        news = [(i, PeerState.LEFT if i in self._departed else state) for i, state in news]
         news = [(i, state) for i, state in news if self.states[i] is not final or state is final]
         for i, state in news:
             self.states[i] = state
@@ -142,11 +144,12 @@ class Membership:
                 self.states[i] = PeerState.FAILED
 
     def note_left(self, ranks: Collection[int]) -> None:
-        """Learners have returned from shutdown(): mark super learners of which all have, unless failed."""
+        """Learners have left in order: mark super learners of which all have, unless failed."""
         for i, group in enumerate(self._groups):
             if set(ranks).issuperset(group) and self.states[i] is not PeerState.FAILED:
                 self.states[i] = PeerState.LEFT
                 self._left[i] = True
+                self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
         """Processes have exited: mark this super learner if one was its own; engines report on peers."""
@@ -163,15 +166,16 @@ class Membership:
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = False
+        self._departed.clear()
         self._minority[0] = False
         self._told.clear()
 
     def rejoin(self) -> None:
         """An engine was stopped while training continues: a super learner that left it may be alive."""
-        self.states = [
-            PeerState.ALIVE if state is PeerState.LEFT else state for state in self.states
-        ]
-        self._left[:] = False
+        for i, state in enumerate(self.states):
+            if state is PeerState.LEFT and i not in self._departed:
+                self.states[i] = PeerState.ALIVE
+                self._left[i] = False
 
     @property
     def own_failed(self) -> bool:

@@ -19,6 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_adpsgd.engine.agreement import Agreement, Decision
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
 from hvd_adpsgd.runtime.mpi_transport import (
@@ -43,13 +45,8 @@ _SPAN, CHANNELS = (
     2**13,
     2**9,
 )  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
-_AGREEMENT, _ABANDON, _LAST, _LEAVES, FIRST_PHASE = (
-    0,
-    1,
-    2,
-    3,
-    4,
-)  # channels; each collective of an attempt has one
+# channels; each collective of an attempt has one
+_AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
 FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
 _PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
@@ -79,7 +76,11 @@ class Messages:
     Attributes:
         agreement: of all learners of `comm`.
         failed: places believed failed: reported by the transport, or told by a peer; or that have left.
-        left: places of learners that have returned from shutdown(); their processes may still run.
+        left: places of learners that leave in order: they have returned from shutdown(), or their super
+            learner was sent SIGTERM. Their processes may still run.
+        abandoned: attempts that peers have left, by number: (class name, text, rank) of the error, or None.
+        waiting: by place the number of the attempt in which that learner waits, and what it has sent with it.
+        at_wait: called while this learner waits and nothing arrives.
     """
 
     def __init__(self, comm: Any):
@@ -89,7 +90,9 @@ class Messages:
         self.agreement = Agreement(self.size, self.place, direct=self.size <= FEW)
         self.failed: set[int] = set()
         self.left: set[int] = set()
-        self._abandoned: dict[int, tuple[str, str, int] | None] = {}  # by number
+        self.waiting: dict[int, tuple[int, Any]] = {}
+        self.at_wait: Callable[[], object] = lambda: None
+        self.abandoned: dict[int, tuple[str, str, int] | None] = {}
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
 
     # ---- sending ------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ class Messages:
                 pause = _SHORTEST_PAUSE_S
                 continue
             if pause >= _LONGEST_PAUSE_S:
-                self.look_for_failures()
+                self.look_around()
             is_busy = self.transport.is_busy
             self.transport.pause(min(pause, _BUSY_PAUSE_S) if is_busy else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -169,11 +172,14 @@ class Messages:
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
         elif channel == _LEAVES:
-            self.left.add(source)
-            self.believe_failed({source})
+            leaving = set(np.frombuffer(buffer, dtype=np.int32).tolist())
+            self.left |= leaving
+            self.believe_failed(leaving)
+        elif channel == _WAITS:
+            self.waiting[source] = number, pickle.loads(buffer.tobytes())
         elif channel == _ABANDON and number >= current - 1:
             reason = pickle.loads(buffer.tobytes())
-            self._abandoned[number] = self._abandoned.get(number) or reason
+            self.abandoned[number] = self.abandoned.get(number) or reason
         elif channel >= FIRST_PHASE and number >= current:
             self._inbox[number, channel, source].append(buffer)
 
@@ -199,8 +205,8 @@ class Messages:
         current = self.agreement.number
         for key in [k for k in self._inbox if k[1] != _LAST and k[0] < current]:
             del self._inbox[key]
-        for number in [k for k in self._abandoned if k < current - 1]:
-            del self._abandoned[number]
+        for number in [k for k in self.abandoned if k < current - 1]:
+            del self.abandoned[number]
 
     def _relay(self) -> None:
         """Send the decision on: a peer may still wait for it, and the coordinator may have failed.
@@ -220,6 +226,11 @@ class Messages:
         self.transport.recycle(buffer)
 
     # ---- failures -----------------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """Nothing has arrived for a while."""
+        self.look_for_failures()
+        self.at_wait()
 
     def look_for_failures(self) -> None:
         """Ask the transport which processes have failed."""
@@ -242,8 +253,8 @@ class Messages:
 
     def check(self, number: int) -> None:
         """Raise AttemptAbandonedError if a peer has left this attempt."""
-        if number in self._abandoned:
-            raise AttemptAbandonedError(self._abandoned[number], is_told=True)
+        if number in self.abandoned:
+            raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
         """Tell these peers that this learner leaves the attempt under way, which they then leave too."""
@@ -252,12 +263,19 @@ class Messages:
             if place != self.place:
                 self.send(place, _ABANDON, message)
 
+    def tell_waiting(self, facts: Any) -> None:
+        """Send all peers that this learner waits in the attempt under way, with these facts."""
+        message = pickle.dumps(facts)
+        for place in range(self.size):
+            if place != self.place:
+                self.send(place, _WAITS, message)
+
     def reason(self, number: int) -> tuple[str, str, int] | None:
         """The error for which a peer has left an attempt; waits a moment for its message."""
         self.wait(
-            lambda: self._abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
+            lambda: self.abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
         )
-        return self._abandoned.get(number)
+        return self.abandoned.get(number)
 
     def take(self, number: int, channel: int, place: int) -> Bytes | None:
         """The next message of this kind, if it is here."""
@@ -292,10 +310,16 @@ class Messages:
 
     def leave(self, ends: float) -> None:
         """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
-        for place in range(self.size):
-            if place != self.place:
-                self.send(place, _LEAVES, b"")
+        self.say_left([self.place])
         self.flush(ends=ends)
+
+    def say_left(self, places: Sequence[int]) -> None:
+        """Tell all others that these learners leave; on any thread, also beside an operation."""
+        tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
+        message = np.array(places, dtype=np.int32).tobytes()
+        for place in range(self.size):
+            if place not in places:
+                self.transport.send(place, tag, message)
 
     def close(self, ends: float) -> bool:
         """Receive everything that is on its way here; whether the communicator can be freed.

@@ -3,7 +3,8 @@
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        ASKED in memory that the super learner shares
     the same thread of its mates        sees ASKED within LOOK_S
-    leader                              engines finish their exchanges and say goodbye; then SAID
+    leader                              learners in operations over all of them are told; engines finish their
+                                        exchanges and say goodbye; then SAID
     all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
@@ -51,6 +52,7 @@ class Departure:
         is_leader: this learner is its leader.
         flags: bytes that its learners share, 0 at first.
         is_alone: whether no other super learner trains.
+        tell_learners: tells all other learners, so that their operations continue without this super learner.
         ends_last: whether all other learners of the job end within so many seconds; False at once on others
             than the first.
     """
@@ -63,10 +65,12 @@ class Departure:
         is_leader: bool,
         flags: NDArray[np.uint8],
         is_alone: Callable[[], bool],
+        tell_learners: Callable[[], object],
         ends_last: Callable[[float], bool],
     ):
         self._name, self._is_leader, self._flags = name, is_leader, flags
         self._is_alone, self._ends_last = is_alone, ends_last
+        self._tell_learners = tell_learners
         self._last_acts: list[Callable[[], object]] = []
 
     def at_leave(self, act: Callable[[], object]) -> None:
@@ -104,6 +108,8 @@ class Departure:
         _end(shutdown.FAILED_STATUS if self._ends_last(LAST_S) else 0)
 
     def _act(self) -> None:
+        if self._is_leader:
+            self._last_acts.append(self._tell_learners)
         while self._last_acts:
             act = self._last_acts.pop()
             try:

@@ -121,7 +121,7 @@ class ExitState:
         hub: the connections of this process, where MPI does not join the processes.
         watched: pid of the process in which `at_exit` was called; a forked child is another one.
         has_begun: init() was successful once.
-        stuck: a thread is left behind in Horovod, or in an operation over all learners.
+        stuck: in what a thread of this process is left behind, and what it waits for; "" if none is.
         failed: learners known here to have failed, or to leave because of a failure.
         has_failures: whether any learner has, known here or to another learner.
         goodbye: the barrier that the last shutdown, or init(), did not complete; None if it did.
@@ -137,7 +137,7 @@ class ExitState:
     hub: Hub | None = None
     watched: int = 0
     has_begun: bool = False
-    stuck: bool = False
+    stuck: str = ""
     failed: tuple[int, ...] = ()
     has_failures: bool = False
     goodbye: ShutdownBarrier | None = None

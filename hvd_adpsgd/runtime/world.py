@@ -155,6 +155,23 @@ class World:
         teardown = Teardown(
             ShutdownBarrier(comms.goodbye, ranks), membership, groups[super_rank], done
         )
+        collectives = Collectives(
+            comms.all,
+            comms.plain,
+            rank,
+            ranks,
+            len(placements),
+            membership,
+            config.on_failure,
+            joining,
+            shares=config.same_host == "memory",
+            quorum=config.quorum,
+        )
+
+        def tell_learners() -> None:
+            if not teardown.has_begun:  # else they know, or its communicator may be freed
+                collectives.say_left(groups[super_rank])
+
         name = f"{super_rank} ({names[super_rank]})"
         return cls(
             config=config,
@@ -176,21 +193,15 @@ class World:
             inner_size=len(groups[super_rank]),
             hostname=mine.hostname,
             membership=membership,
-            collectives=Collectives(
-                comms.all,
-                comms.plain,
-                rank,
-                ranks,
-                len(placements),
-                membership,
-                config.on_failure,
-                joining,
-                shares=config.same_host == "memory",
-                quorum=config.quorum,
-            ),
+            collectives=collectives,
             teardown=teardown,
             departure=Departure(
-                name, is_leader, departure, lambda: membership.is_alone, teardown.ends_last
+                name,
+                is_leader,
+                departure,
+                lambda: membership.is_alone,
+                tell_learners,
+                teardown.ends_last,
             ),
             shards=shards_of(config, groups),
         )

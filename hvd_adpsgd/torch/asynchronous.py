@@ -44,8 +44,8 @@ __all__ = [
 class Handle:
     """An operation that was asked for; see `synchronize`."""
 
-    def __init__(self, caller: Caller):
-        self.caller = caller
+    def __init__(self, caller: Caller, collectives: Collectives):
+        self.caller, self.collectives = caller, collectives
         self.over = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -60,7 +60,8 @@ def synchronize(handle: Any) -> Any:
     if not isinstance(handle, Handle):
         return horovod.synchronize(handle)
     began = time.monotonic()
-    handle.over.wait()
+    with handle.collectives.blocking():
+        handle.over.wait()
     waited(handle.caller, time.monotonic() - began)
     if handle.error is not None:
         raise handle.error
@@ -222,7 +223,7 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
         collectives.prepare()  # here: it may change the model, which is this thread's
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
         with _starting:  # the order of the numbers is that of the queue
-            handle, number = Handle(caller), collectives.turns.take()
+            handle, number = Handle(caller, collectives), collectives.turns.take()
             if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True

@@ -6,7 +6,8 @@ import atexit
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import (
+    CollectiveMismatchError,
     ModelMismatchError,
     NonFiniteModelError,
     NotInitializedError,
@@ -37,7 +39,7 @@ from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
 from hvd_adpsgd.torch.cores import engine_cores, pass_threads
 from hvd_adpsgd.torch.mates import Mates
-from hvd_adpsgd.torch.node import in_node, node_failures, wrapping_failures
+from hvd_adpsgd.torch.node import horovods, in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.torch.round_accounting import Steps
 from hvd_adpsgd.torch.shard_staging import ShardStaging
@@ -111,6 +113,8 @@ class Averaging:
         )
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
+        self._thread = threading.get_ident()  # that makes the steps
+        self._begun = 0  # the step whose round was begun last
         self._staging: ShardStaging | None = None  # of parameters on devices
         self._averages_gradients = spec.strategy.averages == "gradients"
         averaged = self.rule.averaged() + spec.buffers
@@ -139,6 +143,7 @@ class Averaging:
         world.collectives.asked.append(self.mates.asks)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
+            world.collectives.steps.append(self.made)
         _live.append(self)
 
     def make_engine(
@@ -183,6 +188,7 @@ class Averaging:
             shards=self.shards,
             cores=engine_cores(),
         )
+        engine.rounds.look = self._require_step
         node = wrapping_failures(self.world, self.spec.config.deadline_s)
         with node, mpi_failures("averaging"):
             for specs in self.specs if memory is None else ():
@@ -308,6 +314,7 @@ class Averaging:
             groups: the optimizer's param_groups.
         """
         self.require_running()
+        self._thread = threading.get_ident()
         self.engine.check()
         require_known(self.trained, groups)
         if (
@@ -418,6 +425,7 @@ class Averaging:
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return
+        self._begun = self.step
         self.engine.rounds.begin(self.step // rounds.period)
         if rounds.order != AFTER:
             return
@@ -426,6 +434,23 @@ class Averaging:
         self.rule.after_round()
         self.absorb()
         self.engine.resume()
+
+    def made(self) -> tuple[int, int]:
+        """The thread that makes the steps, and how many were made; see Collectives.steps."""
+        return self._thread, self.step
+
+    def _require_step(self, peers: Collection[int] | None) -> None:
+        """While a round waits for these super learners, None for all: see Collectives.require_step."""
+        groups = self.world.groups
+        leaders = [groups[peer][0] for peer in (range(len(groups)) if peers is None else peers)]
+        try:
+            self.world.collectives.require_step(self.made, self._begun, leaders)
+        except CollectiveMismatchError as error:
+            if (
+                self.world.inner_size > 1
+            ):  # its mates wait for it in Horovod, until this process ends
+                self.world.collectives.leave(str(error))
+            raise horovods(CollectiveMismatchError)(*error.args) from None
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -562,6 +587,7 @@ class Averaging:
         world = self.world
         _remove(world.collectives.asked, self.mates.asks)
         _remove(world.collectives.before, self.catch_up)
+        _remove(world.collectives.steps, self.made)
         world.teardown.forget(self.stop)
         world.departure.forget(self._say_goodbye)
         _remove(world.membership.sources, self._peer_news)
@@ -577,7 +603,10 @@ class Averaging:
 
     def _peer_news(self) -> list[tuple[int, PeerState]]:
         """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
-        return self.engine.report() if self.world.is_leader else []
+        news = self.engine.report() if self.world.is_leader else []
+        if any(state is PeerState.FAILED for _, state in news):
+            self.world.collectives.look_for_departures()  # of one that has left without an engine
+        return news
 
     def _say_goodbye(self) -> None:
         """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""

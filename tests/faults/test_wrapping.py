@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 
@@ -98,7 +99,8 @@ GOES_ON = """
 
     def ends(memory, tensors):
         if rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), int(sys.argv[1]))
+            time.sleep(60)
         return extend(memory, tensors)
 
     def told(call):
@@ -119,7 +121,7 @@ GOES_ON = """
 def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> None:
     """After the error its operations raise, and are not compared with those of the others."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
-    said = run_learners(4, GOES_ON, env=env).by_rank()
+    said = run_learners(4, GOES_ON, args=[str(int(signal.SIGKILL))], env=env).by_rank()
     assert [facts["rank"] for facts in said] == [0, 1, 2], said
     mate = said.pop()
     for seen in (mate["wrapped"], mate["averaged"]):
@@ -127,3 +129,19 @@ def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> Non
     for facts in said:
         assert facts["wrapped"] is None and facts["averaged"] is None, facts
         assert facts["failed"] == [2, 3], facts
+
+
+def test_a_super_learner_that_is_preempted_while_wrapping_has_left() -> None:
+    """It has no engine yet that could say goodbye to its peers."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LOG_LEVEL": "info"}
+    result = run_learners(4, GOES_ON, args=[str(int(signal.SIGTERM))], env=env)
+    # without MPI's launcher the status is that of the first process that ended
+    assert result.returncode in (0, 128 + signal.SIGTERM), result.report()
+    said = result.by_rank()
+    assert [facts["rank"] for facts in said] == [0, 1], result.report()
+    for facts in said:
+        assert facts["wrapped"] is None and facts["averaged"] is None, result.report()
+        assert facts["failed"] == [], result.report()
+    for words in ("has failed", "are gone", "Traceback"):
+        assert words not in result.stderr, result.report()
+    assert "learners [2, 3] have left" in result.stderr, result.report()

@@ -362,12 +362,20 @@ def test_a_learner_that_does_not_come_is_an_error_on_the_others(launcher: str, w
             hvd.init()
         except hvd_adpsgd.LaunchError as error:
             say(rank=rank, text=str(error))
+        if "OMPI_COMM_WORLD_RANK" in os.environ:
+            try:
+                hvd.init()
+            except hvd_adpsgd.WorldError as error:
+                say(rank=rank, again=str(error))
     """
     env = {"HVD_ADPSGD_START_TIMEOUT_S": "2"}
     result = run_learners(3, program, env=env, launcher=launcher).checked()
     first, last = (f["text"] for f in result.by_rank())
     assert words in first, result.report()
     assert words in last or "lost the store" in last, result.report()  # learner 0 may have ended
+    for facts in result.by_rank() if launcher == "mpirun" else ():
+        assert "left behind in MPI_Init, which waits for processes of the job" in facts["again"]
+        assert "Start the job again." in facts["again"]
 
 
 @pytest.mark.extended

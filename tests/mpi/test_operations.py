@@ -95,6 +95,39 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
     assert len(lines) <= 10, result.report()
 
 
+@pytest.mark.extended
+def test_a_leader_whose_step_ends_an_operation_takes_part_in_no_other() -> None:
+    """Its mate waits for it in Horovod, and could not come."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                             named_parameters=model.named_parameters())
+        told = []
+        for act in (lambda: train(3 if hvd.super_rank() == 1 else 6), hvd.barrier):
+            try:
+                act()
+            except Exception as error:
+                told.append(type(error).__name__)
+        say(rank=hvd.rank(), told=told)
+    """
+    train = """
+        def train(steps):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_AVERAGING": "delay_by_one"}
+    said = run_learners(4, textwrap.dedent(train) + textwrap.dedent(program), env=env).by_rank()
+    assert said[0]["told"] == ["CollectiveMismatchError", "LearnerFailedError"], said
+    assert said[1]["told"] == ["LearnerFailedError", "LearnerFailedError"], said
+    for facts in said[2:]:
+        assert facts["told"] == ["CollectiveMismatchError"], said
+
+
 def _program(more: str) -> str:
     return textwrap.dedent(OPERATIONS) + textwrap.dedent(more)
 

@@ -584,6 +584,22 @@ def test_pairs_go_on_without_the_one_that_left(spec: str) -> None:
     assert not [facts for facts in said if "error" in facts or not facts["finite"]]
 
 
+@pytest.mark.parametrize(
+    ("spec", "operation"),
+    [
+        ("delay_by_one", "allreduce_async"),
+        ("synchronous_gossip:order=atc+random_pairs", "allreduce"),
+    ],
+)
+def test_an_operation_after_fewer_steps_is_an_error_of_all(spec: str, operation: str) -> None:
+    """Learner 0 waits in it for the others, which wait for its fourth step."""
+    for rank, facts in enumerate(uneven()[f"{spec}, then an operation"]):
+        assert facts["error"] == "CollectiveMismatchError", facts
+        assert f"learner 0 is in {operation} at " in facts["text"], facts
+        assert "uneven.py" in facts["text"] and " after 3 steps, and learner " in facts["text"]
+        assert facts["steps"] in ((3,) if rank == 0 else range(3, 12)), facts
+
+
 def test_who_ends_early_is_waited_for_and_left_behind() -> None:
     """The process of learner 0 ends: from then on the mean is that of the others."""
     result = run_learners(3, UNEVEN, args=["delay_by_one"], env=ALONE).checked()

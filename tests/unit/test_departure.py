@@ -22,7 +22,10 @@ START = """
     flags = np.zeros(preemption.Departure.FLAGS, dtype=np.uint8)
     done = threading.Event()  # all that is to be done
     def departure(is_leader=True, last=False):
-        made = preemption.Departure("0 (here)", is_leader, flags, lambda: False, lambda seconds: last)
+        made = preemption.Departure(
+            "0 (here)", is_leader, flags, lambda: False, lambda: print("told", flush=True),
+            lambda seconds: last,
+        )
         made.at_leave(done.set)
         made.at_leave(lambda: print("first", flush=True))
         made.at_leave(lambda: print("last", flush=True))
@@ -68,7 +71,11 @@ def rest(process: subprocess.Popen) -> list[str]:
 def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status):
     process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
     os.kill(pid, signal.SIGTERM)
-    assert rest(process) == ["last", "first"]  # in reverse order, also after one that raises
+    assert rest(process) == [
+        "told",
+        "last",
+        "first",
+    ]  # in reverse order, also after one that raises
     assert process.returncode == status
     said = process.stderr.read()
     assert said.count("super learner 0 (here) leaves") == 1
@@ -137,5 +144,5 @@ def test_the_first_process_of_a_container_ends_too(start):
         "preemption.watch(departure()); print(os.getpid(), flush=True); os.kill(1, 15); wait_here()",
         *unshare,
     )
-    assert rest(process) == ["1", "last", "first"]
+    assert rest(process) == ["1", "told", "last", "first"]
     assert process.returncode == 128 + signal.SIGTERM

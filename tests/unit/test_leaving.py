@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.engine.agreement import Agreement
+from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.runtime.messages import COMPLETE, Messages
 from hvd_adpsgd.runtime.shutdown import _is_last
+from tests.silent_network import AGREEMENT, LEAVES, SilentNetwork
 
 
 @pytest.mark.parametrize(
@@ -162,3 +166,38 @@ shutdown.at_exit(lambda: None, lambda: 1.0)
 """
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert said.stdout.split() == ["True", "False", "False"], said.stderr
+
+
+def commit_without_the_first() -> bytes:
+    """What the first of three learners is sent by the other two, which have taken it for failed."""
+    core, other = peers = [Agreement(3, i, direct=True) for i in (1, 2)]
+    for peer in peers:
+        peer.failed(0)
+        peer.vote(COMPLETE)
+    while not (commit := core.last_commit()):
+        for place, message in core.take_outgoing():
+            if place == 2:
+                other.receive(1, message)
+        for place, message in other.take_outgoing():
+            if place == 1:
+                core.receive(2, message)
+    return commit
+
+
+@pytest.mark.parametrize("is_excluded", [False, True])
+def test_a_learner_that_its_peers_count_as_failed_does_not_say_that_it_leaves(
+    is_excluded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would count it as one that has left in order, where some have not decided yet."""
+    monkeypatch.setattr(shutdown.exit_state, "at_end", [])
+    network = SilentNetwork()
+    messages = Messages(network)
+    if is_excluded:
+        network.arrives(1, AGREEMENT, commit_without_the_first())
+        messages.poll()
+    assert messages.agreement.excluded is is_excluded
+    shutdown.leave_behind(messages)
+    for act in shutdown.exit_state.at_end:
+        act()
+    says = [place for place, channel, _ in network.sent if channel == LEAVES]
+    assert says == ([] if is_excluded else [1, 2])

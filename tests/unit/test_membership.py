@@ -134,6 +134,26 @@ def test_who_left_an_engine_that_is_stopped_may_be_there_still():
     assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
 
 
+def test_the_end_of_a_process_that_has_left_in_order_is_no_failure(lines):
+    """Not that of a super learner which has left an engine alone."""
+    membership = made(k=2)
+    membership.update([(1, LEFT)])
+    membership.note_left([4, 5, 6])
+    lines()
+    membership.update([(1, FAILED), (2, FAILED), (3, FAILED)])
+    assert membership.states == [ALIVE, FAILED, LEFT, FAILED]
+    assert [line.split()[2:6] for _, line in lines()] == [
+        ["1", "(node1)", "has", "failed."],
+        ["2", "(node2)", "has", "left."],
+        ["3", "(node3)", "has", "failed."],
+    ]
+    membership.rejoin()
+    assert membership.states[2] is LEFT and membership.failed_ranks(ended={4, 5}) == (2, 3, 6, 7)
+    membership.meet({0, 1, 2, 3})
+    membership.update([(2, FAILED)])
+    assert membership.states[2] is FAILED, "a replacement"
+
+
 def test_the_learners_of_a_super_learner_share_who_has_left():
     """Only the leader is told by the engine; another learner knows whose processes have ended."""
     groups, names = [(0, 1), (2, 3), (4, 5)], ["a", "b", "c"]

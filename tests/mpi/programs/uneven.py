@@ -1,7 +1,7 @@
 """Super learner 0 makes 3 steps and leaves, the others make 12. Argument: whether it ends for good.
 
-Without argument each scheme in turn, and the others catch what they get. With the name of a scheme a
-script that catches nothing.
+Without argument each scheme in turn, and the others catch what they get; then schemes with an operation over
+all learners in place of the end. With the name of a scheme a script that catches nothing.
 """
 
 import sys
@@ -23,13 +23,15 @@ SPECS = (
     "noloco:period=1",
 )
 
+BEFORE_AN_OPERATION = ("delay_by_one", "synchronous_gossip:order=atc+random_pairs")
+
 
 def steps() -> int:
     return 3 if hvd.super_rank() == 0 else 12
 
 
 def train(model: Any, optimizer: Any, done: list[int]) -> None:
-    for step in range(steps()):
+    for step in range(len(done), steps()):
         optimizer.zero_grad()
         model(torch.full((1, 3), float(step))).sum().backward()
         optimizer.step()
@@ -59,6 +61,22 @@ def main() -> None:
             facts = outcome(lambda: train(model, optimizer, done))  # noqa: B023
             finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
         say(case=spec, steps=len(done), finite=finite, **facts)
+    for spec in BEFORE_AN_OPERATION:
+        model, optimizer = wrap(spec)
+        with retired(optimizer):
+            done = []
+
+            def then_all() -> float:
+                train(model, optimizer, done)  # noqa: B023
+                if spec == "delay_by_one":  # noqa: B023
+                    return float(hvd.synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum)))
+                return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+
+            facts = outcome(then_all)
+            if hvd.rank() == 0:  # the mean that the others have begun: their engines wait for it
+                done.pop()
+                train(model, optimizer, done)
+        say(case=f"{spec}, then an operation", steps=len(done), **facts)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""Between operations over all learners: steps that peers wait for, and peers that leave."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.errors import CollectiveMismatchError
+from hvd_adpsgd.runtime import collectives as module
+from hvd_adpsgd.runtime.collectives import Collectives
+from hvd_adpsgd.runtime.membership import Membership
+from tests.silent_network import ABANDON, LEAVES, WAITS, SilentNetwork
+
+ME = 0
+CALLER = ("barrier", "train.py", 31)
+
+
+@pytest.fixture
+def network():
+    return SilentNetwork()
+
+
+@pytest.fixture
+def collectives(network, monkeypatch):
+    """Of one optimizer, whose thread is this one, and which has made five steps."""
+    monkeypatch.setattr(module, "_TOGETHER_S", 0.0)
+    groups = [(0,), (1,), (2,)]
+    made = Collectives(
+        None, network, ME, (0, 1, 2), 3, Membership(groups, ["a", "b", "c"], 0), "continue", False
+    )
+    made.steps.append(count)
+    return made
+
+
+def count():
+    return threading.get_ident(), 5
+
+
+@pytest.mark.parametrize("made", [0, 4])
+def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_all(
+    collectives, network, made
+):
+    network.arrives_pickled(1, WAITS, (CALLER, (made,)))
+    text = rf"learner 1 is in barrier at train.py:31 after {made} steps, and learner 0 waits for its step 5"
+    for _ in range(2):  # where the script tries again
+        with pytest.raises(CollectiveMismatchError, match=text):
+            collectives.require_step(count, 4, [1])
+    left = network.sent_on(ABANDON)
+    assert [place for place, _ in left] == [1, 2], "once"
+    assert {reason[0] for _, reason in left} == {"CollectiveMismatchError"}
+    assert collectives.messages.agreement.voted
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "made", "why"),
+    [
+        (1, 0, (5,), "it has made that step, and its round may still run"),
+        (1, 0, (None,), "another thread is in the operation, and the step may still come"),
+        (1, 1, (3,), "this learner may be in the operation before that one"),
+        (2, 0, (3,), "nothing of it is awaited"),
+        (1, 0, (3, 3), "it averages with other optimizers than this learner"),
+    ],
+)
+def test_other_waits_are_none_of_its_business(collectives, network, place, number, made, why):
+    network.arrives_pickled(place, WAITS, (CALLER, made), number)
+    collectives.require_step(count, 4, [1])
+    assert network.sent == [], why
+
+
+def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(collectives, network):
+    network.arrives_pickled(1, WAITS, (CALLER, (3,)))
+    number = collectives.turns.take()
+    collectives.require_step(count, 4, [1])
+    collectives.turns.leave(number)
+    assert network.sent == []
+
+
+def test_a_step_that_waits_for_one_that_was_given_up_is_given_up_too(collectives, network):
+    reason = ("CollectiveMismatchError", "learner 2 waits", 1)
+    network.arrives_pickled(1, ABANDON, reason)
+    collectives.require_step(count, 4, [2])
+    with pytest.raises(CollectiveMismatchError, match="learner 2 waits"):
+        collectives.require_step(count, 4, [1, 2])
+
+
+@pytest.mark.parametrize("is_step", [True, False])
+def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monkeypatch, is_step):
+    """Nothing, where another thread makes the steps."""
+    collectives.steps[:] = [lambda: (threading.get_ident() if is_step else 0, 5)]
+    collectives._caller = module.Caller(*CALLER)
+    with collectives.blocking():
+        for _ in range(2):
+            collectives.messages.look_around()
+    expected = [(place, (CALLER, (5,))) for place in (1, 2)] if is_step else []
+    assert network.sent_on(WAITS) == expected and len(network.sent) == len(expected)
+
+
+def test_who_leaves_is_known_before_the_next_operation(collectives, network):
+    """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
+    membership = collectives._membership
+    network.arrives(2, LEAVES, np.array([1, 2], dtype=np.int32).tobytes())
+    number = collectives.turns.take()
+    collectives.look_for_departures()
+    assert membership.states == [PeerState.ALIVE] * 3
+    collectives.turns.leave(number)
+    collectives.look_for_departures()
+    assert membership.states == [PeerState.ALIVE, PeerState.LEFT, PeerState.LEFT]
+    membership.update([(1, PeerState.FAILED)])
+    assert membership.failed_ranks(ended={1, 2}) == ()
+
+
+def test_a_super_learner_says_of_all_its_learners_that_they_leave(
+    collectives, network, monkeypatch
+):
+    monkeypatch.setattr(module, "_PUSHES", 0)
+    collectives.say_left([0, 1])
+    assert network.sent == [(2, LEAVES, np.array([0, 1], dtype=np.int32).tobytes())]
