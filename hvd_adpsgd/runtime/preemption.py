@@ -13,7 +13,7 @@ for a learner that has ended. It takes part in nothing: when it next calls this 
 
 A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces this.
 
-SIGTERM to a learner that is in shutdown() is dropped: shutdown() returns in bounded time. Once it has met its peers
+SIGTERM to a learner that is in shutdown() is dropped: that returns in bounded time. Once it has met its peers
 there, it may be in MPI_Finalize, after which a call of MPI by this thread would abort the job.
 """
 
