@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import joining
 from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
@@ -71,6 +74,39 @@ def test_strangers_keep_nobody_out(door: str, entered: queue.Queue[Conversation]
     for stranger in strangers:
         stranger.close()
     assert entered.empty()
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (
+            b"hvd_adpsgd 0.0.7 (protocol 1)",
+            f"the job runs hvd_adpsgd 0.0.7 (protocol 1), this learner hvd_adpsgd {RELEASE}",
+        ),
+        (
+            b"hvd_adpsgd " + b"x" * 60,
+            f"the job runs hvd_adpsgd {53 * 'x'}, this learner hvd_adpsgd {RELEASE}",
+        ),
+        (b"HTTP/1.1 400 Bad Request", "this is no door of hvd_adpsgd"),
+        (b"\xff" * 64, "this is no door of hvd_adpsgd"),
+    ],
+)
+def test_a_door_of_another_release_is_named(says: bytes, told: str) -> None:
+    """With another protocol too: it is the first message, before those that differ."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        knocking = pool.submit(knock, f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(says.ljust(64))
+            with pytest.raises(LaunchError, match=re.escape(told)):
+                knocking.result(60)
+
+
+def test_a_door_tells_its_release_before_it_knows_the_other_one(door: str) -> None:
+    host, port = door.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        said = stranger.recv(64, socket.MSG_WAITALL)
+    assert said == f"hvd_adpsgd {RELEASE}".encode().ljust(64)
 
 
 @pytest.mark.parametrize("doors", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1, [::1]:1"])
