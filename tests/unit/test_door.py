@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import joining
@@ -163,16 +165,57 @@ def test_an_empty_option_is_no_door(
     text: str, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVD_ADPSGD_JOIN", text)
-    assert joining.is_joining() == joins
+    assert joining.is_joining(Config()) == joins
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:1"])
+def test_options_of_a_config_are_the_same(
+    text: str,
+    door: str,
+    entered: queue.Queue[Conversation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A variable comes first: hvd.admit starts the script once more with those of the job's door."""
+    file = tmp_path / "secret"
+    file.write_text(SECRET.hex())
+    file.chmod(0o600)
+    monkeypatch.setattr(joining.exit_state, "hub", None)
+    if text:
+        monkeypatch.setenv("HVD_ADPSGD_JOIN", door)
+        monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
+        config = Config(join=text, join_secret_file="/nowhere")
+    else:
+        config = Config(join=door, join_secret_file=str(file))
+    assert joining.is_joining(config)
+    with ThreadPoolExecutor(1) as pool:
+        learner = pool.submit(joining.JoiningLearner, None, config)
+        job = entered.get(timeout=60)
+        assert len(job.hear(60).placements) == 1
+        job.tell(None)
+        with pytest.raises(SystemExit):
+            learner.result(60)
+    joining.exit_state.hub.close()
+
+
+def test_init_joins_by_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(join="node1:4000")
+
+    def enter(store: object, given: object) -> None:
+        assert given is config
+        raise LaunchError("it joins")
+
+    monkeypatch.setattr(joining, "enter", enter)
+    with pytest.raises(LaunchError, match="it joins"):
+        hvd.init(config=config)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 def test_a_secret_file_that_others_can_read_is_told(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET.hex())
     file.chmod(mode)
-    monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
-    assert joining._secret() == SECRET
+    assert joining._secret(str(file)) == SECRET
     assert ("chmod 600" in caplog.text) == (mode == 0o644)
