@@ -385,8 +385,8 @@ def shut_down() -> None:
     """
     if not worlds.is_initialized():
         return
-    preemption.hold()
     world, seconds = worlds.current(), _leave_deadline_s()
+    world.departure.enter_shutdown()
     finished = _finish_operations(world, seconds)
     worlds.put(None)
     os.environ.pop(_LEARNER_PID, None)
@@ -402,7 +402,7 @@ def shut_down() -> None:
         shutdown.mark(False)
     elif finished:
         shutdown.leave_behind(world.collectives.messages)
-    preemption.watch(None)
+    preemption.unwatch()
     if failures:
         raise failures[0]
 

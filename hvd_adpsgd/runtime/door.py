@@ -1,6 +1,7 @@
 """Where super learners that come later knock: a listener of a learner, and the conversation over it.
 
     newcomer's first learner                 learner with the door
+                                       <-    its release, in a form that all releases read
     proves that it knows the secret   <->    proves the same (engine/handshake)
     Knock                              ->
                                        <-    what the caller answers
@@ -41,6 +42,8 @@ log = logging.getLogger("hvd_adpsgd")
 _HANDSHAKE_S = 5.0
 _FAILURE_S = 60.0  # the default of failure_timeout_s
 _UNPROVEN = 16
+_NAME = "hvd_adpsgd "
+_GREETING_NBYTES = 64
 _FULL_S = 0.2  # until the next accept, when the process has no descriptor or thread left
 _DRIP = 64  # reads of one message, at most
 
@@ -175,6 +178,7 @@ class Door:
         with connection:
             try:
                 connection.settimeout(_HANDSHAKE_S)
+                connection.sendall(greeting(RELEASE))
                 hello = Hello.parse(_read(connection, HELLO_NBYTES))
                 reply = hello.reply(self._secret)
                 connection.sendall(reply)
@@ -224,8 +228,24 @@ def knock(doors: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversat
     )
 
 
+def greeting(release: str) -> bytes:
+    """The first message of a door, _GREETING_NBYTES bytes: the same form in every release."""
+    return f"{_NAME}{release}".encode().ljust(_GREETING_NBYTES)[:_GREETING_NBYTES]
+
+
+def _require_same_release(said: bytes) -> None:
+    """Raise NotAMember unless a door of this release has said so: what follows differs between two."""
+    if said == greeting(RELEASE):
+        return
+    text = said.decode(errors="replace")
+    if not text.startswith(_NAME):
+        raise NotAMember("this is no door of hvd_adpsgd")
+    raise NotAMember(f"the job runs {text.rstrip()}, this learner {_NAME}{RELEASE}")
+
+
 def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conversation:
     with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as connection:
+        _require_same_release(_read(connection, _GREETING_NBYTES))
         hello = Hello.new(0, 0, 0, 0)
         connection.sendall(hello.pack())
         connection.sendall(hello.answer(secret, _read(connection, REPLY_NBYTES)))

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd.config import REPLACES
+from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import bootstrap, communicators, rendezvous
 from hvd_adpsgd.runtime import world as worlds
@@ -51,6 +51,7 @@ class JoiningLearner:
 
     Args:
         store: opens torch's TCPStore, where its learners meet.
+        config: that of init(); its other options are the job's.
 
     Attributes:
         invitation: what the job has told.
@@ -58,9 +59,9 @@ class JoiningLearner:
         secret: of the job; empty but on its first learner.
     """
 
-    def __init__(self, store: Opener | None):
+    def __init__(self, store: Opener | None, config: Config | None = None):
         place = rendezvous.of_environment(os.environ)
-        self._options = communicators.options_of_network()
+        self._options = config or communicators.options_of_network()
         if place is None:
             communicators.require_alone(os.environ)
             exit_state.hub = Hub(0, 1, self._options, lambda value: [value])
@@ -92,8 +93,9 @@ class JoiningLearner:
         return told
 
     def _knock(self, placements: tuple[Placement, ...]) -> Any:
-        self.secret = _secret()
-        self.conversation = knock(os.environ[JOIN], self.secret, self._options.failure_timeout_s)
+        options = self._options
+        self.secret = _secret(os.environ.get(JOIN_SECRET_FILE) or options.join_secret_file or "")
+        self.conversation = knock(doors(options), self.secret, options.failure_timeout_s)
         number = os.environ.get(REPLACES)
         self.conversation.tell(Knock(placements, None if number is None else int(number)))
         return self.conversation.hear(None)
@@ -145,8 +147,7 @@ class JoiningLearner:
         return any(answer is True for answer in world.collectives.gather("admit", said))
 
 
-def _secret() -> bytes:
-    name = os.environ.get(JOIN_SECRET_FILE, "")
+def _secret(name: str) -> bytes:
     try:
         if stat.S_IMODE(os.stat(name).st_mode) & 0o077:
             log.warning(
@@ -198,12 +199,23 @@ def _watch_job() -> None:
 _joining: JoiningLearner | None = None
 
 
-def is_joining() -> bool:
+def doors(config: Config | None) -> str:
+    """Those of the job that this process joins, as host:port, ...; "" if it joins none.
+
+    HVD_ADPSGD_JOIN comes before Config.join: hvd.admit sets it for the super learners that it starts.
+    """
+    told = os.environ.get(JOIN, "").strip()
+    if told.lower() not in ("", "none"):
+        return told
+    return (config and config.join) or ""
+
+
+def is_joining(config: Config | None) -> bool:
     """Whether this process is of a super learner that joins a job which runs."""
-    return os.environ.get(JOIN, "").strip().lower() not in ("", "none")
+    return bool(doors(config))
 
 
-def enter(store: Opener | None) -> World:
+def enter(store: Opener | None, config: Config | None = None) -> World:
     """init() of a newcomer; worlds.current returns its world from now on.
 
     Raises:
@@ -213,7 +225,7 @@ def enter(store: Opener | None) -> World:
     """
     global _joining
     bootstrap.watch_exit()
-    _joining = JoiningLearner(store)
+    _joining = JoiningLearner(store, config)
     return bootstrap.enter(_joining.make_world())
 
 

@@ -13,6 +13,9 @@ The trainer's thread may be anywhere meanwhile: in a long computation, or in Hor
 for a learner that has ended. It takes part in nothing: when it next calls this library, `hold` keeps it.
 
 A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces this.
+
+SIGTERM to a learner that is in shutdown() is dropped: that returns in bounded time. Once it has met its peers
+there, it may be in MPI_Finalize, after which a call of MPI by this thread would abort the job.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.runtime import shutdown, signal_pipe, signals
 
-__all__ = ["Departure", "hold", "watch"]
+__all__ = ["Departure", "hold", "unwatch", "watch"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -42,6 +45,7 @@ SPREAD_S = 0.5  # the goodbye reaches all peers: seen before it, the end of the 
 _FLUSH_S = 0.2
 _HELD_S = 10.0  # the thread of this module has ended the process long before
 _ASKED, _SAID = 0, 1
+_BYTES = 65536  # as many as a pipe holds
 
 
 class Departure:
@@ -72,6 +76,8 @@ class Departure:
         self._is_alone, self._ends_last = is_alone, ends_last
         self._tell_learners = tell_learners
         self._last_acts: list[Callable[[], object]] = []
+        self._turn = threading.Lock()  # SIGTERM and shutdown(): the first one decides
+        self._in_shutdown = False
 
     def at_leave(self, act: Callable[[], object]) -> None:
         """Call `act` before this process ends, in reverse order, on a thread beside the trainer's."""
@@ -86,6 +92,18 @@ class Departure:
     def is_asked(self) -> bool:
         """Whether a learner of this super learner was sent SIGTERM."""
         return bool(self._flags[_ASKED])
+
+    def ask(self) -> None:
+        """SIGTERM to this learner: its super learner leaves, unless this learner is in shutdown()."""
+        with self._turn:
+            if not self._in_shutdown:
+                self._flags[_ASKED] = 1
+
+    def enter_shutdown(self) -> None:
+        """From now on SIGTERM to this learner changes nothing; no return if its super learner leaves."""
+        with self._turn:
+            self._in_shutdown = not self.is_asked
+        hold()
 
     def has_said(self) -> None:
         """The leader's goodbyes are said: its mates do not wait for them."""
@@ -120,21 +138,29 @@ class Departure:
 
 _departure: Departure | None = None  # of the world of this process
 _watched_by = 0  # the process whose thread runs; a forked child is another one
+_reading = -1  # the pipe in which SIGTERM is a byte
+_taking = threading.Lock()  # a byte is of the departure that it was taken for
 
 
 def watch(departure: Departure | None) -> None:
     """From now on SIGTERM makes this super learner leave; None: it ends this process, as by default."""
-    global _departure, _watched_by
+    global _departure, _watched_by, _reading
     if departure is not None and _watched_by != os.getpid():
         reading = signals.hear(signal.SIGTERM, ends=True)
         if reading is None:
             log.debug("SIGTERM has a handler already, or is ignored: it will not make this leave.")
             return
-        _watched_by = os.getpid()
-        threading.Thread(
-            target=_attend, args=(reading,), daemon=True, name="hvd_adpsgd.preemption"
-        ).start()
+        _watched_by, _reading = os.getpid(), reading
+        threading.Thread(target=_attend, daemon=True, name="hvd_adpsgd.preemption").start()
     _departure = departure if _watched_by == os.getpid() else None
+
+
+def unwatch() -> None:
+    """shutdown() is over: what came during it is dropped, and the next SIGTERM ends this process."""
+    with _taking:
+        if _watched_by == os.getpid():
+            _take()
+        watch(None)
 
 
 def hold() -> None:
@@ -145,9 +171,9 @@ def hold() -> None:
         _end()
 
 
-def _attend(reading: int) -> None:
+def _attend() -> None:
     """The thread: waits for the signal, or for a mate that was sent it; then ends the process."""
-    while not _is_due(reading):
+    while not _is_due():
         pass
     departure = _departure
     if departure is None:
@@ -156,10 +182,22 @@ def _attend(reading: int) -> None:
         departure.leave()
 
 
-def _is_due(reading: int) -> bool:
-    heard, _, _ = select.select([reading], [], [], LOOK_S)
-    departure = _departure
-    return bool(heard) or (departure is not None and departure.is_asked)
+def _is_due() -> bool:
+    """Whether to leave, or to end where no world is left; waits for the signal for LOOK_S."""
+    select.select([_reading], [], [], LOOK_S)
+    with _taking:
+        is_signalled, departure = _take(), _departure
+        if departure is None:
+            return is_signalled
+        if is_signalled:
+            departure.ask()
+        return departure.is_asked
+
+
+def _take() -> bool:
+    """Whether SIGTERM came since the last call; with _taking, or the byte may be gone before it is read."""
+    heard, _, _ = select.select([_reading], [], [], 0)
+    return bool(heard and os.read(_reading, _BYTES))
 
 
 def _end(status: int = 0) -> None:

@@ -607,10 +607,12 @@ def mark(working: bool) -> None:
     Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
     """
     name = os.environ.get("ADPSGD_LEARNER")
-    if name is None:
+    if not name:
         return
-    with contextlib.suppress(OSError):  # no room for an empty file: as without the shell
-        if working:
+    with contextlib.suppress(OSError):  # the shell has ended, or has no room: as without it
+        if name.startswith("/proc/"):
+            os.truncate(name, int(working))
+        elif working:  # below the shell of an older build, which looks for a file
             Path(name).touch()
         else:
             Path(name).unlink(missing_ok=True)

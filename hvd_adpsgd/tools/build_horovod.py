@@ -72,13 +72,15 @@ class Change(NamedTuple):
 # Under Open MPI 5 each learner runs below a shell. If the learner exits before hvd.shutdown() (os._exit,
 # exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
 # processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
-# status on (128 + n for signal n). The file named by ADPSGD_LEARNER exists from hvd.init() until the
-# learner has left; see runtime/shutdown.py. The launcher signals both: SIGTERM and SIGUSR1 are for the
-# learner.
+# status on (128 + n for signal n). The file named by ADPSGD_LEARNER has a byte from hvd.init() until the
+# learner has left; see runtime/shutdown.py. It has no name in a folder, so nothing is left of it if the
+# launcher kills both. Without room for it the name is empty. The launcher signals both: SIGTERM and SIGUSR1
+# are for the learner.
 KEEPER = (
-    'trap : TERM USR1 USR2; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '  # of an earlier process
-    'ADPSGD_LEARNER="$f" "$@"; s=$?; '
-    '[ -e "$f" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; rm -f "$f"; kill -9 $$'
+    'trap : TERM USR1 USR2; l=; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '
+    '(set -C; : >"$f") 2>/dev/null && exec 9>"$f" && rm -f "$f" && l=/proc/$$/fd/9; '
+    'ADPSGD_LEARNER="$l" "$@"; s=$?; '
+    '[ -s "$l" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; kill -9 $$'
 )
 
 # Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out). They

@@ -91,7 +91,7 @@ def admit(
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    if world.collectives.joining and joining.is_joining():
+    if world.collectives.joining:
         state = _arrive(world, model, optimizers)
         tell_membership(worlds.current(), joined=True)
         return state

@@ -60,8 +60,8 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
             )
         return
     with bootstrap.undone_on_failure():
-        if joining.is_joining():
-            joining.enter(TcpStore)
+        if joining.is_joining(config):
+            joining.enter(TcpStore, config)
         else:
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
             newcomers.open_door(worlds.current())

@@ -69,16 +69,25 @@ class JoinState:
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], state: bytes):
-        self.optimizers = [optimizer.state_dict() for optimizer in optimizers]
+        self.optimizers = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
         self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state
 
     @torch.no_grad()
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Overwrite optimizers and averagings; the model has its values."""
+        for averaging in live():
+            averaging.step = (
+                0  # its engine is new: exchanges owe nothing to what it has trained before
+            )
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             load_in_place(optimizer, saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
                 checkpoint.load_state(averaging, state)
             averaging.step = step
+
+
+def _without_averaging(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a wrapped optimizer; what its averaging remembers travels once, in `memories`."""
+    return {key: value for key, value in state.items() if key != "averaging"}

@@ -118,6 +118,15 @@ def test_the_first_learner_leaves_and_the_mean_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_in_shutdown_it_changes_nothing(tmp_path: Path, launcher: str) -> None:
+    """All learners send it to themselves there; none of them has left, so all come to MPI_Finalize."""
+    result, _ = run(tmp_path, 3, 1, lambda pids: 0.0, launcher=launcher)
+    require_trained_on(tmp_path, result, [0, 1, 2])
+    assert NOTICE not in result.stderr, result.report()
+
+
+@pytest.mark.extended
 def test_the_last_one_says_that_no_other_trains(tmp_path: Path) -> None:
     def one_by_one(pids: dict[int, int]) -> float:
         preempt(pids, [1])

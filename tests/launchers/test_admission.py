@@ -206,6 +206,8 @@ def test_with_every_kind_of_strategy(launches: Launches, averaging: str, size: i
     told = launches.start_job(size + 1, "srun", "--averaging", averaging, of=size)
     launches.start(1, None, told, "--size", size + 1, "--averaging", averaging)
     require_grown(launches.facts(), [size + 1], size + 1)
+    for warning in ("a state is loaded", "starts anew"):
+        assert warning not in launches.errors(1), launches.errors(1)
 
 
 @pytest.mark.extended

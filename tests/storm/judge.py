@@ -56,8 +56,12 @@ def _ends(story: Story) -> list[str]:
 
 
 def _fatal(story: Story) -> list[dict[str, Any]]:
-    """The faults that ended a learner."""
-    return [note for note in story.of("fault") if note["kind"] in FATAL]
+    """The faults that ended a learner: SIGTERM in shutdown() does not."""
+    return [
+        note
+        for note in story.of("fault")
+        if note["kind"] in FATAL and (note["kind"], note["place"]) != ("leave", "shutdown")
+    ]
 
 
 def _group(note: dict[str, Any]) -> tuple[int, bool]:

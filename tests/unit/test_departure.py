@@ -105,6 +105,40 @@ def test_after_shutdown_the_signal_ends_the_process(start):
     assert process.returncode == -signal.SIGTERM
 
 
+def test_in_shutdown_the_signal_changes_nothing(start):
+    """It comes too late to leave: peers that have met this learner there wait for it in MPI_Finalize."""
+    process, _ = start("""
+        import select
+        preemption.watch(made := departure())
+        made.enter_shutdown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(os.getpid(), flush=True)
+        while select.select([preemption._reading], [], [], 0)[0]:  # until the thread has taken it
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        preemption.unwatch()  # takes this one, if the thread has not
+        print(made.is_asked, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_here()
+    """)
+    assert rest(process)[0] == "False"
+    assert process.returncode == -signal.SIGTERM, "it was sent after shutdown()"
+    assert "leaves" not in process.stderr.read()
+
+
+def test_a_learner_that_was_asked_to_leave_does_not_enter_shutdown(start):
+    process, _ = start("""
+        preemption.watch(made := departure(is_leader=False))
+        flags[0] = 1  # ASKED, by a mate
+        print(os.getpid(), flush=True)
+        made.at_leave(lambda: flags.put(1, 1))  # SAID, before what the others are to do
+        made.enter_shutdown()
+        print("not here", flush=True)
+    """)
+    assert rest(process) == ["last", "first"]
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_a_handler_of_the_script_is_left_alone(start):
     process, _ = start("""
         heard = []

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.runtime import joining
 from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
@@ -73,6 +78,39 @@ def test_strangers_keep_nobody_out(door: str, entered: queue.Queue[Conversation]
     assert entered.empty()
 
 
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        (
+            b"hvd_adpsgd 0.0.7 (protocol 1)",
+            f"the job runs hvd_adpsgd 0.0.7 (protocol 1), this learner hvd_adpsgd {RELEASE}",
+        ),
+        (
+            b"hvd_adpsgd " + b"x" * 60,
+            f"the job runs hvd_adpsgd {53 * 'x'}, this learner hvd_adpsgd {RELEASE}",
+        ),
+        (b"HTTP/1.1 400 Bad Request", "this is no door of hvd_adpsgd"),
+        (b"\xff" * 64, "this is no door of hvd_adpsgd"),
+    ],
+)
+def test_a_door_of_another_release_is_named(says: bytes, told: str) -> None:
+    """With another protocol too: it is the first message, before those that differ."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        knocking = pool.submit(knock, f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(says.ljust(64))
+            with pytest.raises(LaunchError, match=re.escape(told)):
+                knocking.result(60)
+
+
+def test_a_door_tells_its_release_before_it_knows_the_other_one(door: str) -> None:
+    host, port = door.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        said = stranger.recv(64, socket.MSG_WAITALL)
+    assert said == f"hvd_adpsgd {RELEASE}".encode().ljust(64)
+
+
 @pytest.mark.parametrize("doors", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1, [::1]:1"])
 def test_no_door_is_told(doors: str) -> None:
     with pytest.raises(LaunchError, match="cannot be joined"):
@@ -127,16 +165,57 @@ def test_an_empty_option_is_no_door(
     text: str, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVD_ADPSGD_JOIN", text)
-    assert joining.is_joining() == joins
+    assert joining.is_joining(Config()) == joins
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:1"])
+def test_options_of_a_config_are_the_same(
+    text: str,
+    door: str,
+    entered: queue.Queue[Conversation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A variable comes first: hvd.admit starts the script once more with those of the job's door."""
+    file = tmp_path / "secret"
+    file.write_text(SECRET.hex())
+    file.chmod(0o600)
+    monkeypatch.setattr(joining.exit_state, "hub", None)
+    if text:
+        monkeypatch.setenv("HVD_ADPSGD_JOIN", door)
+        monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
+        config = Config(join=text, join_secret_file="/nowhere")
+    else:
+        config = Config(join=door, join_secret_file=str(file))
+    assert joining.is_joining(config)
+    with ThreadPoolExecutor(1) as pool:
+        learner = pool.submit(joining.JoiningLearner, None, config)
+        job = entered.get(timeout=60)
+        assert len(job.hear(60).placements) == 1
+        job.tell(None)
+        with pytest.raises(SystemExit):
+            learner.result(60)
+    joining.exit_state.hub.close()
+
+
+def test_init_joins_by_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(join="node1:4000")
+
+    def enter(store: object, given: object) -> None:
+        assert given is config
+        raise LaunchError("it joins")
+
+    monkeypatch.setattr(joining, "enter", enter)
+    with pytest.raises(LaunchError, match="it joins"):
+        hvd.init(config=config)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 def test_a_secret_file_that_others_can_read_is_told(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET.hex())
     file.chmod(mode)
-    monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
-    assert joining._secret() == SECRET
+    assert joining._secret(str(file)) == SECRET
     assert ("chmod 600" in caplog.text) == (mode == 0o644)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.runtime import shutdown
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -172,19 +173,45 @@ def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says,
 def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, working, expected):
     program = """if True:
         import os, sys
+        from hvd_adpsgd.runtime import shutdown
         status, working, told = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
         assert told == "two words"
-        if working:
-            open(os.environ["ADPSGD_LEARNER"], "w").close()
+        shutdown.mark(True)
+        assert os.listdir(os.environ["TMPDIR"]) == []  # a launcher may kill the shell too
+        if not working:
+            shutdown.mark(False)
         os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
     """
     command = ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     answer = subprocess.run(
         [*command, str(status), str(working), "two words"], env=environment, capture_output=True
     )
     assert answer.returncode == expected, answer.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keeper_without_room_for_a_file_passes_the_status_on(tmp_path):
+    program = 'import os, sys; sys.exit(3 if os.environ["ADPSGD_LEARNER"] == "" else 4)'
+    answer = subprocess.run(
+        ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path / "missing")},
+        capture_output=True,
+    )
+    assert (answer.returncode, answer.stderr) == (3, b"")
+
+
+def test_the_shell_of_an_older_build_finds_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "learner"
+    monkeypatch.setenv("ADPSGD_LEARNER", str(file))
+    shutdown.mark(True)
+    assert file.exists()
+    shutdown.mark(False)
+    assert not file.exists()
 
 
 # --- key -----------------------------------------------------------------------------------------

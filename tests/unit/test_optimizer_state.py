@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
 import torch
 
+from hvd_adpsgd.torch import join_state
 from hvd_adpsgd.torch.join_state import JoinState, pack, unpack
 from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
 from tests.schedulers import MAKE, of_torch, optimizers, trace
@@ -51,6 +53,35 @@ def test_a_load_in_place_fills_tensors_too(how: str) -> None:
     assert same(held(taker), objects)
     assert same(tensors(taker), before)
     assert [t.tolist() for t in tensors(taker)] == [t.tolist() for t in tensors(giver)]
+
+
+def averaging(step: int, value: float) -> Any:
+    """What a join needs of the averaging of an optimizer, with one tensor of the strategy's."""
+    strategy = types.SimpleNamespace(spec=lambda: "periodic_averaging:period=5")
+    held = torch.tensor([value])
+    return types.SimpleNamespace(
+        step=step,
+        pauses=0,
+        restart=False,
+        rule=types.SimpleNamespace(own=False, tensors=lambda: {"momentum": [held]}),
+        plan=types.SimpleNamespace(in_step="all"),
+        spec=types.SimpleNamespace(strategy=strategy),
+        world=types.SimpleNamespace(super_rank=0, super_size=2),
+    )
+
+
+def test_a_join_gives_the_averaging_too_and_warns_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exchanges owe nothing to what a newcomer has trained before: its engine is new."""
+    monkeypatch.setattr(join_state, "live", lambda: [averaging(step=9, value=2.0)])
+    gift = pack(JoinState([used()], b""))
+    taker = averaging(step=3, value=0.0)
+    monkeypatch.setattr(join_state, "live", lambda: [taker])
+    unpack(gift).give([used()])
+    assert (taker.step, taker.restart) == (9, False)
+    assert taker.rule.tensors()["momentum"][0].tolist() == [2.0]
+    assert not caplog.records
 
 
 def test_what_does_not_fit_is_replaced_and_what_is_gone_removed() -> None:

@@ -138,7 +138,11 @@ cdef void cut_off(Posts* p, Post* post) noexcept nogil:
 # ---- strays --------------------------------------------------------------------------------
 
 cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil:
-    """Room for a message that no receive waits for, behind those that are here; NULL without memory."""
+    """Room for a message that no receive waits for, behind those that are here; NULL without memory.
+
+    A weakness that we accept: neither its size nor the number of strays is bounded. Only peers that have proven that they
+    are of the job send, whose pickles are trusted with more, and memory is taken as the bytes come.
+    """
     cdef Stray* stray = <Stray*>malloc(sizeof(Stray) + nbytes)
     if stray == NULL:
         return NULL

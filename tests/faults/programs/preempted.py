@@ -4,13 +4,14 @@ The gradient of a super learner is constant, so its model moves by DRIFT in each
 learner is the child of a process that leaves its status, RANK.status in --folder. A learner leaves RANK.pid
 after some steps and an exchange, and waits before its last steps until the test has left "preempted". It
 leaves RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy, its model with all that is
-owed to it, when it has left.
+owed to it, when it has left. SIGTERM comes to learners inside hvd.shutdown() too, where it changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", -1))  # -1: imported by the test
+# -1: imported by the test
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("SLURM_PROCID", -1)))
 BEGUN, LAST = 5, 50  # steps: the first, and the last ones
 GRADIENT_S = 0.01
 CHUNKS, DRIFT = 8, 0.01
@@ -89,6 +91,9 @@ def main() -> None:
         np.save(args.folder / f"{RANK}.npy", model.detach().numpy())
     failed = hvd.failed_ranks()
     leave(args.folder, "json", steps=args.steps, total=total, failed=failed, heard=len(heard))
+    if not args.handles:
+        stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+        worlds.current().teardown.at_shutdown(stop)  # too late: it changes nothing
     hvd.shutdown()
 
 
