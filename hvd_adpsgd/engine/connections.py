@@ -36,6 +36,7 @@ from hvd_adpsgd.engine.handshake import (
     WELCOME,
     Hello,
     NotAMember,
+    Refused,
 )
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.engine.wire import SystemClock
@@ -259,6 +260,9 @@ class Connections:
                     hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))
             except (NotAMember, OSError, TimeoutError) as error:
                 log.debug("a connection was refused: %s", error)
+                if isinstance(error, Refused):
+                    with contextlib.suppress(OSError):
+                        connection.send(error.pack())
                 return
             with contextlib.suppress(OSError):
                 # the engine must know the connection before the peer can use and end it
@@ -271,9 +275,9 @@ class Connections:
         known = hello.caller < len(self._addresses) and hello.caller != self._rank
         caller = self._addresses[hello.caller] if known else None
         if caller is None or caller.incarnation != hello.caller_incarnation:
-            raise NotAMember("an unknown engine")
+            raise Refused("it does not know this engine")
         if (hello.called, hello.called_incarnation) != (self._rank, self._incarnation):
-            raise NotAMember("meant for another engine")
+            raise Refused("another engine listens there")
         return hello
 
     # ---- dialing -------------------------------------------------------------------------
@@ -350,12 +354,14 @@ class Connections:
     # ---- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send what was not sent yet, for half a second at most, and close all.
+        """Send what was not sent yet, or was lost with a connection, for half a second at most, and close all.
 
         The engine's thread has ended.
         """
         ends = time.monotonic() + _FLUSH_S
-        while self._thread is not None and self.wire.unsent and time.monotonic() < ends:
+        if self._thread is not None:
+            self.wire.progress()  # finds the connections that have ended
+        while self._thread is not None and self.wire.unfinished and time.monotonic() < ends:
             self.wire.progress()
             time.sleep(1e-3)
         if self._thread is not None:

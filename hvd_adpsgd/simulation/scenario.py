@@ -55,7 +55,10 @@ STRATEGIES = (
 )
 _RARE = ("suspect", "join", "break")  # `_with_rare_things` and `_with_connections` draw these
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0  # until a connection that ended is opened: powers of ten; too long
+_DIALED_S, _NEVER_DIALED_S = (
+    (-3.0, 0.3),
+    3.0,
+)  # until a connection that ended is opened: powers of ten; too long
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}

@@ -25,7 +25,9 @@ ENGINE = Path("ext/hvd_adpsgd/engine")
 ADMISSION = (
     "../simulation/admission.pyx"  # of the simulator itself: the library's is Python, with sockets
 )
-STREAMS = "../simulation/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
+STREAMS = (
+    "../simulation/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
+)
 SECONDS_PER_SEED = 60
 
 # Runs in the copy: one line per seed before it begins, so that one that hangs or dies is known.

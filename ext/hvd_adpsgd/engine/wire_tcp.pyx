@@ -787,13 +787,13 @@ cdef void close_sockets(Sockets* s) noexcept nogil:
     bury(s)
 
 
-cdef bint has_unsent(Sockets* s) noexcept nogil:
-    """Whether a message has still to be given to the system, or may have been lost with a connection that has ended."""
+cdef bint has_unsent(Sockets* s, bint lost) noexcept nogil:
+    """Whether a message is not sent; or, with `lost`, is to be sent again because its connection has ended."""
     cdef Link* link = s.links
     cdef Unconfirmed* u
     while link != NULL:
         u = &s.peers[link.peer].outgoing
-        if not link.incoming and (u.unsent != NULL or u.first != NULL and (link.fd < 0 or u.resumes)):
+        if not link.incoming and (u.unsent != NULL or (lost and u.first != NULL and (link.fd < 0 or u.resumes))):
             return True
         link = link.after
     return False
@@ -918,7 +918,12 @@ cdef class TcpWire(AnyWire):
     @property
     def unsent(self):
         """Whether a message has not been handed to the system yet."""
-        return has_unsent(&self.sockets)
+        return has_unsent(&self.sockets, False)
+
+    @property
+    def unfinished(self):
+        """Whether there is such a message, or one to be sent again because its connection has ended."""
+        return has_unsent(&self.sockets, True)
 
     def close(self):
         """Say CLOSE on each connection and close them; transfers under way fail. After the engine's thread has ended."""
