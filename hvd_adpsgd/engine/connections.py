@@ -311,8 +311,10 @@ class Connections:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     connection = await _connect(address)
             except ConnectionRefusedError:
+                # Nobody listens there any more: the process has ended. A host that is only busy drops
+                # what it has no room for, and answers no reset. A firewall that rejects looks the same.
                 await self._tell(TcpWire.REFUSED, peer)
-                return  # nobody listens there any more
+                return
             except (OSError, TimeoutError) as error:
                 log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
                 await asyncio.sleep(pause)
@@ -354,9 +356,9 @@ class Connections:
     # ---- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send what was not sent yet, or was lost with a connection, for half a second at most, and close all.
+        """Send what was not sent yet, for half a second at most, and close all.
 
-        The engine's thread has ended.
+        Also what is sent again because its connection has ended. The engine's thread has ended.
         """
         ends = time.monotonic() + _FLUSH_S
         if self._thread is not None:

@@ -10,8 +10,9 @@ speaks first:
     proof over all of that          ->
                                     <-      WELCOME
 
-A side that cannot be meant by the Hello (it is of another release, or another engine) says so in place of its proof:
-the caller gives up at once. So little is believed without a proof because an engine that lived would have that place.
+A side that the Hello is not meant for (it speaks another version, or is another engine) says so in place of
+its proof, and the caller dials no more. That needs no proof: if the engine that is called lived, it would
+listen there.
 
 A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other.
 Fresh nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.

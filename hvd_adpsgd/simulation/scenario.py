@@ -415,7 +415,7 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
 
 
 def _with_connections(s: Scenario, c: Chance) -> Scenario:
-    """In some jobs connections end: those of a pair, often again as soon as they are open, or of all pairs together."""
+    """In some jobs connections end: of a pair, or of all pairs; often again as soon as they are open."""
     if not c.happens(0.15):
         return s
     until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)

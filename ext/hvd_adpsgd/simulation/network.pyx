@@ -443,8 +443,8 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
-    """When all that is under way from src to dst has arrived."""
-    cdef double last = 0
+    """When all that is under way from src to dst has arrived, with counts of the other stream."""
+    cdef double last = net.streams[dst * net.n + src].counted_at if net.streams != NULL else 0
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
         if m.src == src and not m.lost:

@@ -1,8 +1,9 @@
 """Trains a small model for a while on every learner: arguments FOLDER SECONDS.
 
 Every learner writes FOLDER/RANK.jsonl: about twice a second the time (of time.time, which the hosts of
-one machine share), its steps and exchanges with each super learner; in the end what the living are. One that
-loses its quorum saves its model, and says so.
+one machine share), its steps and exchanges with each super learner; in the end what the living are, and
+how far (`off`) their mean is from where the updates of all have moved it. One that loses its quorum saves
+its model, and says so.
 """
 
 import json
@@ -16,6 +17,8 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 
+RATE = 1e-3
+
 
 def main() -> None:
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
@@ -28,14 +31,17 @@ def main() -> None:
 
         model = torch.nn.Linear(1000, 100)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+            torch.optim.SGD(model.parameters(), lr=RATE), named_parameters=model.named_parameters()
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        expected = model.weight.detach().double()
         ends = time.monotonic() + seconds
         step, told = 0, 0.0
         while time.monotonic() < ends:
             optimizer.zero_grad()
             model(torch.randn(8, 1000)).square().mean().backward()
+            assert model.weight.grad is not None
+            expected -= RATE * model.weight.grad
             try:
                 optimizer.step()
             except hvd_adpsgd.QuorumLostError as error:
@@ -51,7 +57,8 @@ def main() -> None:
                 say(step=step, met=hvd.metrics()["peers"])
         living = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
         hvd.average_model(model)
-        say(step=step, living=living, lost=hvd.failed_ranks(), first=hvd.is_coordinator())
+        off = float((model.weight.detach() - hvd.allreduce(expected)).abs().max())
+        say(step=step, living=living, off=off, lost=hvd.failed_ranks(), first=hvd.is_coordinator())
         hvd.shutdown()
 
 
