@@ -36,6 +36,7 @@ from hvd_adpsgd.engine.handshake import (
     WELCOME,
     Hello,
     NotAMember,
+    Refused,
 )
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.engine.wire import SystemClock
@@ -259,6 +260,9 @@ class Connections:
                     hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))
             except (NotAMember, OSError, TimeoutError) as error:
                 log.debug("a connection was refused: %s", error)
+                if isinstance(error, Refused):
+                    with contextlib.suppress(OSError):
+                        connection.send(error.pack())
                 return
             with contextlib.suppress(OSError):
                 # the engine must know the connection before the peer can use and end it
@@ -271,9 +275,9 @@ class Connections:
         known = hello.caller < len(self._addresses) and hello.caller != self._rank
         caller = self._addresses[hello.caller] if known else None
         if caller is None or caller.incarnation != hello.caller_incarnation:
-            raise NotAMember("an unknown engine")
+            raise Refused("it does not know this engine")
         if (hello.called, hello.called_incarnation) != (self._rank, self._incarnation):
-            raise NotAMember("meant for another engine")
+            raise Refused("another engine listens there")
         return hello
 
     # ---- dialing -------------------------------------------------------------------------
@@ -307,8 +311,10 @@ class Connections:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     connection = await _connect(address)
             except ConnectionRefusedError:
+                # Nobody listens there any more: the process has ended. A host that is only busy drops
+                # what it has no room for, and answers no reset. A firewall that rejects looks the same.
                 await self._tell(TcpWire.REFUSED, peer)
-                return  # nobody listens there any more
+                return
             except (OSError, TimeoutError) as error:
                 log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
                 await asyncio.sleep(pause)
@@ -352,10 +358,12 @@ class Connections:
     def close(self) -> None:
         """Send what was not sent yet, for half a second at most, and close all.
 
-        The engine's thread has ended.
+        Also what is sent again because its connection has ended. The engine's thread has ended.
         """
         ends = time.monotonic() + _FLUSH_S
-        while self._thread is not None and self.wire.unsent and time.monotonic() < ends:
+        if self._thread is not None:
+            self.wire.progress()  # finds the connections that have ended
+        while self._thread is not None and self.wire.unfinished and time.monotonic() < ends:
             self.wire.progress()
             time.sleep(1e-3)
         if self._thread is not None:

@@ -10,6 +10,10 @@ speaks first:
     proof over all of that          ->
                                     <-      WELCOME
 
+A side that the Hello is not meant for (it speaks another version, or is another engine) says so in place of
+its proof, and the caller dials no more. That needs no proof: if the engine that is called lived, it would
+listen there.
+
 A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other.
 Fresh nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.
 """
@@ -33,6 +37,7 @@ __all__ = [
     "WELCOME",
     "Hello",
     "NotAMember",
+    "Refused",
 ]
 
 SECRET_NBYTES = 32
@@ -50,6 +55,14 @@ REPLY_NBYTES = _NONCE_NBYTES + PROOF_NBYTES
 
 class NotAMember(Exception):
     """What the other end sent is not what a member of the job sends."""
+
+
+class Refused(NotAMember):
+    """The Hello is of a member, but not meant for the engine that is called, which answers so."""
+
+    def pack(self) -> bytes:
+        """In place of a reply: REPLY_NBYTES bytes, with the reason."""
+        return (_MAGIC + str(self).encode())[:REPLY_NBYTES].ljust(REPLY_NBYTES, b"\0")
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ class Hello:
         """The message in HELLO_NBYTES bytes.
 
         Raises:
-            NotAMember: if there is none.
+            NotAMember: if there is none. Refused: if it is of another version.
         """
         if len(data) != HELLO_NBYTES:
             raise NotAMember(f"{len(data)} bytes, not {HELLO_NBYTES}")
@@ -89,7 +102,7 @@ class Hello:
         if magic != _MAGIC:
             raise NotAMember("another protocol")
         if version != PROTOCOL:
-            raise NotAMember(f"version {version} of the protocol, not {PROTOCOL}")
+            raise Refused(f"it has version {PROTOCOL} of the protocol, not {version}")
         return cls(*fields)
 
     def pack(self) -> bytes:
@@ -113,8 +126,11 @@ class Hello:
         """The proof of the side that calls, PROOF_NBYTES bytes.
 
         Raises:
-            NotAMember: if the reply does not prove that the called side knows the secret.
+            NotAMember: if the reply does not prove that the called side knows the secret, or refuses.
         """
+        if reply.startswith(_MAGIC):  # no nonce does
+            reason = reply[len(_MAGIC) :].rstrip(b"\0").decode("ascii", "replace")
+            raise NotAMember(f"the called side refuses: {reason!r}")
         nonce, proof = reply[:_NONCE_NBYTES], reply[_NONCE_NBYTES:]
         if not hmac.compare_digest(proof, self._proof(secret, b"accepts", nonce)):
             raise NotAMember("the called side has not the job's secret")

@@ -15,6 +15,7 @@ class Network:
         trace: bool = False,
         room: int = 0,
         late_control: float = 0.0,
+        streams: bool = False,
     ) -> None: ...
     def messages(self) -> list[tuple[float, float, int, int, int, int, int, int]]: ...
 

@@ -53,7 +53,12 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
-_RARE = ("suspect", "join")  # `_with_rare_things` draws these
+_RARE = ("suspect", "join", "break")  # `_with_rare_things` and `_with_connections` draw these
+_WITH_PEER = ("cut", "sever", "suspect", "break")
+_DIALED_S, _NEVER_DIALED_S = (
+    (-3.0, 0.3),
+    3.0,
+)  # until a connection that ended is opened: powers of ten; too long
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}
@@ -99,8 +104,8 @@ class Fault:
         kind: one of FAULTS.
         who: the super learner; of join the number of the newcomer, of a failed super learner or the next one.
             The newcomer's process is the one behind the last super learner.
-        peers: of cut, sever and suspect: the other one; of partition: those on its side.
-        value: of stop, cut, sever and partition: seconds; of slow: how many times slower.
+        peers: of cut, sever, suspect and break: the other one; of partition: those on its side.
+        value: of stop, cut, sever, partition and break: seconds; of slow: how many times slower.
     """
 
     at_s: float
@@ -111,7 +116,7 @@ class Fault:
 
     def arguments(self) -> tuple[Any, ...]:
         """As Job.strike takes them."""
-        if self.kind in ("cut", "sever"):
+        if self.kind in ("cut", "sever", "break"):
             return (self.peers[0], self.value)
         if self.kind == "partition":
             return (self.peers, self.value)
@@ -212,6 +217,11 @@ class Scenario:
         """One for each super learner, and one for a newcomer."""
         return self.size + any(fault.kind == "join" for fault in self.faults)
 
+    @property
+    def streams(self) -> bool:
+        """Whether messages travel over connections, which may end."""
+        return any(fault.kind == "break" for fault in self.faults)
+
     @classmethod
     def random(cls, seed: int) -> Scenario:
         """The scenario of a seed, the same on every machine."""
@@ -248,7 +258,9 @@ class Scenario:
             else (),
             faults=_random_faults(c, n, 1.3 * steps * step_s),
         )
-        return _with_rare_things(drawn, Chance(2**40 + seed))
+        return _with_connections(
+            _with_rare_things(drawn, Chance(2**40 + seed)), Chance(2**41 + seed)
+        )
 
     def to_json(self) -> str:
         """In one line; the inverse of from_json."""
@@ -327,7 +339,7 @@ def _check_fault(where: str, fault: Fault, n: int) -> None:
     in_bounds(where, fault, {"at_s": TIME, "who": (0, n - 1), "value": value}, REPLAYED)
     for peer in fault.peers:
         in_bound(f"{where}: a peer", peer, (0, n - 1), REPLAYED)
-    if fault.kind in ("cut", "sever", "suspect"):
+    if fault.kind in _WITH_PEER:
         in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), REPLAYED)
 
 
@@ -400,6 +412,28 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     elif c.happens(0.1):
         s = _answers_late(s, c)
     return s
+
+
+def _with_connections(s: Scenario, c: Chance) -> Scenario:
+    """In some jobs connections end: of a pair, or of all pairs; often again as soon as they are open."""
+    if not c.happens(0.15):
+        return s
+    until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
+    faults = list(s.faults)
+    for _ in range(c.integer(1, 5)):
+        at_s, who = c.between(0, until_s), c.integer(0, s.size - 1)
+        other = (who + c.integer(1, s.size - 1)) % s.size
+        pairs = [(who, other)]
+        if c.happens(0.2):
+            pairs = [(i, j) for j in range(s.size) for i in range(j)]
+        dialed_s = _NEVER_DIALED_S if c.happens(0.03) else c.magnitude(*_DIALED_S)
+        if c.happens(0.5):
+            dialed_s = min(dialed_s, 10 * s.latency_s)
+        faults += [Fault(at_s, "break", i, (j,), dialed_s) for i, j in pairs]
+        if c.happens(0.5):
+            at_s += dialed_s + 4 * s.latency_s * c.between(0, 1)
+            faults += [Fault(at_s, "break", i, (j,), dialed_s) for i, j in pairs]
+    return dataclasses.replace(s, faults=tuple(faults))
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:
@@ -533,6 +567,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         trace=trace,
         room=n + 1 if s.processes > n else 0,
         late_control=s.late_control,
+        streams=s.streams,
     )
     rounds, tables = rounds_of(s.strategy, n)
     means = None

@@ -108,7 +108,7 @@ def _without(s: Scenario, gone: int) -> Scenario:
 
     faults: list[Fault] = []
     for f in s.faults:
-        if f.who == gone or (f.kind in ("cut", "sever", "suspect") and gone in f.peers):
+        if f.who == gone or (f.kind in ("cut", "sever", "suspect", "break") and gone in f.peers):
             continue
         peers = tuple(now(i) for i in f.peers if i != gone)
         faults.append(dataclasses.replace(f, who=now(f.who), peers=peers))

@@ -4,7 +4,7 @@
     python -m tests.simulation.mutants [NAME ...] --explored      # by which exhaustive exploration?
 
 Each mutant is one replacement in one source of ext/hvd_adpsgd/engine, or in how the simulator lets a
-newcomer in. It is made in a copy of the project,
+newcomer in or opens a connection again. It is made in a copy of the project,
 built there, and run seed by seed until a promise breaks, the process dies, or a seed takes longer than a
 minute.
 """
@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 ENGINE = Path("ext/hvd_adpsgd/engine")
 ADMISSION = (
     "../simulation/admission.pyx"  # of the simulator itself: the library's is Python, with sockets
+)
+STREAMS = (
+    "../simulation/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
 )
 SECONDS_PER_SEED = 60
 
@@ -427,6 +430,44 @@ MUTANTS = (
         ADMISSION,
         "(kind == LOST and not m.joined)",
         "(kind == LOST and not m.is_in and not m.joined)",
+    ),
+    Mutant(
+        "what was lost with a connection is not sent again",
+        "unconfirmed.pyx",
+        "    u.resumes = u.first != u.unsent\n",
+        "    u.resumes = False\n",
+    ),
+    Mutant(
+        "what the peer has is sent again",
+        "unconfirmed.pyx",
+        "    while more > 0:\n",
+        "    while more > 0 and not u.resumes:\n",
+    ),
+    Mutant(
+        "a message that came in part is confirmed",
+        STREAMS,
+        "        m.lost |= m.src == s.src and not m.arrived\n",
+        "        if m.src == s.src and not m.arrived and not m.lost:\n"
+        "            s.received = counted(s.received)\n"
+        "            m.lost = True\n",
+    ),
+    Mutant(
+        "a send is complete before it is confirmed",
+        "unconfirmed.pyx",
+        "    if post.owned:\n        post.status = DONE\n    u.unsent = post.after",
+        "    post.status = DONE\n    u.unsent = post.after",
+    ),
+    Mutant(
+        "new messages are sent before those that were lost",
+        STREAMS,
+        "    if not s.is_open or s.outgoing.resumes:\n",
+        "    if not s.is_open:\n",
+    ),
+    Mutant(
+        "a count of an earlier connection is obeyed",
+        STREAMS,
+        "    if what >> 32 != s.connection or not s.is_open:\n",
+        "    if not s.is_open:\n",
     ),
 )
 

@@ -102,6 +102,7 @@ BAD_FAULTS = [
     {"kind": "nokind"},
     {"kind": "cut"},
     {"kind": "cut", "peers": [9]},
+    {"kind": "break"},
     {"kind": "partition", "peers": [-1]},
     {"at_s": -5},
     {"kind": "stop", "value": 1e12},

@@ -17,6 +17,7 @@ ORDER = (
     "wire",
     "wire_mpi",
     "posts",
+    "unconfirmed",
     "wire_tcp",
     "agreement",
     "butterfly",

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,20 +160,54 @@ class Meeting:
         return gather
 
 
-def test_strangers_close_no_connection_of_an_engine_that_has_said_who_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKE_S", 300.0)
+def met() -> list[Connections]:
+    """Two engines that know each other."""
     meeting = Meeting()
-    a, b = (Connections(rank, 2, Config(wire="tcp")) for rank in (0, 1))
+    both = [Connections(rank, 2, Config(wire="tcp")) for rank in (0, 1)]
     threads = [
         threading.Thread(target=each.meet, args=(meeting.gather_of(rank),))
-        for rank, each in enumerate((a, b))
+        for rank, each in enumerate(both)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
+    return both
+
+
+@pytest.mark.parametrize("changed", ["version", "called"])
+def test_who_is_refused_by_name_dials_no_more(
+    changed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another version of the protocol; or another engine has the port of one that has ended."""
+    a, b = met()
+    with contextlib.ExitStack() as opened:
+        opened.callback(a.close)
+        opened.callback(b.close)
+        if changed == "version":
+            form, parse = handshake._FORM, Hello.parse
+            other = form.pack(handshake._MAGIC, PROTOCOL + 1, 0, 1, 0, 0, bytes(32))
+            monkeypatch.setattr(Hello, "parse", lambda data: parse(other))
+        else:
+            b._incarnation += 1
+        a.wire.call(1)
+        ends = time.monotonic() + 60
+        failed = -1
+        while failed < 0:
+            assert time.monotonic() < ends, "dialed again and again"
+            a.wire.progress()
+            failed = a.wire.next_failed(True)
+            time.sleep(1e-3)
+        assert failed == 1
+    reason = {"version": "version 2 of the protocol, not 3", "called": "another engine listens"}
+    assert "the called side refuses" in caplog.text and reason[changed] in caplog.text
+
+
+def test_strangers_close_no_connection_of_an_engine_that_has_said_who_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 300.0)
+    a, b = met()
     place = a.address, a._addresses[0].port
     with contextlib.ExitStack() as opened:
         opened.callback(a.close)

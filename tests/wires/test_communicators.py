@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine import connections
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.runtime.attempt import Attempt
 from hvd_adpsgd.runtime.messages import AttemptAbandonedError, Messages
@@ -176,6 +180,56 @@ def test_a_busy_learner_is_not_taken_for_ended(hubs: Callable[[int], list[Hub]])
         found += comms[0].poll()
     assert [(tag, bytes(data)) for _, tag, data in found] == [(i, b"%d" % i) for i in range(5)]
     assert made[0].ended == made[1].ended == set()
+
+
+def first_has_come(made: list[Hub]) -> list[Communicator]:
+    """The communicators of two learners, with a connection from learner 0 to learner 1."""
+    comms = [comm for comm in communicators(made, [0, 1]) if comm]
+    comms[0].send(1, 0, b"first")
+    until_sent(comms[0])
+    assert [bytes(data) for _, _, data in until(comms[1])] == [b"first"]
+    return comms
+
+
+def lose(hub: Hub) -> None:
+    """End the connection to this learner, with the bytes that have come and are not read."""
+    port = hub._connections._addresses[hub.rank].port
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.family != socket.AF_UNIX and end.getsockname()[1] == port and end.getpeername():
+                end.settimeout(LONGEST_S)
+                assert end.recv(1 << 16)
+                end.shutdown(socket.SHUT_RDWR)
+                return
+    raise AssertionError("no connection")
+
+
+def test_what_is_lost_between_operations_comes_again(
+    hubs: Callable[[int], list[Hub]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for anything on learner 0: the thread of its connections sends it again."""
+    monkeypatch.setattr(connections, "_TEND_S", 0.05)
+    made = hubs(2)
+    comms = first_has_come(made)
+    with made[1]._lock:  # it reads nothing meanwhile
+        comms[0].send(1, 1, b"second")
+        lose(made[1])
+    assert [bytes(data) for _, _, data in until(comms[1])] == [b"second"]
+    assert made[0].ended == made[1].ended == set()
+
+
+def test_what_is_lost_just_before_the_end_comes_again(
+    hubs: Callable[[int], list[Hub]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_FLUSH_S", LONGEST_S)
+    monkeypatch.setattr(Hub, "_tend", lambda hub: None)  # it comes once per second
+    made = hubs(2)
+    comms = first_has_come(made)
+    with made[1]._lock:  # it reads nothing meanwhile
+        comms[0].send(1, 1, b"last")
+        lose(made[1])
+    _, found = together(made[0].close, lambda: until(comms[1]))
+    assert [bytes(data) for _, _, data in found] == [b"last"]
 
 
 def until_sent(comm: Communicator) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_adpsgd.engine.handshake import HELLO_NBYTES, PROOF_NBYTES, REPLY_NBYTES, Hello
+from hvd_adpsgd.engine.handshake import HELLO_NBYTES, PROOF_NBYTES, REPLY_NBYTES, Hello, NotAMember
 from hvd_adpsgd.engine.peers import PeerState
 
 PROGRAM = Path(__file__).parent / "programs" / "engine.py"
@@ -274,6 +274,9 @@ def test_strangers_are_refused(engines: Callable[..., list[Remote]]) -> None:
     ):
         with socket.create_connection(address) as stranger:  # of another job, or of none
             stranger.sendall(known.pack())
+            reply = stranger.recv(REPLY_NBYTES, socket.MSG_WAITALL)
+            with pytest.raises(NotAMember, match="called side refuses"):
+                known.answer(bytes(32), reply)
             assert _is_closed(stranger)
     with socket.create_connection(
         address

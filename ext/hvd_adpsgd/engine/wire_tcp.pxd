@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from hvd_adpsgd.engine.posts cimport Post, Posts, Stray
+from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyWire, Clock, Wire
 
 cdef struct Head:           # before each message on a connection
@@ -18,7 +19,6 @@ cdef struct Link:           # a connection; messages travel from the side that d
     int peer
     bint incoming
     bint rested             # its sender ended it, and dials again when it has something to send
-    bint resumes            # of an outgoing one: the first COUNT says what is to be sent again
     bint blocked            # epoll tells when the socket takes more
     double used             # when a message was last sent
     double since            # of one being dialed: the peer has answered nothing since then
@@ -33,12 +33,7 @@ cdef struct Link:           # a connection; messages travel from the side that d
 cdef struct Neighbour:      # a peer
     Link* out
     Link* inn
-    Post* first             # messages to it that are not confirmed, oldest first
-    Post* unsent            # ... the first that the system does not have whole
-    Post* last
-    int64_t moved           # bytes of `unsent` that it has, with the head
-    uint32_t sent           # messages that the system has taken, and that the peer has confirmed, so far
-    uint32_t confirmed
+    Unconfirmed outgoing    # messages to it
     uint32_t received       # messages of the peer that have come whole, so far
     int64_t owed            # bytes of those that are not confirmed to it
     double heard            # when something came from it, or of it

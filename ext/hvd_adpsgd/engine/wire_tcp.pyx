@@ -11,9 +11,8 @@ Connections are opened, and their ends proven to be members of the job, by a thr
 it hands them over through a pipe, and another pipe names the peers to dial.
 
 A connection that ends is not a peer that fails: its sender dials again. The receiver counts the messages that have
-come whole, from the first one on, over all connections, and confirms the count (COUNT). The sender keeps what is not
-confirmed, and repeats it over the next connection, after the count for which it asks. So each message arrives once, in
-order:
+come whole, and confirms the count (COUNT); the sender repeats what is not confirmed over the next connection, after
+the count for which it asks (unconfirmed.pyx). So each message arrives once, in order:
 
     sender                              receiver
     messages 1, 2, 3  ------------->    1, 2 come whole; the connection ends
@@ -39,7 +38,8 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
 from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
-                                      give_post, give_up, is_here, receive_for, settle, stray_bytes, take_post, take_stray)
+                                      give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
+from hvd_adpsgd.engine.unconfirmed cimport append, copied_post, counted, fail_all, let_go, note_sent, own, resume, take_count
 from hvd_adpsgd.engine.wire cimport *
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -94,7 +94,6 @@ cdef enum:
     WASTE = 65536           # bytes of a message that nobody receives, read at once
     TURN_NBYTES = 1 << 18   # read from one connection per turn, at most
     SMALL = 4096            # bytes: shorter messages are copied; so many are confirmed at once
-    MODULUS = 0x7FFFFFFF    # of counts, as a mask
 
 cdef double SECOND_S = 1.0  # that the news of a peer's departure may take longer than the end of its connections
 cdef double LOOK_S = 1.0    # between searches for silent hosts and idle connections
@@ -222,18 +221,8 @@ cdef void fail_peer(Sockets* s, int peer) noexcept nogil:
         detach(s, p.out)
     if p.inn != NULL:
         detach(s, p.inn)
-    fail_queue(s, p)
+    fail_all(&p.outgoing, &s.posts)
     fail_posts(&s.posts, peer)
-
-
-cdef void fail_queue(Sockets* s, Neighbour* p) noexcept nogil:
-    """Fail what was to be sent, or is not confirmed."""
-    cdef Post* post
-    while p.first != NULL:
-        post = p.first
-        p.first = post.after
-        settle(&s.posts, post, PEER_DOWN)
-    p.unsent = p.last = NULL
 
 
 cdef void fail_ended(Sockets* s) noexcept nogil:
@@ -330,7 +319,7 @@ cdef void tcp_lives(Wire* wire, int peer) noexcept nogil:
 
 cdef bint is_idle(Sockets* s, Link* link) noexcept nogil:
     """Whether all that was sent is confirmed: then the other end may drop this connection without a look."""
-    return link.fd >= 0 and s.peers[link.peer].first == NULL
+    return link.fd >= 0 and s.peers[link.peer].outgoing.first == NULL
 
 
 cdef void rest(Sockets* s, Link* link) noexcept nogil:
@@ -362,7 +351,7 @@ cdef void make_room(Sockets* s) noexcept nogil:
     if s.nout <= s.most:
         return
     while link != NULL:
-        if not link.incoming and link.fd >= 0 and s.peers[link.peer].unsent == NULL and (
+        if not link.incoming and link.fd >= 0 and s.peers[link.peer].outgoing.unsent == NULL and (
                 oldest == NULL or link.used < oldest.used):
             oldest = link
         link = link.after
@@ -390,30 +379,9 @@ cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
 
 
 cdef void enqueue(Sockets* s, Link* link, Post* post) noexcept nogil:
-    cdef Neighbour* p = &s.peers[link.peer]
-    post.queued = True
-    if p.first == NULL:
-        p.first = post
-    else:
-        p.last.after = post
-    p.last = post
     link.used = time_of(s)
-    if p.unsent == NULL:
-        p.unsent = post
-        if link.fd >= 0:
-            send_queue(s, link)
-
-
-cdef Post* copied_post(Sockets* s, int peer, int channel, const void* buffer, int nbytes) noexcept nogil:
-    """A post with a copy of the message; NULL without memory."""
-    cdef char* copy = <char*>malloc(nbytes + 1)
-    cdef Post* post = take_post(&s.posts, peer, channel, copy, nbytes) if copy != NULL else NULL
-    if post == NULL:
-        free(copy)
-        return NULL
-    memcpy(copy, buffer, nbytes)
-    post.owned = True
-    return post
+    if append(&s.peers[link.peer].outgoing, post) and link.fd >= 0:
+        send_queue(s, link)
 
 
 cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:
@@ -426,7 +394,7 @@ cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, in
         return PEER_DOWN
     link = link_to(s, peer)
     if link != NULL and nbytes < SMALL:
-        post = copied_post(s, peer, channel, buffer, nbytes)
+        post = copied_post(&s.posts, peer, channel, buffer, nbytes)
     elif link != NULL:
         post = take_post(&s.posts, peer, channel, <void*>buffer, nbytes)
     if post == NULL:
@@ -438,11 +406,11 @@ cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, in
     return PENDING
 
 
-cdef int pieces_of(Neighbour* p, Head* heads, iovec* pieces) noexcept nogil:
+cdef int pieces_of(Unconfirmed* u, Head* heads, iovec* pieces) noexcept nogil:
     """What is left of the first messages that are not sent, with their heads."""
-    cdef Post* post = p.unsent
+    cdef Post* post = u.unsent
     cdef int n = 0, i = 0
-    cdef int64_t skip = p.moved, nbytes = -skip
+    cdef int64_t skip = u.moved, nbytes = -skip
     while post != NULL and n + 2 <= PIECES and nbytes < TURN_NBYTES:
         nbytes += <int64_t>sizeof(Head) + post.nbytes
         heads[i] = [post.nbytes, post.channel]
@@ -458,21 +426,17 @@ cdef int pieces_of(Neighbour* p, Head* heads, iovec* pieces) noexcept nogil:
     return n
 
 
-cdef void count_sent(Neighbour* p, int64_t nbytes) noexcept nogil:
-    """The system has so many bytes more. They stay in the queue until they are confirmed."""
-    cdef Post* post = p.unsent
+cdef void count_sent(Unconfirmed* u, int64_t nbytes) noexcept nogil:
+    """The system has so many bytes more."""
+    cdef Post* post = u.unsent
     cdef int64_t left
     while post != NULL:
-        left = <int64_t>sizeof(Head) + post.nbytes - p.moved
+        left = <int64_t>sizeof(Head) + post.nbytes - u.moved
         if nbytes < left:
-            p.moved += nbytes
+            u.moved += nbytes
             return
         nbytes -= left
-        p.moved = 0
-        p.sent += 1
-        if post.owned:
-            post.status = DONE
-        post = p.unsent = post.after
+        post = note_sent(u)
 
 
 cdef bint is_passing(int error) noexcept nogil:
@@ -487,42 +451,31 @@ cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
     cdef iovec pieces[PIECES]
     cdef msghdr message
     cdef ssize_t n
-    if link.resumes:
+    if p.outgoing.resumes:
         return
     memset(&message, 0, sizeof(message))
     message.msg_iov = pieces
-    message.msg_iovlen = pieces_of(p, heads, pieces)
+    message.msg_iovlen = pieces_of(&p.outgoing, heads, pieces)
     n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) if message.msg_iovlen > 0 else 0
     if n >= 0:
-        count_sent(p, n)
+        count_sent(&p.outgoing, n)
     elif not is_passing(errno):
         read_link(s, link)          # what the peer said before it ended
         if link.fd >= 0:
             end_link(s, link)
         return
-    await_room(s, link, p.unsent != NULL)
+    await_room(s, link, p.outgoing.unsent != NULL)
 
 
-cdef bint take_count(Sockets* s, Link* link, uint32_t count) noexcept nogil:
+cdef bint obey_count(Sockets* s, Link* link, uint32_t count) noexcept nogil:
     """The peer has so many messages whole. False if it cannot have them."""
-    cdef Neighbour* p = &s.peers[link.peer]
-    cdef Post* post
-    cdef uint32_t more = (count - p.confirmed) & MODULUS
-    if more > ((p.sent - p.confirmed) & MODULUS):
+    cdef Unconfirmed* u = &s.peers[link.peer].outgoing
+    cdef bint resumed = u.resumes
+    if not take_count(u, &s.posts, count):
         return False
-    while more > 0:
-        post = p.first
-        p.first = post.after
-        p.confirmed += 1
-        more -= 1
-        settle(&s.posts, post, DONE)
-    if link.resumes:                # the others were lost with the connection before
-        link.resumes = False
-        p.sent = p.confirmed
-        p.unsent = p.first
-        await_room(s, link, p.unsent != NULL)
-    if p.first == NULL:
-        p.last = NULL
+    if resumed:
+        await_room(s, link, u.unsent != NULL)
+    if u.first == NULL:
         s.crowded = s.nout > s.most
     return True
 
@@ -572,7 +525,7 @@ cdef bint obey(Sockets* s, Link* link, Head* head) noexcept nogil:
     cdef int number = head.nbytes
     head.nbytes = 0                 # nothing follows
     if head.channel == COUNT and not link.incoming:
-        return take_count(s, link, number)
+        return obey_count(s, link, number)
     if number != 0:
         return False
     if head.channel == CLOSE:
@@ -595,7 +548,7 @@ cdef void end_message(Sockets* s, Link* link) noexcept nogil:
     link.moved = 0
     if link.head.channel < 0:
         return
-    p.received = (p.received + 1) & MODULUS
+    p.received = counted(p.received)
     p.owed += <int64_t>sizeof(Head) + link.head.nbytes
     if link.into != NULL:
         link.into.nbytes = link.head.nbytes
@@ -724,16 +677,15 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
         epoll_ctl(s.epoll, EPOLL_CTL_DEL, p.out.fd, NULL)
         close(p.out.fd)
     s.dialed += 1
-    p.moved = 0                     # a message that was sent in part is sent whole
     p.out.fd = fd
     p.out.moved = p.out.owed_since = 0
     p.out.blocked = False
-    p.out.resumes = p.first != p.unsent or p.out.resumes
-    asks = p.out.resumes or p.broken        # also to learn whether the peer takes this engine for failed
+    resume(&p.outgoing)
+    asks = p.outgoing.resumes or p.broken        # also to learn whether the peer takes this engine for failed
     p.broken = False
     if not watch(s, p.out, EPOLL_CTL_ADD) or (asks and not say(p.out, ASK_COUNT, 0)):
         end_link(s, p.out)
-    elif p.unsent != NULL:
+    elif p.outgoing.unsent != NULL:
         send_queue(s, p.out)
 
 
@@ -794,35 +746,21 @@ cdef Status tcp_test(Wire* wire, Transfer* t) noexcept nogil:
         t.peer = post.peer
         t.nbytes = post.nbytes
     t.in_use = False
-    let_go(s, post)
+    let_go(&s.posts, post)
     return status
-
-
-cdef void let_go(Sockets* s, Post* post) noexcept nogil:
-    """Its transfer is over: a message that is not confirmed is the wire's from now on."""
-    if post.queued:
-        post.released = True
-    else:
-        give_post(&s.posts, post)
 
 
 cdef bint tcp_release(Wire* wire, Transfer* t) noexcept nogil:
     """A receive is forgotten, and what arrives for it is lost. A message that is not confirmed is copied, and still goes."""
     cdef Sockets* s = <Sockets*>wire.own
     cdef Post* post = <Post*>t.handle
-    cdef char* copy
     if not t.in_use:
         return True
-    if post.queued and not post.owned:
-        copy = <char*>malloc(post.nbytes + 1)
-        if copy == NULL:
-            return False
-        memcpy(copy, post.buffer, post.nbytes)
-        post.buffer = copy
-        post.owned = True
+    if not own(post):
+        return False
     if t.receives and post.status == PENDING:
         forget(s, post)
-    let_go(s, post)
+    let_go(&s.posts, post)
     t.in_use = False
     return True
 
@@ -845,15 +783,20 @@ cdef void close_sockets(Sockets* s) noexcept nogil:
         detach(s, s.links)
     for peer in range(s.size if s.peers != NULL else 0):
         s.peers[peer].failed = True
-        fail_queue(s, &s.peers[peer])
+        fail_all(&s.peers[peer].outgoing, &s.posts)
     bury(s)
 
 
-cdef bint has_unsent(Sockets* s) noexcept nogil:
+cdef bint has_unsent(Sockets* s, bint lost) noexcept nogil:
+    """Whether a message is not sent; or, with `lost`, is to be sent again because its connection has ended."""
     cdef Link* link = s.links
-    while link != NULL and (link.incoming or s.peers[link.peer].unsent == NULL):
+    cdef Unconfirmed* u
+    while link != NULL:
+        u = &s.peers[link.peer].outgoing
+        if not link.incoming and (u.unsent != NULL or (lost and u.first != NULL and (link.fd < 0 or u.resumes))):
+            return True
         link = link.after
-    return link != NULL
+    return False
 
 
 cdef class TcpWire(AnyWire):
@@ -975,13 +918,18 @@ cdef class TcpWire(AnyWire):
     @property
     def unsent(self):
         """Whether a message has not been handed to the system yet."""
-        return has_unsent(&self.sockets)
+        return has_unsent(&self.sockets, False)
+
+    @property
+    def unfinished(self):
+        """Whether there is such a message, or one to be sent again because its connection has ended."""
+        return has_unsent(&self.sockets, True)
 
     def close(self):
         """Say CLOSE on each connection and close them; transfers under way fail. After the engine's thread has ended."""
         cdef Link* link = self.sockets.links
         while link != NULL:
-            if link.fd >= 0 and (link.incoming or self.sockets.peers[link.peer].unsent == NULL):
+            if link.fd >= 0 and (link.incoming or self.sockets.peers[link.peer].outgoing.unsent == NULL):
                 say(link, CLOSE, 0)
             link = link.after
         close_sockets(&self.sockets)

@@ -21,6 +21,7 @@ from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
 
 ALL_LEARN = "invariant (all learn of a departure)"
 
+cdef double BEFORE = 64             # chunks on a link: those of two exchanges that run, and of some that are parked
 cdef double TURNS_S = 200e-6        # of both sides of a hop, times the slack: woken, and a few messages before
 
 
@@ -39,10 +40,15 @@ cdef void disturbed(JobState job, double until):
 
 cdef double spread_s(JobState job):
     """In which a departure reaches all, in calm."""
+    return 3 * job.n * (message_s(job) + TURNS_S * max(job.slack, 1.0))
+
+
+cdef double message_s(JobState job):
+    """That a message takes, at most; in a stream behind the chunks before it."""
     cdef Rules* rules = &job.net.rules
     cdef double late = LATE * ((rules.late > 0) + (rules.late_control > 0))
-    cdef double message = rules.latency_s * (1 + rules.jitter + late)
-    return 3 * job.n * (message + TURNS_S * max(job.slack, 1.0))
+    cdef double chunks = job.given[0]["lane_nbytes"] * rules.bytes_scale / rules.bytes_per_s
+    return rules.latency_s * (1 + rules.jitter + late) + (BEFORE * chunks if job.net.streams != NULL else 0.0)
 
 
 cdef int check_departures(JobState job) except -1:

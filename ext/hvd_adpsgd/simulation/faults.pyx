@@ -8,14 +8,17 @@ from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.simulation.admission cimport expect_newcomer, lose_letters, lose_newcomer, read_held, tell_lost
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
-from hvd_adpsgd.simulation.departures cimport disturbed
-from hvd_adpsgd.simulation.network cimport crash, cut_way, enter, give_up, last_arrival, report_down
+from hvd_adpsgd.simulation.departures cimport disturbed, message_s
+from hvd_adpsgd.simulation.network cimport crash, cut_way, down_of, enter, give_up, last_arrival, report_down
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
+from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 
 FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
-          "suspect", "join")
+          "suspect", "join", "break")
 
 cdef double UNKNOWN_S = 5.0         # at most, from the end of an engine to that of its process
+cdef double UNREACHED_S = 2.5       # a peer that is dialed for longer has failed
+cdef double FLUSH_S = 0.5           # after its engine has left, a process waits so long for a connection that it dials
 
 cdef enum:
     CRASH = 0
@@ -31,6 +34,7 @@ cdef enum:
     EXTEND = 10
     SUSPICION = 11
     JOIN = 12
+    BREAK = 13
 
 
 cdef int struck(JobState job, int which) except -1:
@@ -73,7 +77,40 @@ cdef int struck(JobState job, int which) except -1:
         a.extend_at = a.step + (a.doing != MEET)
     elif kind == SUSPICION and job.means is None:
         suspected(job, who, job.seats[arguments[0]])
+    elif kind == BREAK:
+        break_connections(job, process, arguments[0], arguments[1])
     return 0
+
+
+cdef void break_connections(JobState job, int process, int other, double seconds):
+    """The connections between two processes end, and are dialed again; for too long, where a peer may be taken for failed."""
+    cdef int i, j
+    if seconds > UNREACHED_S and job.means is None:
+        job.faults.append((SUSPICION, process, (other,)))
+        enter(job.net, job.net.now_s + UNREACHED_S, STRIKE, len(job.faults) - 1, NULL)
+    disturbed(job, job.net.now_s + seconds)
+    for i in range(job.n):
+        for j in range(job.n):
+            if are_connected(job, i, j) and (job.actors[i].process, job.actors[j].process) in ((process, other), (other, process)):
+                end_connection(job.net, i, j, seconds * between(&job.chance, 0.5, 1))
+
+
+cdef bint are_connected(JobState job, int i, int j):
+    """Whether both engines run, and are peers."""
+    cdef Actor* a = &job.actors[i]
+    cdef Actor* b = &job.actors[j]
+    return i != j and a.first == b.first and not (a.dead or a.over or b.dead or b.over)
+
+
+cdef void dialed_again(JobState job, int at):
+    """The connection of a stream, unless one of both is gone, or the peer is taken for failed."""
+    cdef int i = at // job.net.n, j = at % job.net.n
+    cdef Actor* a = &job.actors[i]
+    if (a.dead or (a.over and job.net.now_s > a.over_at + FLUSH_S) or job.actors[j].dead or job.actors[j].over
+            or down_of(&job.net.links[i], j - a.first) != NULL):
+        return
+    redial(job.net, at)
+    disturbed(job, job.net.now_s + 4 * message_s(job))
 
 
 cdef void suspected(JobState job, int who, int peer):
@@ -163,6 +200,8 @@ cdef void notice(JobState job, int i, int who):
         enter(job.net, job.net.now_s + job.detect_s, REPORT, i, <void*><uintptr_t>who)
         return
     report_down(job.net, i, who)
+    if job.net.streams != NULL:
+        shut(job.net, i, who)
     if a.dead or a.over:
         tell_lost(job, i, who)
     if (i, who) in job.suspected:

@@ -21,13 +21,14 @@ from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.admission cimport Admission, come, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
-from hvd_adpsgd.simulation.faults cimport notice, report, struck
+from hvd_adpsgd.simulation.faults cimport dialed_again, notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.leftovers cimport take_back
 from hvd_adpsgd.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
 from hvd_adpsgd.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, TURN, Actor, JobState
+from hvd_adpsgd.simulation.streams cimport COUNT, REDIAL, came, read_count
 from hvd_adpsgd.simulation.trainers cimport act, give_up, watch
 
 DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh", "come", "take in", "await all")
@@ -134,7 +135,7 @@ cdef class Job(JobState):
 
         crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
         seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds); suspect: it takes a
-        living peer for failed (peer); join: a newcomer is let in, with the number `who`: of one that has failed, or the
+        living peer for failed (peer); break: connections with a peer end, and are dialed again (peer, seconds), of a network with streams; join: a newcomer is let in, with the number `who`: of one that has failed, or the
         next one (see `expect`).
 
         Raises:
@@ -193,13 +194,16 @@ cdef class Job(JobState):
     cdef int happen(self, Entry* entry) except -1:
         cdef int i = entry.who
         if entry.kind == ARRIVAL:
-            if not (<Envelope*>entry.what).lost and not self.actors[i].dead:
-                arrive(self.net, <Envelope*>entry.what)
-                self.turn_soon(i)
+            self.arrival(<Envelope*>entry.what)
         elif entry.kind == STRIKE:
             struck(self, i)
         elif entry.kind == LETTER:
             read_letter(self, <int><uintptr_t>entry.what)
+        elif entry.kind == COUNT:
+            if not read_count(self.net, i, <uint64_t><uintptr_t>entry.what):
+                self.fail("invariant (counts)", f"an engine confirms messages that were not sent, stream {i}")
+        elif entry.kind == REDIAL:
+            dialed_again(self, i)
         elif entry.kind == REPORT:
             if not self.actors[i].dead:
                 notice(self, i, <int><uintptr_t>entry.what)
@@ -215,6 +219,18 @@ cdef class Job(JobState):
         elif <int64_t><uintptr_t>entry.what == self.actors[i].turns and not self.actors[i].stopped:
             self.take_turn(i)
         return 0
+
+    cdef void arrival(self, Envelope* message):
+        cdef int i = message.dst
+        if message.lost or self.actors[i].dead:
+            return
+        if message.post != NULL and self.actors[i].over:
+            message.lost = True             # nobody reads it
+            return
+        if message.post != NULL:
+            came(self.net, message)
+        arrive(self.net, message)
+        self.turn_soon(i)
 
     cdef int take_turn(self, int i) except -1:
         cdef Actor* a = &self.actors[i]

@@ -1,6 +1,8 @@
 # A network of engines in one process, in virtual time.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from hvd_adpsgd.engine.posts cimport Post, Posts
+from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Clock, Status, Transfer, Wire
 
 cdef enum:
@@ -20,9 +22,10 @@ cdef struct Envelope:       # a message that its receiver has not taken
     const void* source      # the sender's buffer, or `copy`
     void* copy              # of an eager message
     Transfer* sending       # NULL: complete
+    Post* post              # of a stream: what it reads when it arrives
     double arrives
     bint arrived
-    bint lost               # with its sender
+    bint lost               # with its sender, or its connection
     Envelope* next_one      # to the same receiver, in the order of sends
 
 cdef struct Posted:         # a receive that is not matched
@@ -44,6 +47,15 @@ cdef struct Cut:            # what one process sends to another before then arri
     int dst
     double until
     Cut* next_one
+
+cdef struct Stream:         # what one engine sends to another, over one connection after the other (streams.pyx)
+    int src
+    int dst
+    Unconfirmed outgoing
+    uint32_t received       # messages that have come whole
+    bint is_open
+    uint64_t connection     # number of it
+    double counted_at       # when the last count on its way arrives
 
 cdef struct Link:           # what one engine sees of the network
     Net* net
@@ -99,6 +111,10 @@ cdef struct Net:
     Rules rules
     Link* links
     Cut* cuts
+    Stream* streams         # [src * n + dst]; NULL: no connection ends, and channels keep no order among each other
+    Posts posts             # of streams
+    Post** made             # ... all of them; `nmade`
+    int64_t nmade
     int* woken              # links with `woken`; `nwoken` of them
     int nwoken
     Entry* calendar         # a heap: what happens next is first
@@ -125,6 +141,15 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil
+# for streams
+cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil
+cdef void keep_trace(Net* net, Envelope* m) noexcept nogil
+cdef double scale_of(Net* net, int channel) noexcept nogil
+cdef void wake(Net* net, int who) noexcept nogil
+cdef Down* down_of(Link* link, int peer) noexcept nogil
+cdef void lose_from(Net* net, Envelope* first) noexcept nogil
+cdef Status simulated_test(Wire* wire, Transfer* t) noexcept nogil
+cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil
 
 cdef class Network:
     cdef Net net

@@ -14,6 +14,7 @@ from libc.string cimport memcpy, memset
 
 from hvd_adpsgd.engine.agreement cimport Header
 from hvd_adpsgd.engine.core cimport Message
+from hvd_adpsgd.engine.posts cimport Post
 from hvd_adpsgd.engine.wire cimport (AGREEMENT, CONTROL, DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, AnyClock, AnyWire, Clock, Status,
                                      Transfer, Wire)
 from hvd_adpsgd.simulation.chance cimport happens, uniform
@@ -56,7 +57,7 @@ cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbyt
     return PENDING
 
 
-cdef inline double scale_of(Net* net, int channel) noexcept nogil:
+cdef double scale_of(Net* net, int channel) noexcept nogil:
     return net.rules.bytes_scale if channel >= DATA else 1.0
 
 
@@ -77,7 +78,7 @@ cdef void keep_trace(Net* net, Envelope* m) noexcept nogil:
 
 
 cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
-    """When it arrives: after those of its channel, and when the link and a cut allow."""
+    """When it arrives: after those of its channel, or stream, and when the link and a cut allow."""
     cdef double starts = max(net.now_s, link.free_at)
     cdef double cut = cut_until(net, net.links[m.src].process, net.links[m.dst].process)
     cdef Envelope** end = &net.links[m.dst].coming
@@ -94,11 +95,16 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
     if cut > net.now_s:
         m.arrives += cut - net.now_s
     while end[0] != NULL:
-        if end[0].src == m.src and end[0].channel == m.channel and end[0].arrives >= m.arrives:
+        if follows(net, m, end[0]) and not end[0].lost and end[0].arrives >= m.arrives:
             m.arrives = end[0].arrives + 1e-9
         end = &end[0].next_one
     end[0] = m
     enter(net, m.arrives, ARRIVAL, m.dst, m)
+
+
+cdef inline bint follows(Net* net, Envelope* later, Envelope* m) noexcept nogil:
+    """Whether a message that is sent later than another one arrives later, too."""
+    return later.src == m.src and (later.channel == m.channel or net.streams != NULL)
 
 
 cdef Status simulated_receive(Wire* wire, Transfer* t, void* buffer, int nbytes, int peer,
@@ -361,15 +367,15 @@ cdef void crash(Net* net, int who) noexcept nogil:
             if m.src == who:
                 m.sending = NULL
                 if not m.arrived and happens(&net.chance, 0.5):
-                    lose_from(m)
+                    lose_from(net, m)
             m = m.next_one
 
 
-cdef void lose_from(Envelope* first) noexcept nogil:
-    """Neither this message nor a later one of its channel arrives."""
+cdef void lose_from(Net* net, Envelope* first) noexcept nogil:
+    """Neither this message nor a later one of its channel, or stream, arrives."""
     cdef Envelope* m = first
     while m != NULL:
-        if m.src == first.src and m.channel == first.channel and not m.arrived:
+        if follows(net, m, first) and not m.arrived:
             m.lost = True
         m = m.next_one
 
@@ -404,12 +410,12 @@ cdef void give_up(Net* net, int src, int dst) noexcept nogil:
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
         if m.src == src:
-            if m.copy == NULL:
+            if m.copy == NULL and m.post == NULL:
                 m.copy = malloc(max(1, m.nbytes))
                 memcpy(m.copy, m.source, m.nbytes)
                 m.source = m.copy
             if not m.arrived and happens(&net.chance, 0.5):
-                lose_from(m)
+                lose_from(net, m)
         m = m.next_one
 
 
@@ -437,8 +443,8 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
-    """When all that is under way from src to dst has arrived."""
-    cdef double last = 0
+    """When all that is under way from src to dst has arrived, with counts of the other stream."""
+    cdef double last = net.streams[dst * net.n + src].counted_at if net.streams != NULL else 0
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
         if m.src == src and not m.lost:
@@ -467,6 +473,17 @@ cdef int open_transfers(Net* net, int who) noexcept nogil:
         while m != NULL:
             count += m.src == who and m.sending != NULL
             m = m.next_one
+        count += unconfirmed(&net.streams[who * net.n + i]) if net.streams != NULL else 0
+    return count
+
+
+cdef int unconfirmed(Stream* s) noexcept nogil:
+    """Sends of a stream that are not complete."""
+    cdef Post* post = s.outgoing.first
+    cdef int count = 0
+    while post != NULL:
+        count += post.status == PENDING and not post.released
+        post = post.after
     return count
 
 
@@ -485,11 +502,12 @@ cdef class Network:
         late_write: probability that a message of a failed peer is still written into a buffer given up.
         trace: keep the messages.
         room: for so many engines more, which come later.
+        streams: messages of two engines keep their order, over connections that end (see streams.pyx).
     """
 
     def __cinit__(self, int n, uint64_t seed, double latency_s, double jitter, double bytes_per_s,
                   double bytes_scale=1.0, double eager=0.5, double late=0.0, double late_write=0.5, bint trace=False,
-                  int room=0, double late_control=0.0):
+                  int room=0, double late_control=0.0, bint streams=False):
         cdef Net* net = &self.net
         cdef int i
         memset(net, 0, sizeof(Net))
@@ -502,6 +520,8 @@ cdef class Network:
         net.woken = <int*>calloc(net.n, sizeof(int))
         for i in range(n):
             self.place(i, 0, n, i)
+        if streams:
+            net.streams = open_streams(net.n)
         if trace:
             net.trace_room = 1024
             net.trace = <Sent*>malloc(net.trace_room * sizeof(Sent))
@@ -514,6 +534,7 @@ cdef class Network:
             free_link(&net.links[i])
         free(net.links)
         free(net.woken)
+        free_streams(net)
         while net.cuts != NULL:
             cut = net.cuts
             net.cuts = cut.next_one
@@ -537,6 +558,28 @@ cdef class Network:
             m = &self.net.trace[i]
             out.append((m.at, m.arrives, self.net.links[m.src].process, self.net.links[m.dst].process, m.channel, m.nbytes, m.kind, m.number))
         return out
+
+
+cdef Stream* open_streams(int n) noexcept:
+    cdef Stream* streams = <Stream*>calloc(n * n, sizeof(Stream))
+    cdef int i
+    for i in range(n * n):
+        streams[i].src, streams[i].dst, streams[i].is_open = i // n, i % n, True
+    return streams
+
+
+cdef void free_streams(Net* net) noexcept:
+    cdef Post* post = net.posts.pool
+    cdef int64_t i
+    while post != NULL:
+        post.owned = False                  # its buffer is freed
+        post = post.after
+    for i in range(net.nmade):
+        if net.made[i].owned:
+            free(net.made[i].buffer)
+        free(net.made[i])
+    free(net.made)
+    free(net.streams)
 
 
 cdef void free_link(Link* link) noexcept:

@@ -11,6 +11,7 @@ from hvd_adpsgd.engine.store cimport Live, Neighbour, Store
 from hvd_adpsgd.simulation.chance cimport happens
 from hvd_adpsgd.simulation.network cimport MOST_TORN, Link, Net, SimulatedClock, SimulatedWire
 from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
+from hvd_adpsgd.simulation.streams cimport StreamWire
 
 
 cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) except -1:
@@ -22,7 +23,8 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
     cdef Actor* a = &job.actors[at]
     cdef Link* link = &job.net.links[at]
     cdef int nslots = 3 if how.in_node else 2
-    cdef Loop loop = Loop(SimulatedWire(job.network, at), SimulatedClock(job.network),
+    wire = StreamWire if job.net.streams != NULL else SimulatedWire
+    cdef Loop loop = Loop(wire(job.network, at), SimulatedClock(job.network),
                           Store(nslots) if before < 0 else job.stores[before],
                           np.ascontiguousarray(schedule, dtype=np.intc), how.weight, how.rate, how.wire_type,
                           how.offered_only, how.deadline_s, how.leave_deadline_s, how.lane_nbytes, job.checks)

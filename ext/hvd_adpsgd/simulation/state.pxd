@@ -12,7 +12,7 @@ cdef enum Happening:        # kinds of entries beside ARRIVAL
     ACT = 2                 # a trainer acts
     STRIKE = 3              # a fault
     REPORT = 4              # `who` learns that the engine `what` has failed
-    LETTER = 5              # a process reads a letter about the admission of another one
+    LETTER = 5              # a process reads a letter about the admission of another one; 6 and 7: streams.pxd
 
 cdef enum Doing:            # what a trainer does next
     STEP = 0

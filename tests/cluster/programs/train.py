@@ -1,8 +1,9 @@
 """Trains a small model on every learner, until the file FOLDER/enough is there: argument FOLDER.
 
 Every learner writes FOLDER/RANK.jsonl: about twice a second its steps, its exchanges with each super learner,
-and the learners that have failed; in the end how many still trained. One that loses its quorum saves its
-model, and says so. The hosts of one machine share its files, whatever happens to their links.
+and the learners that have failed; in the end how many still trained, and how far (`off`) their mean is from
+where the updates of all have moved it. One that loses its quorum saves its model, and says so. The hosts of
+one machine share its files, whatever happens to their links.
 """
 
 import json
@@ -17,6 +18,7 @@ import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 
 LONGEST_S = 400.0  # if nobody says that it is enough
+RATE = 1e-3
 
 
 def main() -> None:
@@ -30,13 +32,16 @@ def main() -> None:
 
         model = torch.nn.Linear(1000, 100)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+            torch.optim.SGD(model.parameters(), lr=RATE), named_parameters=model.named_parameters()
         )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        expected = model.weight.detach().double()
         step, told, ends = 0, 0.0, time.monotonic() + LONGEST_S
         while not (folder / "enough").exists() and time.monotonic() < ends:
             optimizer.zero_grad()
             model(torch.randn(8, 1000)).square().mean().backward()
+            assert model.weight.grad is not None
+            expected -= RATE * model.weight.grad
             try:
                 optimizer.step()
             except hvd_adpsgd.QuorumLostError as error:
@@ -52,7 +57,9 @@ def main() -> None:
                 say(step=step, met=hvd.metrics()["peers"], failed=hvd.failed_ranks())
         living = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
         hvd.average_model(model)
-        say(step=step, living=living, failed=hvd.failed_ranks(), first=hvd.is_coordinator())
+        off = float((model.weight.detach() - hvd.allreduce(expected)).abs().max())
+        failed, first = hvd.failed_ranks(), hvd.is_coordinator()
+        say(step=step, living=living, off=off, failed=failed, first=first)
         hvd.shutdown()
 
 
