@@ -166,7 +166,7 @@ def test_nobody_comes_in_place_of_one_that_lives() -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "a0e8b47d43ca9c83"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "3dca869749dc8e90"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

@@ -23,6 +23,9 @@ from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, 
 from hvd_adpsgd.simulation.streams cimport *
 
 
+cdef uint64_t TO_SEND = 1 << 31     # in place of a count: the receiver sends it now
+
+
 cdef inline Stream* stream_of(Net* net, int src, int dst) noexcept nogil:
     return &net.streams[src * net.n + dst]
 
@@ -123,23 +126,32 @@ cdef void hold_message(Envelope* m) noexcept nogil:
 
 
 cdef void came(Net* net, Envelope* m) noexcept nogil:
-    """A message has come whole: it is counted, and confirmed; a small one in time, for nothing waits for that."""
+    """A message has come whole: it is counted, and confirmed; a small one later, for nothing waits for that."""
+    cdef double later
     cdef Stream* s = stream_of(net, m.src, m.dst)
     hold_message(m)
     s.received = counted(s.received)
-    send_count(net, s, LATE * net.rules.latency_s * uniform(&net.chance) if m.channel < DATA else 0.0)
+    if m.channel >= DATA:
+        send_count(net, s, 0.0)
+        return
+    later = net.now_s + LATE * net.rules.latency_s * uniform(&net.chance)
+    enter(net, later, COUNT, s.src * net.n + s.dst, <void*><uintptr_t>((s.connection << 32) + TO_SEND))
 
 
-cdef void send_count(Net* net, Stream* s, double held_s) noexcept nogil:
-    s.counted_at = max(net.now_s + held_s + delay(net, s.dst, s.src), s.counted_at + 1e-9)
+cdef void send_count(Net* net, Stream* s, double asked_s) noexcept nogil:
+    """Once the receiver is asked; counts of a connection keep their order."""
+    s.counted_at = max(net.now_s + asked_s + delay(net, s.dst, s.src), s.counted_at + 1e-9)
     enter(net, s.counted_at, COUNT, s.src * net.n + s.dst, <void*><uintptr_t>((s.connection << 32) + s.received))
 
 
 cdef bint read_count(Net* net, int at, uint64_t what) noexcept nogil:
-    """The sender of a stream reads a count. False if it has not sent so many."""
+    """The sender of a stream reads a count, or the receiver sends one. False if so many messages were not sent."""
     cdef Stream* s = &net.streams[at]
     if what >> 32 != s.connection or not s.is_open:
         return True                         # lost with its connection
+    if what & TO_SEND:
+        send_count(net, s, 0.0)
+        return True
     if not take_count(&s.outgoing, &net.posts, what & COUNTS):
         return False
     wake(net, s.src)
@@ -175,6 +187,7 @@ cdef void redial(Net* net, int at) noexcept nogil:
         m = m.next_one
     s.is_open = True
     s.connection += 1
+    s.counted_at = 0
     resume(&s.outgoing)
     if s.outgoing.resumes:
         send_count(net, s, delay(net, s.src, s.dst))        # it is asked for
