@@ -416,9 +416,7 @@ def _finish_operations(world: World, seconds: float) -> bool:
     """Wait for operations over all learners that threads are in, at most so long."""
     finished = world.collectives.finish(seconds)
     if not finished:
-        exit_state.stuck = (
-            "an operation over all learners, which waits for learners that have not called it"
-        )
+        exit_state.stuck = "an operation that learners have not called, which waits for them"
         log.warning(
             "an operation over all learners was not complete %g s after shutdown() began: not all learners "
             "have called it. It is left behind.",

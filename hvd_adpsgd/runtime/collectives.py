@@ -51,10 +51,7 @@ log = logging.getLogger("hvd_adpsgd")
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 _FLUSH_S = 1.0
 _LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
-_PUSHES, _PUSH_S = (
-    20,
-    5e-3,
-)  # calls of MPI until it has opened connections, and the time between two
+_PUSHES, _PUSH_S = 20, 5e-3  # calls of MPI until it has opened connections; between two
 _TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
 
 

@@ -446,9 +446,7 @@ class Averaging:
         try:
             self.world.collectives.require_step(self.made, self._begun, leaders)
         except CollectiveMismatchError as error:
-            if (
-                self.world.inner_size > 1
-            ):  # its mates wait for it in Horovod, until this process ends
+            if self.world.inner_size > 1:  # its mates wait in Horovod until this process ends
                 self.world.collectives.leave(str(error))
             raise horovods(CollectiveMismatchError)(*error.args) from None
 
