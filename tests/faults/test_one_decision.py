@@ -70,6 +70,7 @@ def test_a_learner_killed_in_a_tight_loop_of_operations_is_one_decision() -> Non
 
 @pytest.mark.extended
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # eleven launches
 @pytest.mark.parametrize("first", range(1, 100, 11))
 def test_a_hundred_such_kills(first: int) -> None:
     lengths = []
