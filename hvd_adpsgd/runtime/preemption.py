@@ -3,8 +3,8 @@
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        ASKED in memory that the super learner shares
     the same thread of its mates        sees ASKED within LOOK_S
-    leader                              learners in operations over all of them are told; engines finish their
-                                        exchanges and say goodbye; then SAID
+    leader                              engines finish their exchanges and say goodbye; operations over all
+                                        learners continue without this super learner; then SAID
     all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
@@ -127,7 +127,7 @@ class Departure:
 
     def _act(self) -> None:
         if self._is_leader:
-            self._last_acts.append(self._tell_learners)
+            self._last_acts.insert(0, self._tell_learners)  # last: a mean without it is final then
         while self._last_acts:
             act = self._last_acts.pop()
             try:

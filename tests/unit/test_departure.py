@@ -72,9 +72,9 @@ def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status
     process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
     os.kill(pid, signal.SIGTERM)
     assert rest(process) == [
-        "told",
         "last",
         "first",
+        "told",
     ]  # in reverse order, also after one that raises
     assert process.returncode == status
     said = process.stderr.read()
@@ -178,5 +178,5 @@ def test_the_first_process_of_a_container_ends_too(start):
         "preemption.watch(departure()); print(os.getpid(), flush=True); os.kill(1, 15); wait_here()",
         *unshare,
     )
-    assert rest(process) == ["1", "told", "last", "first"]
+    assert rest(process) == ["1", "last", "first", "told"]
     assert process.returncode == 128 + signal.SIGTERM
