@@ -465,6 +465,7 @@ def frozen_later() -> None:
 def plain_one_stepped() -> None:
     """By a script or GradScaler; it is an optimizer again once the wrapped one is closed or dropped."""
     model, scaler = linear(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(1))
     plain = sgd(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
     for _ in range(2):
