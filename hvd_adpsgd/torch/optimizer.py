@@ -943,7 +943,7 @@ def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_update()
     with in_node(self._averaging):
         handle = self._horovod._allreduce_grad_async(self, parameter)
-    self._gradients.submit((parameter,))
+    self._gradients.submit((parameter,), self._requires_update)
     return handle
 
 
