@@ -38,6 +38,7 @@ from hvd_adpsgd.runtime.world import World, names_of
 from hvd_adpsgd.strategies.plan import AFTER, Plan
 from hvd_adpsgd.torch.consistency import require_known, require_same_in_node, unanimous
 from hvd_adpsgd.torch.cores import engine_cores, pass_threads
+from hvd_adpsgd.torch.gradients import Replacements
 from hvd_adpsgd.torch.mates import Mates
 from hvd_adpsgd.torch.node import horovods, in_node, node_failures, wrapping_failures
 from hvd_adpsgd.torch.parameters import AveragingSpec, Parameters
@@ -86,6 +87,7 @@ class Averaging:
         at_stop: called by `stop`.
         optimizer: the wrapped optimizer, None once it is freed.
         mates: where the other learners of the super learner are.
+        replacements: whether they step with the same gradients, where these replace averaged ones.
         pauses: depth of nested pauses.
         lent: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
@@ -124,6 +126,7 @@ class Averaging:
         self.shards = _shards(world, spec)
         with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
             self.mates = Mates(world.inner, world.inner_rank)
+            self.replacements = Replacements(world.inner, world.inner_rank)
         self.engine = self.make_engine(
             world.outer if self._has_shard else None,
             world.members,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.strategies import same
+from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.torch.averaging import Averaging
 
 __all__ = ["load_state", "state"]
@@ -40,10 +41,13 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
         averaging: of this learner.
         state: from `state`; None for checkpoints without one, as of plain optimizers.
     """
-    if averaging.step and not averaging.pauses:
+    plan = averaging.plan
+    waits = plan.in_step is not None and plan.in_step.order == AFTER
+    leaves_nothing = plan.width == 0 and waits  # each step applies all corrections of its round
+    if averaging.step and not averaging.pauses and not leaves_nothing:
         log.warning(
-            "a state is loaded after step %d, outside `with hvd.averaging_paused():`. What exchanges still "
-            "owe the model before it is added to the one loaded; load both inside.",
+            "a state is loaded after step %d, outside `with hvd.averaging_paused():`. Pending corrections of "
+            "the old model will be added to the loaded one. Load model and optimizer inside.",
             averaging.step,
         )
     averaging.restart = True

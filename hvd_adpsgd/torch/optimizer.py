@@ -47,7 +47,7 @@ from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.consistency import agree, require_same_sets
 from hvd_adpsgd.torch.gradients import Gradients
 from hvd_adpsgd.torch.node import in_node
-from hvd_adpsgd.torch.optimizer_state import keeping_held, require_shareable, stand_in
+from hvd_adpsgd.torch.optimizer_state import bind, keeping_held, require_shareable, stand_in
 from hvd_adpsgd.torch.parameters import AveragingSpec, statistics
 from hvd_adpsgd.torch.supported import require_models, require_supported
 from hvd_adpsgd.torch.timeline import StepRecord
@@ -163,12 +163,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         _become_plain(wrapped, type(optimizer))
         if world.config.timeline is not None:
             _record_parts(wrapped, StepRecord(world))
+        bind(optimizer, wrapped, functools.partial(_is_plain_in_use, weakref.ref(world)))
         return wrapped
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(_unhook, weakref.proxy(wrapped)))
     weakref.finalize(wrapped, mine.drop).atexit = False  # shutdown() stops what is left
+    bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 
 
@@ -373,11 +375,21 @@ def _become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
     The step hooks run once; a script may derive from the class. Horovod's Adasum steps by itself.
     """
     kind = type(wrapped)
-    kind._parent, kind.close = parent, _unhook
+    kind._parent, kind.close, kind._closed = parent, _plain_close, False
     kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
     if not hasattr(wrapped, "_starting_models"):
         kind.step = _plain_step
     _repair(wrapped)
+
+
+def _plain_close(self: Any) -> None:
+    self._closed = True
+    _unhook(self)
+
+
+def _is_plain_in_use(world: weakref.ref[World], wrapped: Any) -> bool:
+    """Whether it is not closed, and hvd.shutdown() was not called since it was wrapped."""
+    return not wrapped._closed and worlds.is_initialized() and worlds.current() is world()
 
 
 def _plain_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -506,6 +518,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     wrapped.__class__ = type(parent.__name__, (parent,), namespace)
     wrapped._compression = _Reducible(wrapped._compression)
     wrapped._gradients = Gradients()
+    _watch_computed(wrapped, wrapped._grad_accs)
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -563,8 +576,9 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
         _lay_out_gradient(parameter)
     with in_node(self._averaging):
         handle = submit(self._horovod)
-    is_last = self._gradients.submit(parameters) == len(self._requires_update)
-    if is_last and torch._C._current_graph_task_id() != -1:  # in backward()
+    is_last = self._gradients.submit(parameters, self._requires_update)
+    in_backward = any(p.requires_grad for p in parameters)  # else it is one that synchronize() adds
+    if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
         self._averaging.mates.submitted()
         # run by the thread of the last gradient: on a GPU that is not the caller's
         torch.autograd.Variable._execution_engine.queue_callback(
@@ -584,6 +598,19 @@ def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
             self._group_counts = dict.fromkeys(self._group_counts, 0)
         raise
+
+
+def _watch_computed(self: Any, nodes: Iterable[Any]) -> None:
+    """Note gradients that backward() has computed and Horovod does not have yet."""
+    if hasattr(self, "_starting_models"):  # Adasum uses them inside backward()
+        return
+    for node in nodes:
+        node.register_hook(functools.partial(_note_computed, weakref.ref(self), node.variable))
+
+
+def _note_computed(optimizer: weakref.ref[Any], parameter: torch.Tensor, *_: Any) -> None:
+    if (self := optimizer()) is not None:
+        self._gradients.computed(parameter)
 
 
 def _require_no_accumulation(self: Any, parameters: Iterable[torch.Tensor]) -> None:
@@ -635,14 +662,16 @@ def _synchronize(self: Any) -> None:
 
 def _average_for_step(self: Any) -> None:
     """Average what is not averaged yet, unless the script says that step() must not."""
-    gradients = self._gradients
+    gradients, averaging = self._gradients, self._averaging
     if self._handles and not self._should_synchronize:
         raise GradientOrderError(
-            f"step {self._averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
+            f"step {averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
             "averaged: each learner would use its own. Call optimizer.synchronize() before it."
         )
     if self._should_synchronize and (self._handles or not gradients.averaged):
         _average(self, unscaled=bool(self._handles) and _is_called_by_scaler())
+    if averaging.world.inner_size > 1:
+        averaging.replacements.step(averaging.mates.sets, gradients.replaced(_reduced(self)))
     gradients.release()
     self._synchronized = False
 
@@ -666,11 +695,19 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
         unscaled: gradients were changed since they were submitted.
 
     Raises:
-        GradientOrderError: if gradients were changed between their submission and now; they are averaged.
+        GradientOrderError: if gradients were changed between backward() and now. Those that Horovod has are
+            averaged first.
     """
     gradients, averaging = self._gradients, self._averaging
     _require_no_accumulation(self, self._handles)
-    changed = gradients.submitted() if unscaled else gradients.changed()
+    changed = gradients.changed()
+    if unscaled:
+        changed = gradients.submitted() + gradients.accumulating()
+    if changed and not gradients.submitted():  # no all-reduce is running
+        accumulated = gradients.accumulating()
+        _drop_gradients(self)
+        gradients.forget()
+        _refuse_early(self, changed, accumulated)
     missing = gradients.missing(self._requires_update) if changed else []
     again = not self._handles and gradients.is_same(in_place=averaging.world.inner_size == 1)
     gradients.release()
@@ -678,6 +715,9 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
         _lay_out_gradient(parameter)  # Horovod needs one to overwrite
     with averaging.reducing(len(self._requires_update), again):
         self._horovod.synchronize(self)
+    if averaging.replacements.differ(averaging.mates.sets - 1):
+        gradients.forget()
+        _refuse_replaced(self)
     if changed:
         gradients.forget()
         _refuse_changed(self, changed, missing, by_backward)
@@ -704,7 +744,26 @@ def _refuse_changed(
         f"step {self._averaging.step}: the gradient of {_named(self, changed)} was changed while the "
         f"super learner averaged it: backward() had not waited for the average, because {why}. Call "
         "optimizer.synchronize() after backward(), before gradients are changed; or freeze parameters that "
-        "the loss does not use (requires_grad_(False)) before wrapping."
+        "the loss does not use (requires_grad_(False))."
+    )
+
+
+def _refuse_early(self: Any, changed: list[torch.Tensor], accumulated: list[torch.Tensor]) -> None:
+    raise GradientOrderError(
+        f"step {self._averaging.step}: the gradient of {_named(self, changed)} was changed before the super "
+        f"learner averaged it: {_named(self, accumulated)} waited for more backward passes "
+        f"(backward_passes_per_step={self.backward_passes_per_step}), or for other gradients of its group. "
+        "Call optimizer.synchronize() before gradients are clipped or unscaled, where an epoch may end with "
+        "fewer passes. Nothing was applied."
+    )
+
+
+def _refuse_replaced(self: Any) -> None:
+    raise GradientOrderError(
+        f"step {self._averaging.step}: in the step before, gradients that were averaged had been replaced "
+        "(p.grad = ...), and the learners of this super learner stepped with different ones: their models "
+        "differ now. Change gradients in place, alike on all learners; or call optimizer.zero_grad() before "
+        "you set them, and step() averages them. Load a checkpoint, or call hvd.broadcast_parameters."
     )
 
 
@@ -744,10 +803,11 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 def _require_no_handles(self: Any) -> None:
     if self._handles:
-        raise AssertionError(
+        raise GradientOrderError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-            "optimizer.synchronize(): the gradients are being averaged. Call one of these first. GradScaler "
-            "leaves step() out for infinite gradients: call optimizer.synchronize() before scaler.step()."
+            "optimizer.synchronize(), and the gradients are not averaged yet. Call optimizer.synchronize() "
+            "before a step is skipped (GradScaler does for infinite gradients) and after an exception in "
+            "backward(); or raise backward_passes_per_step, if more backward passes follow."
         )
 
 
@@ -784,6 +844,7 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             assert node is not None
             node.register_hook(self._make_hook(parameter))
+            _watch_computed(self, [node])
             self._grad_accs.append(node)
 
 
@@ -882,7 +943,7 @@ def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_update()
     with in_node(self._averaging):
         handle = self._horovod._allreduce_grad_async(self, parameter)
-    self._gradients.submit((parameter,))
+    self._gradients.submit((parameter,), self._requires_update)
     return handle
 
 

@@ -12,7 +12,7 @@ import dis
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 
 __all__ = [
+    "bind",
     "keeping_held",
     "load_in_place",
     "options",
@@ -84,12 +85,52 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
     kind: Any = type(parent.__name__, (parent,), {"__init__": share})
     made = kind.__new__(kind)
     share(made, None)
-    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch has none
-        optimizer.register_load_state_dict_post_hook(
-            functools.partial(_refill, optimizer.param_groups, optimizer.state)
-        )
-    optimizer.register_step_post_hook(functools.partial(_count_step, plain))
     return made
+
+
+_bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
+    """Hooks by which the plain optimizer follows the wrapped one. Those of an earlier wrapping are removed.
+
+    Args:
+        optimizer: the plain one, which shares its hooks with `wrapped`.
+        wrapped: what Horovod has made of its stand-in.
+        runs: whether the wrapped optimizer is in use still. Else the plain one may step by itself.
+    """
+    for hook in _bound.pop(optimizer, ()):
+        hook.remove()
+    plain = weakref.ref(optimizer)
+    hooks = [
+        optimizer.register_step_pre_hook(
+            functools.partial(_refuse_plain_step, plain, weakref.ref(wrapped), runs)
+        ),
+        optimizer.register_step_post_hook(functools.partial(_count_step, plain)),
+    ]
+    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch has none
+        hooks.append(
+            optimizer.register_load_state_dict_post_hook(
+                functools.partial(_refill, optimizer.param_groups, optimizer.state)
+            )
+        )
+    _bound[optimizer] = hooks
+
+
+def _refuse_plain_step(
+    plain: weakref.ref[Any],
+    wrapped: weakref.ref[Any],
+    runs: Callable[[Any], bool],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
+) -> None:
+    """Raise UnsupportedOptimizerError if the plain optimizer is stepped in place of the wrapped one."""
+    its = wrapped()
+    if optimizer is plain() and its is not None and runs(its):
+        raise UnsupportedOptimizerError(
+            f"step() of the plain {type(optimizer).__name__}, which was wrapped: it averages nothing. Call "
+            "step() of what hvd.DistributedOptimizer returned, and pass that to GradScaler and trainers."
+        )
 
 
 def _count_step(plain: weakref.ref[Any], *_: Any) -> None:

@@ -90,6 +90,7 @@ def test_same_in_super_learners_of_three(name: str) -> None:
         ("clip", {"clipped": True}),
         ("changed", BY_HAND),
         ("changed_in_groups", BY_HAND),
+        ("rebound", BY_HAND),
         ("changed_parts", BY_HAND),
         ("checkpointed", BY_HAND),
         ("naive_scaler", {"skipped": 3}),
@@ -282,6 +283,23 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "clipped_with_adasum": ("GradientOrderError", ("op=Adasum", "without effect", "hook")),
     "accumulated": ("GradientOrderError", ("more than backward_passes_per_step=1", "zero_grad()")),
     "accumulated_too_often": ("GradientOrderError", ("backward_passes_per_step=2",)),
+    **dict.fromkeys(
+        ("replaced", "dropped_and_set", "synchronized_and_replaced"),
+        (
+            "GradientOrderError",
+            ("in the step before", "had been replaced", "optimizer.zero_grad()"),
+        ),
+    ),
+    "clipped_while_accumulated": (
+        "GradientOrderError",
+        (" and 1 more", "backward_passes_per_step=2", "synchronize()", "Nothing was applied"),
+    ),
+    "scaled_while_accumulated": ("GradientOrderError", ("averaged", "optimizer.synchronize()")),
+    "frozen_later": ("GradientOrderError", ("2 of 4 parameters", "'unused.", "freeze")),
+    "plain_one_stepped": (
+        "UnsupportedOptimizerError",
+        ("plain SGD", "step() of what", "GradScaler"),
+    ),
     "other_names": ("ModelMismatchError", ("tensor 0", "weightx", "learner 3", "same names")),
     "other_shapes": ("ModelMismatchError", ("weight float32[2, 3]", "learner 2", "[3, 3]")),
     "other_shapes_in_the_node": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),
@@ -370,6 +388,31 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
 def test_a_state_may_be_loaded_between_backward_and_step() -> None:
     assert ["error" in facts for facts in refused()["state_loaded_before_the_step"]] == [False] * 4
     assert [facts["same"] for facts in refused()["after a load"]] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("dropped and set", {"same": True}),
+        ("clipped after it", {"same": True}),
+        ("clipped and refused", {"kept": True}),
+        ("frozen and clipped", {"same": True, "kept": True}),
+        (
+            "plain one stepped",
+            {
+                "found": ["UnsupportedOptimizerError"] * 2,
+                "kept": True,
+                "hooks": [1, 1],
+                "rate": pytest.approx(0.1 * 0.5**2),
+            },
+        ),
+    ],
+)
+def test_the_cure_of_a_wrong_use_works(case: str, found: Facts) -> None:
+    said = refused()[case]
+    assert len(said) == 4
+    for facts in said:
+        assert {key: facts[key] for key in found} == found
 
 
 def test_an_optimizer_of_which_a_part_is_wrapped_again_is_named_at_once() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.torch.gradients import Gradients
+from hvd_adpsgd.torch.gradients import Gradients, Replacements
 from hvd_adpsgd.torch.mates import Mates
 
 
@@ -36,8 +36,8 @@ def test_a_gradient_changed_while_it_is_averaged_is_known(
     change: Callable[[torch.Tensor], object],
 ) -> None:
     gradients, (a, b, c) = Gradients(), trained()
-    assert gradients.submit([a]) == 1
-    assert gradients.submit([b]) == 2
+    assert not gradients.submit([a], [a, b, c])
+    assert not gradients.submit([b], [a, b, c])
     held = b.grad
     change(b)
     change(c)
@@ -55,7 +55,7 @@ def test_only_what_is_added_to_an_average_of_backward_is_refused() -> None:
     gradients.average([a, b], by_backward=True)
     b.grad = torch.ones(4)
     assert gradients.accumulated([a, b, c]) == [a], "b is new, c was not averaged"
-    gradients.submit([b])
+    gradients.submit([b], [a, b, c])
     assert not gradients.averaged
     assert gradients.accumulated([a]) == [a], "also when others are new"
     gradients.release()
@@ -79,12 +79,87 @@ def test_a_repeated_average_is_of_the_same_gradients() -> None:
 
 def test_gradients_that_a_script_drops_are_freed() -> None:
     gradients, (a, *_) = Gradients(), trained()
-    gradients.submit([a])
+    gradients.submit([a], [a])
     gradients.average([a], by_backward=True)
     held = weakref.ref(a.grad)
     a.grad = None
     gc.collect()
     assert held() is None
+
+
+def test_frozen_parameters_are_not_waited_for() -> None:
+    gradients, (a, b, c) = Gradients(), trained()
+    c.requires_grad_(False)
+    assert not gradients.submit([a], [a, b, c])
+    assert gradients.missing([a, b, c]) == [b]
+    assert gradients.submit([b], [a, b, c])
+    gradients.average([a, b, c], by_backward=True)
+    c.requires_grad_(True)
+    assert not gradients.submit([a, b], [a, b, c])
+    assert gradients.submit([c], [a, b, c])
+
+
+def test_a_gradient_changed_before_its_last_backward_pass_is_known() -> None:
+    gradients, (a, b, _) = Gradients(), trained()
+    for p in (a, b):
+        gradients.computed(p)
+    assert gradients.accumulating() == [a, b]
+    assert gradients.changed() == []
+    assert a.grad is not None
+    a.grad.mul_(2)
+    assert gradients.changed() == [a]
+    gradients.computed(a)
+    assert gradients.changed() == [], "backward() has added to it"
+    gradients.submit([a], [a, b])
+    gradients.computed(a)  # the hook behind the one that has submitted it
+    assert gradients.accumulating() == [b]
+    gradients.average([a, b], by_backward=False)
+    assert gradients.accumulating() == []
+
+
+# ---- replacements -------------------------------------------------------------------------------
+
+
+def notes(n: int = 2) -> list[Replacements]:
+    """Of one super learner, in one process."""
+    rows = np.zeros((n, 2, 2), np.int64)
+    made = [Replacements(None, 0) for _ in range(n)]
+    for rank, one in enumerate(made):
+        one._rows, one._mine = rows, rows[rank]
+    return made
+
+
+def test_gradients_that_replace_averaged_ones_are_known() -> None:
+    gradients, (a, b, c) = Gradients(), trained()
+    gradients.average([a, b, c], by_backward=True)
+    assert a.grad is not None
+    a.grad.mul_(2)
+    b.grad = None
+    c.grad = torch.ones(4)
+    assert [g is c.grad for g in gradients.replaced([a, b, c])] == [True]
+
+
+def test_learners_compare_gradients_that_replace_averaged_ones() -> None:
+    me, other, joined = notes(3)
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    given = [torch.arange(4.0, dtype=kind) for kind in kinds]
+    given.append(torch.eye(3).to_sparse())
+    joined.step(0, [])  # and no more
+    for sets, (mine, its, differ) in enumerate(
+        [([], [], False), (given, given, False), (given, given[1:], True), ([], given[:1], True)], 4
+    ):
+        me.step(sets, mine)
+        assert not me.differ(sets), "the other one has not stepped, and is not waited for"
+        other.step(sets, its)
+        me.step(sets + 1, [])  # it may be ahead
+        assert other.differ(sets) is differ
+    assert not me.differ(7 + 2)
+
+
+def test_replacements_of_shared_counters_share_their_rows() -> None:
+    alone = Replacements(None, 0)
+    alone.step(1, [torch.ones(1)])
+    assert alone._rows[0, 1, 1] == alone._mine[1, 1] != 0
 
 
 # ---- mates --------------------------------------------------------------------------------------

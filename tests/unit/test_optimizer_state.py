@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.strategies.plan import Rounds
 from hvd_adpsgd.torch import join_state
 from hvd_adpsgd.torch.join_state import JoinState, pack, unpack
 from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
@@ -64,7 +65,7 @@ def averaging(step: int, value: float) -> Any:
         pauses=0,
         restart=False,
         rule=types.SimpleNamespace(own=False, tensors=lambda: {"momentum": [held]}),
-        plan=types.SimpleNamespace(in_step="all"),
+        plan=types.SimpleNamespace(in_step=Rounds(), width=0),
         spec=types.SimpleNamespace(strategy=strategy),
         world=types.SimpleNamespace(super_rank=0, super_size=2),
     )

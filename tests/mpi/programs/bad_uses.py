@@ -20,6 +20,7 @@ from torch import nn
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import UnsupportedOptimizerError
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -358,6 +359,139 @@ def accumulated_too_often() -> None:
         optimizer.step()
 
 
+def set_by_hand(model: nn.Module) -> None:
+    loss = model(torch.full((1, 3), 1.0 + hvd.rank())).sum()
+    parameters = list(model.parameters())
+    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = grad
+
+
+def replaced() -> None:
+    """Averaged gradients, by other ones, on one learner of each super learner."""
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        for _ in range(2):
+            backward(model, optimizer)
+            if hvd.super_learner.rank() == 1:
+                set_by_hand(model)
+            optimizer.step()
+
+
+def dropped_and_set() -> None:
+    """optimizer.zero_grad() is the cure: said of a model that has used it."""
+    model = linear()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with retired(wrap(model)) as optimizer:
+        for _ in range(2):
+            backward(model, optimizer)
+            optimizer.zero_grad()
+            set_by_hand(model)
+            optimizer.step()
+        say(case="dropped and set", same=same_in_node(model.parameters()))
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            model.zero_grad()
+            set_by_hand(model)
+            optimizer.step()
+
+
+def synchronized_and_replaced() -> None:
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        for _ in range(2):
+            backward(model, optimizer)
+            optimizer.synchronize()
+            set_by_hand(model)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+
+def clipped_while_accumulated() -> None:
+    """An epoch of an odd number of batches. The cure is synchronize()."""
+    model = linear()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with retired(wrap(model, backward_passes_per_step=2)) as optimizer:
+        backward(model, optimizer)
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        say(case="clipped after it", same=same_in_node(model.parameters()))
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(model, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        try:
+            optimizer.step()
+        finally:
+            kept = all(map(torch.equal, before, model.parameters()))
+            optimizer.zero_grad()  # and it goes on
+            step(model, optimizer)
+            say(case="clipped and refused", kept=kept)
+
+
+def scaled_while_accumulated() -> None:
+    """One learner of each super learner overflows: its scaler leaves out step()."""
+    model, scaler = linear(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with retired(wrap(model, backward_passes_per_step=2)) as optimizer:
+        optimizer.zero_grad()
+        factor = float("inf") if hvd.super_learner.rank() == 1 else 1.0
+        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def frozen_later() -> None:
+    """Frozen after wrapping: gradients may be clipped, and the frozen ones are not waited for."""
+    model = Halves()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    with retired(wrap(model)) as optimizer:
+        model.unused.requires_grad_(False)
+        kept = [p.detach().clone() for p in model.unused.parameters()]
+        for _ in range(2):
+            backward(model, optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        facts = {"kept": all(map(torch.equal, kept, model.unused.parameters()))}
+        say(case="frozen and clipped", same=same_in_node(model.parameters()), **facts)
+        model.unused.requires_grad_(True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+
+
+def plain_one_stepped() -> None:
+    """By a script or GradScaler; it is an optimizer again once the wrapped one is closed or dropped."""
+    model, scaler = linear(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(1))
+    plain = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    for _ in range(2):
+        with retired(hvd.DistributedOptimizer(plain)) as optimizer:
+            before = [p.detach().clone() for p in model.parameters()]
+            model(torch.ones(1, 3)).sum().backward()
+            found = [
+                outcome(lambda: plain.step(lambda: 0.0)).get("error"),
+                outcome(lambda: scaler.step(plain)).get("error"),
+            ]
+            kept = all(map(torch.equal, before, model.parameters()))
+            optimizer.step()
+            scheduler.step()
+            last = outcome(plain.step)
+        plain.step()
+    hooks = plain._optimizer_step_pre_hooks, plain._optimizer_step_post_hooks
+    say(
+        case="plain one stepped",
+        found=found,
+        kept=kept,
+        hooks=[len(h) for h in hooks],
+        rate=plain.param_groups[0]["lr"],
+    )
+    raise UnsupportedOptimizerError(last["text"])
+
+
 def other_group_elsewhere() -> None:
     """Found when super learners next exchange; each notices by itself, so nobody waits."""
     model = linear()
@@ -396,6 +530,13 @@ CASES: dict[str, Any] = {
         clipped_with_adasum,
         accumulated,
         accumulated_too_often,
+        replaced,
+        dropped_and_set,
+        synchronized_and_replaced,
+        clipped_while_accumulated,
+        scaled_while_accumulated,
+        frozen_later,
+        plain_one_stepped,
         other_names,
         other_shapes,
         other_shapes_in_the_node,

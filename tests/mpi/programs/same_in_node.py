@@ -192,6 +192,16 @@ class Changed(Case):
         return [g / hvd.super_learner.size() for g in total]
 
 
+class Rebound(Changed):
+    """Averaged gradients are replaced by what each learner computes of them."""
+
+    def change(self, grads: list[torch.Tensor]) -> float:
+        norm = super().change(grads)
+        for p in self.model.parameters():
+            p.grad = p.grad.clone() if p.grad is not None else None
+        return norm
+
+
 class Checkpointed(Changed):
     """Activation checkpointing with nested backward passes."""
 
@@ -451,6 +461,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "changed": Changed,
     "changed_in_groups": lambda: Changed(groups=2),
     "changed_parts": ChangedParts,
+    "rebound": Rebound,
     "checkpointed": Checkpointed,
     "naive_scaler": NaiveScaler,
     "hooks": Hooks,
