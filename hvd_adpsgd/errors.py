@@ -103,8 +103,9 @@ class ModelMismatchError(AdpsgdError, ValueError):
 class CollectiveMismatchError(ModelMismatchError):
     """Learners called different operations over all learners, or with tensors that do not fit.
 
-    Raised on all learners, and also a HorovodInternalError. Call the same operation with the same name,
-    dtype and shape everywhere.
+    Or one waits in an operation for another, which waits for a step of it. Raised on all learners in the
+    operation or the step, and also a HorovodInternalError. Call the same operation with the same name,
+    dtype and shape everywhere, after the same number of steps.
     """
 
 

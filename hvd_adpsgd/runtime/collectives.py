@@ -164,8 +164,9 @@ class Collectives:
         joining: this is a joining learner that has not joined yet.
         asked: called when an operation is asked for, also one of the super learner.
         before: called before each operation, on the thread that asks for it.
-        steps: of each optimizer whose super learners wait for steps of each other: the thread that makes
-            its steps, and how many it has made. In the same order on all learners.
+        steps: of each optimizer the thread that makes its steps, and for how many the gradients are averaged
+            in the super learner; where super learners wait for steps of each other, once more, and how many
+            steps are made. In the same order on all learners.
         turns: of operations; for those that another thread runs later.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
@@ -613,8 +614,8 @@ def _crossed(
     return CollectiveMismatchError(
         f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "
         f"{file}:{line} after {made} steps, and learner {own} waits for its step {step + 1}. "
-        "With this strategy, make the same number of steps on all super learners before each operation over "
-        "all learners."
+        "Make the same number of steps before each operation over all learners: on all learners of a super "
+        "learner, and with a strategy that waits for steps on all super learners."
     )
 
 

@@ -7,6 +7,7 @@ srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -41,6 +42,7 @@ log = logging.getLogger("hvd_adpsgd")
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
 _PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two looks into a store; the long one after a second
+_LAST_S = 5.0  # at the deadline, for which who serves the store waits for the others
 _ATTEMPT_S = 10.0  # of one attempt to reach a store
 _AGAIN_S = 1.0  # longest pause between two of them
 _WARN_S = 10.0  # without the store, after which a line says what the learner waits for
@@ -280,6 +282,23 @@ class StoreGather:
             return self._deadline.bounded(lambda: self._gathered(value))
         except TimeoutError:
             raise self._lost("no answer") from None
+        except LaunchError:
+            with contextlib.suppress(Exception):  # of several kinds; the store may be what is lost
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Note that this process gives up; who serves the store waits a moment until all that came have.
+
+        It would end with that process, and the others would not see who is missing.
+        """
+        place, ends = self._place, time.monotonic() + _LAST_S
+        self._store.set(f"{self._attempt}.left.{place.rank}", "")
+        came = [r for r in range(place.size) if self._store.has(f"{self._attempt}.0.{r}")]
+        while place.serves and time.monotonic() < ends:
+            if all(self._store.has(f"{self._attempt}.left.{rank}") for rank in came):
+                return
+            time.sleep(_LONG_PAUSE_S)
 
     def _gathered(self, value: Any) -> list[Any]:
         call, place = f"{self._attempt}.{next(self._calls)}", self._place

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,9 @@ from hvd_adpsgd.torch.update_rules import make_rule
 __all__ = ["Averaging", "live", "stop_dropped"]
 
 log = logging.getLogger("hvd_adpsgd")
+
+# a wait for gradients of a mate: before it looks what that mate does, between two looks, between two polls
+_LATE_S, _AGAIN_S, _PAUSE_S = 1.0, 0.1, 1e-3
 
 _live: list[Averaging] = []
 
@@ -144,6 +148,7 @@ class Averaging:
         if stop_dropped not in world.collectives.before:
             world.collectives.before.append(stop_dropped)
         world.collectives.asked.append(self.mates.asks)
+        world.collectives.steps.append(self.averaged_sets)
         if self.plan.in_step is not None:
             world.collectives.before.append(self.catch_up)
             world.collectives.steps.append(self.made)
@@ -336,6 +341,8 @@ class Averaging:
         try:
             yield
         finally:
+            if self.plan.in_step is None:  # no peer waits for a round of it
+                self._steps.end()
             self._steps.leave()
 
     def all_submit(self, are_averaged: Callable[[], bool]) -> bool:
@@ -344,17 +351,31 @@ class Averaging:
         return self.mates.all_submit(others, are_averaged)
 
     @contextlib.contextmanager
-    def reducing(self, gradients: int, again: bool = False) -> Iterator[None]:
+    def reducing(
+        self,
+        gradients: int,
+        again: bool = False,
+        are_averaged: Callable[[], bool] | None = None,
+    ) -> Iterator[None]:
         """Inside, wait for the node's all-reduces.
 
         Args:
             gradients: how many.
             again: they are those of the last time: no round belongs to them.
+            are_averaged: whether Horovod has finished with them, also in failure. With it they are submitted,
+                and this waits for the other learners first, as Horovod's wait cannot be ended.
+
+        Raises:
+            CollectiveMismatchError: if another learner of the super learner makes no such step: it waits
+                in an operation for this one, or has closed its optimizer.
         """
         self.require_running()
         self.mates.submitted()
-        with self.record.part("inner_allreduce", self.step), in_node(self):
-            yield
+        with self.record.part("inner_allreduce", self.step):
+            if are_averaged is not None:
+                self._await_mates(are_averaged)
+            with in_node(self):
+                yield
         self._submitted = 0
         self.mates.averaged()
         if self.plan.in_step is not None and not again:
@@ -362,6 +383,42 @@ class Averaging:
         if gradients:
             self.engine.memory.all_met(self.mates.has_joined)
         self._require_quorum()
+
+    def _await_mates(self, are_averaged: Callable[[], bool]) -> None:
+        look = time.monotonic() + _LATE_S
+        while (late := self.mates.late()) and not are_averaged():
+            if time.monotonic() > look:
+                self._require_mates(late)
+                look = time.monotonic() + _AGAIN_S
+            time.sleep(_PAUSE_S)
+
+    def _require_mates(self, late: list[int]) -> None:
+        """Raise CollectiveMismatchError if one of these mates, by inner rank, never submits its gradients."""
+        world, ranks = self.world, self.world.groups[self.world.super_rank]
+        for mate in self.mates.have_closed(late):
+            raise horovods(CollectiveMismatchError)(
+                f"step {self.step}, learner {world.rank}: learner {ranks[mate]}, of the same super learner, "
+                "makes no more steps with this optimizer: it has closed it, or has left after an error (see "
+                "there). Make the same number of steps on all learners of a super learner, then close."
+            )
+        try:
+            world.collectives.require_step(
+                self.averaged_sets, self.mates.sets, [ranks[mate] for mate in late]
+            )
+        except CollectiveMismatchError as error:
+            if self.plan.in_step is not None:  # the round of this step would wait for that mate
+                self._leave(error)
+            raise horovods(CollectiveMismatchError)(*error.args) from None
+
+    def _leave(self, error: CollectiveMismatchError) -> None:
+        """Make no more steps, and take part in no more operations."""
+        self.mates.closes()
+        self.stopped = self.stopped or "a step and an operation waited for each other"
+        self.world.collectives.leave(str(error))
+
+    def averaged_sets(self) -> tuple[int, int]:
+        """See Collectives.steps; of sets of gradients, which may differ from steps."""
+        return self._thread, self.mates.sets
 
     def _require_quorum(self) -> None:
         """On all learners of the super learner alike: the leader noted it before the step's all-reduce."""
@@ -449,8 +506,8 @@ class Averaging:
         try:
             self.world.collectives.require_step(self.made, self._begun, leaders)
         except CollectiveMismatchError as error:
-            if self.world.inner_size > 1:  # its mates wait in Horovod until this process ends
-                self.world.collectives.leave(str(error))
+            if self.world.inner_size > 1:  # its mates wait for this step
+                self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 
     @torch.no_grad()
@@ -588,6 +645,7 @@ class Averaging:
         world = self.world
         _remove(world.collectives.asked, self.mates.asks)
         _remove(world.collectives.before, self.catch_up)
+        _remove(world.collectives.steps, self.averaged_sets)
         _remove(world.collectives.steps, self.made)
         world.teardown.forget(self.stop)
         world.departure.forget(self._say_goodbye)

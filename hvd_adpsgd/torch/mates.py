@@ -17,7 +17,8 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 
 __all__ = ["Mates"]
 
-_COMPLETE, _JOINED, _ASKED = range(3)  # columns
+_COMPLETE, _JOINED, _ASKED, _CLOSED, _REFUSED = range(5)  # columns
+_COLUMNS = _REFUSED + 2
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks; Horovod's own cycle is 1 ms
 
 
@@ -28,6 +29,9 @@ class Mates:
         joined      0, or 1 + the first set to which it contributes zeros because it has called join()
         asked       operations other than gradient averaging that it has begun since the last set, behind the
                     number of that set: a count that differed before (after an error) is alike again
+        closed      whether it submits nothing more
+        refused     1 + the last set that it averages but does not step with, of the even and of the odd sets:
+            a learner may refuse the next set before its mates have looked, but not the one after that
 
     Args:
         inner: communicator of the super learner (mpi4py).
@@ -38,7 +42,7 @@ class Mates:
     """
 
     def __init__(self, inner: Any, rank: int):
-        self._rows: NDArray[np.int64] = shared_counters(3, inner)
+        self._rows: NDArray[np.int64] = shared_counters(_COLUMNS, inner)
         self._mine = self._rows[rank]
         self.sets = 0
         self._asked = 0
@@ -52,6 +56,31 @@ class Mates:
     def submitted(self) -> None:
         """Every gradient of the set under way is submitted, or is submitted next without a wait."""
         self._mine[_COMPLETE] = self.sets + 1
+
+    def late(self) -> list[int]:
+        """Learners that have not submitted every gradient of the set that this one has submitted."""
+        return np.flatnonzero(self._are_late()).tolist()
+
+    def _are_late(self) -> NDArray[np.bool_]:
+        late: NDArray[np.bool_] = self._rows[:, _COMPLETE] <= self.sets
+        return late & (self._rows[:, _JOINED] == 0)
+
+    def closes(self) -> None:
+        """Note that this learner submits no more gradients."""
+        self._mine[_CLOSED] = 1
+
+    def have_closed(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these learners that submit no more gradients."""
+        return [rank for rank in ranks if self._rows[rank, _CLOSED]]
+
+    def refuses(self) -> None:
+        """Note, before the last gradient is submitted, that no learner may step with the set under way."""
+        self._mine[_REFUSED + self.sets % 2] = self.sets + 1
+
+    def refusing(self) -> list[int]:
+        """The learners for which no learner may step with the set that was averaged last."""
+        refused = self._rows[:, _REFUSED + (self.sets - 1) % 2].tolist()
+        return [rank for rank, sets in enumerate(refused) if sets == self.sets]
 
     def asks(self) -> None:
         """Note that this learner begins an operation of all learners, or of the super learner."""
@@ -70,7 +99,7 @@ class Mates:
     def returns(self, sets: int) -> None:
         """All learners have called join(): the next set of this one has number `sets`."""
         self.sets, self._asked = sets, 0
-        self._mine[:] = sets, 0, sets << 32
+        self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
         """Whether a learner contributes zeros to the set that was averaged last.
@@ -93,17 +122,18 @@ class Mates:
 
         Returns:
             False if a learner that lacks gradients of this set waits in an operation that this learner has
-            not begun, or for the gradients of another optimizer: to wait for it would never end.
+            not begun, or for the gradients of another optimizer, or has closed its optimizer: to wait for it
+            would never end.
         """
         others = list(others)
         pause = _SHORTEST_PAUSE_S
         while True:
             # `elsewhere` first: a learner that is ahead because it has averaged this set is not late then
             elsewhere = self._elsewhere(others)
-            late = (self._rows[:, _COMPLETE] <= self.sets) & (self._rows[:, _JOINED] == 0)
+            late = self._are_late()
             if not late.any() or are_averaged():
                 return True
-            if (elsewhere & late).any():
+            if (elsewhere & late).any() or self._rows[late, _CLOSED].any():
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)

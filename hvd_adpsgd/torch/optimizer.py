@@ -635,9 +635,14 @@ def _average_after_backward(self: Any) -> None:
     """Average, unless another learner of the super learner lacks gradients and waits for this one."""
     if not self._handles:  # a hook has called step() or synchronize()
         return
-    handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
-    if self._averaging.all_submit(lambda: all(map(horovod.poll, handles))):
+    if self._averaging.all_submit(_are_averaged(self)):
         _average(self, by_backward=True)
+
+
+def _are_averaged(self: Any) -> Callable[[], bool]:
+    """Whether Horovod has finished with the gradients that are submitted now, also in failure."""
+    handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
+    return lambda: all(map(horovod.poll, handles))
 
 
 def _pollable(handle: Any) -> list[int]:
@@ -713,15 +718,33 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
     gradients.release()
     for parameter in changed:
         _lay_out_gradient(parameter)  # Horovod needs one to overwrite
-    with averaging.reducing(len(self._requires_update), again):
+    if changed:
+        averaging.mates.refuses()
+    _submit_missing(self)
+    are_averaged = None if by_backward else _are_averaged(self)  # it has waited for the others
+    with averaging.reducing(len(self._requires_update), again, are_averaged):
         self._horovod.synchronize(self)
-    if averaging.replacements.differ(averaging.mates.sets - 1):
+    refusing = averaging.mates.refusing()
+    differ = averaging.replacements.differ(averaging.mates.sets - 1)
+    if refusing or differ:
         gradients.forget()
+    if differ:
         _refuse_replaced(self)
     if changed:
-        gradients.forget()
         _refuse_changed(self, changed, missing, by_backward)
+    if refusing:
+        _refuse_with(self, refusing[0])
     gradients.average(_reduced(self), by_backward)
+
+
+def _submit_missing(self: Any) -> None:
+    """Pass Horovod the gradients that it lacks, as its synchronize() does before it waits."""
+    sent: set[torch.Tensor] = set()
+    for key, (handle, _) in self._handles.items():
+        if handle is not None:
+            sent.update(key if isinstance(key, tuple) else (key,))
+    for parameter in self._requires_update - sent:
+        self._handles[parameter] = self._allreduce_grad_async(parameter)
 
 
 def _reduced(self: Any) -> Iterable[torch.Tensor]:
@@ -764,6 +787,15 @@ def _refuse_replaced(self: Any) -> None:
         "(p.grad = ...), and the learners of this super learner stepped with different ones: their models "
         "differ now. Change gradients in place, alike on all learners; or call optimizer.zero_grad() before "
         "you set them, and step() averages them. Load a checkpoint, or call hvd.broadcast_parameters."
+    )
+
+
+def _refuse_with(self: Any, mate: int) -> None:
+    world = self._averaging.world
+    raise GradientOrderError(
+        f"step {self._averaging.step}: learner {world.groups[world.super_rank][mate]}, of the same super "
+        "learner, changed gradients while they were averaged, so no learner of it steps with them. See the "
+        "error of that learner."
     )
 
 
@@ -886,6 +918,7 @@ def _drop_gradients(self: Any) -> None:
 
 def _close(self: Any) -> None:
     """Free the engine, its thread and its memory now. step() raises afterwards; idempotent."""
+    self._averaging.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 
 
@@ -931,7 +964,10 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
                 "backward(), without effect: op=Adasum uses gradients inside backward(). Change them in "
                 "Parameter.register_post_accumulate_grad_hook, or use op=Average."
             )
-        with averaging.reducing(len(self._requires_update)):
+        if closure is None:
+            _submit_missing(self)
+        are_averaged = None if closure else _are_averaged(self)
+        with averaging.reducing(len(self._requires_update), are_averaged=are_averaged):
             loss = self._horovod.step(self, closure)
         self._gradients.forget()
         averaging.finish_step()

@@ -372,7 +372,7 @@ def test_a_learner_that_does_not_come_is_an_error_on_the_others(launcher: str, w
     result = run_learners(3, program, env=env, launcher=launcher).checked()
     first, last = (f["text"] for f in result.by_rank())
     assert words in first, result.report()
-    assert words in last or "lost the store" in last, result.report()  # learner 0 may have ended
+    assert words in last, result.report()
     for facts in result.by_rank() if launcher == "mpirun" else ():
         assert "left behind in MPI_Init, which waits for processes of the job" in facts["again"]
         assert "Start the job again." in facts["again"]

@@ -277,6 +277,16 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "GradientOrderError",
         ("'used.", " and 1 more", "2 of 4 parameters", "'unused.", "synchronize()", "freeze"),
     ),
+    "clipped_too_early_on_one": ("GradientOrderError", ("step 0", "while", "averaged")),
+    "fewer_steps_on_one": (
+        "CollectiveMismatchError",
+        (
+            "learner 1 is in allreduce at ",
+            "bad_uses.py",
+            " after 2 steps, and learner 0 waits for its step 3",
+            "on all learners of a super learner",
+        ),
+    ),
     "scaled_too_early": ("GradientOrderError", ("'used.", "2 of 4", "synchronize()")),
     "stepped_too_early": ("GradientOrderError", ("skip_synchronize()", "its own")),
     "changed_by_a_hook": ("GradientOrderError", ("'weight'", "a hook", "inside backward()")),
@@ -413,6 +423,26 @@ def test_the_cure_of_a_wrong_use_works(case: str, found: Facts) -> None:
     assert len(said) == 4
     for facts in said:
         assert {key: facts[key] for key in found} == found
+
+
+def test_what_one_learner_does_to_gradients_is_an_error_of_its_super_learner() -> None:
+    said = refused()["clipped_too_early_on_one"]
+    assert ["4 parameters got no gradient" in facts["text"] for facts in said] == [0, 1, 0, 1], said
+    for mate, facts in ((1, said[0]), (3, said[2])):
+        assert f"learner {mate}, of the same super learner, changed gradients" in facts["text"]
+    assert [facts["same"] for facts in refused()["after one has clipped"]] == [True] * 4
+
+
+def test_a_step_that_was_missing_may_be_made_after_the_error() -> None:
+    for facts in refused()["after as many steps"]:
+        assert facts["same"] and facts["total"] == 4, facts
+
+
+def test_who_waits_for_a_closed_optimizer_is_told() -> None:
+    said = refused()["closed_on_one"]
+    errors = [facts.get("error") for facts in said]
+    assert errors == ["CollectiveMismatchError", None, "CollectiveMismatchError", None], said
+    assert "learner 3, of the same super learner, makes no more steps with this" in said[2]["text"]
 
 
 def test_an_optimizer_of_which_a_part_is_wrapped_again_is_named_at_once() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.torch.gradients import Gradients, Replacements
-from hvd_adpsgd.torch.mates import Mates
+from hvd_adpsgd.torch.mates import _COLUMNS, Mates
 
 
 def trained(n: int = 3) -> list[torch.nn.Parameter]:
@@ -167,7 +167,7 @@ def test_replacements_of_shared_counters_share_their_rows() -> None:
 
 def mates(n: int = 2) -> list[Mates]:
     """Of one super learner, in one process."""
-    rows = np.zeros((n, 3), np.int64)
+    rows = np.zeros((n, _COLUMNS), np.int64)
     made = [Mates(None, 0) for _ in range(n)]
     for rank, one in enumerate(made):
         one._rows, one._mine = rows, rows[rank]
@@ -245,6 +245,32 @@ def test_a_learner_that_has_joined_is_not_waited_for() -> None:
     assert not me.has_joined(1)
     me.averaged()
     assert me.has_joined(1)
+
+
+def test_a_learner_that_has_closed_its_optimizer_is_not_waited_for() -> None:
+    me, other = mates()
+    me.submitted()
+    other.submitted()
+    other.closes()  # after that set
+    assert me.all_submit([], never)
+    assert me.late() == []
+    me.averaged()
+    me.submitted()
+    assert not me.all_submit([], never)
+    assert me.have_closed(me.late()) == [1]
+
+
+def test_a_set_that_one_learner_refuses_is_refused_by_all() -> None:
+    """Also if it refuses the next one before the others have looked."""
+    me, other = mates()
+    other.refuses()
+    other.averaged()
+    other.refuses()
+    for _ in range(2):
+        me.averaged()
+        assert me.refusing() == [1]
+    me.averaged()
+    assert me.refusing() == []
 
 
 def test_a_set_that_horovod_is_done_with_is_not_waited_for() -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.runtime import bootstrap
+from hvd_adpsgd.runtime import bootstrap, rendezvous
 from hvd_adpsgd.runtime.deadline import Deadline
 from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, StoreGather, of_environment, opened
+from tests.launcher import wait_for
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -133,6 +134,22 @@ def test_those_that_do_not_come_are_named_at_the_deadline() -> None:
     assert deadline.left == 0
     with pytest.raises(LaunchError, match=r"nothing of learners \[1, 2, 3\]"):
         gather(3)
+
+
+def test_who_serves_the_store_gives_up_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun first: its deadline is the earliest."""
+    monkeypatch.setattr(rendezvous, "_LAST_S", 60.0)
+    store, serving = Shelf({"0.0.0": OTHER}), PLACE._replace(serves=True)
+    with ThreadPoolExecutor(3) as threads:
+        gathers = [StoreGather(store, PLACE._replace(rank=rank), Deadline(0.5)) for rank in (1, 2)]
+        others = [threads.submit(gather, 1) for gather in gathers]
+        wait_for(lambda: {"0.0.1", "0.0.2"} <= store.keys(), "learners 1 and 2 come")
+        with pytest.raises(LaunchError, match=r"nothing of learners \[3\] at the store"):
+            StoreGather(store, serving, Deadline(0.0))(1)
+        assert {"0.left.1", "0.left.2"} <= store.keys()
+        for other in others:
+            with pytest.raises(LaunchError, match=r"nothing of learners \[3\] at the store"):
+                other.result(60)
 
 
 class Harmful:

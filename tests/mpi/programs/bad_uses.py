@@ -309,6 +309,54 @@ def clipped_too_early() -> None:
         optimizer.step()
 
 
+def clipped_too_early_on_one() -> None:
+    """One learner of each super learner uses a half of the model in one step."""
+    model, x = Halves(), torch.ones(1, 3)
+    with retired(wrap(model)) as optimizer:
+        try:
+            loss = model(x * (1 + hvd.rank()))
+            (loss if hvd.rank() % 2 else loss + model.unused(x).sum()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        finally:
+            for _ in range(2):
+                optimizer.zero_grad()
+                (model(x * (1 + hvd.rank())) + model.unused(x).sum()).backward()
+                optimizer.step()
+            say(case="after one has clipped", same=same_in_node(model.parameters()))
+
+
+def fewer_steps_on_one() -> None:
+    """Learner 1 calls an operation while its mate waits for its gradients; then it makes that step."""
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        try:
+            for _ in range(2 if hvd.rank() == 1 else 3):
+                step(model, optimizer)
+            hvd.allreduce(torch.ones(1))
+        finally:
+            hvd.barrier()  # the one that has raised is over on all
+            if hvd.rank() == 1:
+                step(model, optimizer)
+            elif hvd.rank() == 0:
+                optimizer.step()  # its gradients are with Horovod
+            total = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+            say(case="after as many steps", total=total, same=same_in_node(model.parameters()))
+
+
+def closed_on_one() -> None:
+    """Horovod keeps what it has got of the other learner: the names are used nowhere else."""
+    model = linear()
+    named = [(f"closed.{name}", p) for name, p in model.named_parameters()]
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=named)
+    step(model, optimizer)
+    if hvd.rank() % 2:
+        optimizer.close()
+        return
+    with retired(optimizer):
+        step(model, optimizer)
+
+
 def scaled_too_early() -> None:
     model, scaler = Halves(), torch.amp.GradScaler("cpu", init_scale=2.0)
     with retired(wrap(model)) as optimizer:
@@ -524,6 +572,8 @@ CASES: dict[str, Any] = {
     f.__name__: f
     for f in (
         clipped_too_early,
+        clipped_too_early_on_one,
+        fewer_steps_on_one,
         scaled_too_early,
         stepped_too_early,
         changed_by_a_hook,
@@ -644,6 +694,7 @@ def main() -> None:
     for name, case in CASES.items():
         say(case=name, **outcome(case))
     other_arguments()
+    say(case="closed_on_one", **outcome(closed_on_one))
     model = linear()
     optimizer = wrap(model)
     step(model, optimizer)
