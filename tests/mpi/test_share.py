@@ -75,60 +75,6 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
         assert 0.999 * least < each < 1.001 * most
 
 
-CONTRACTION = """
-    import torch
-    import hvd_adpsgd.torch as hvd
-    hvd.init()
-    share, windows = float(sys.argv[1]), int(sys.argv[2])
-    model = torch.nn.Linear(1024, 512, bias=False)  # 32 chunks of 64 KiB
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        named_parameters=model.named_parameters(),
-        exchange_share=share,
-    )
-    flat = model.weight.detach().reshape(-1)
-    total = lambda value: hvd.allreduce(torch.tensor(float(value), dtype=torch.float64), op=hvd.Sum).item()
-    apart = lambda: total((flat.double() - hvd.allreduce(flat.double(), op=hvd.Average)).pow(2).sum())
-    torch.manual_seed(hvd.rank())
-    found = []
-    for _ in range(windows):
-        with hvd.averaging_paused():
-            flat.copy_(torch.randn_like(flat))
-            before, sent = apart(), total(hvd.metrics()["bytes_sent"])
-        for _ in range(round(5 / share)):  # fast ones: an exchange takes longer
-            optimizer.zero_grad()
-            model(torch.ones(1, 1024)).sum().backward()
-            optimizer.step()
-        with hvd.averaging_paused():
-            sent = total(hvd.metrics()["bytes_sent"]) - sent
-            found.append((apart() / before, sent / (2 * 4 * flat.numel())))
-    say(rank=hvd.rank(), found=found)
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [1.0, 0.25, 0.0625])
-def test_a_byte_of_a_share_brings_models_together_as_the_law_says(share: float) -> None:
-    """Each pair that averages a chunk leaves 1 - 1/(n - 1) of its squared distance from the mean.
-
-    That is the expectation for pairs drawn independently. Of four super learners two pairs may average at
-    once, which brings them closer: two such pairs leave 1/3, not 4/9. What is sent tells how many there were.
-    The limits are four times as far from 1 as the means of so many windows scatter.
-    """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_CHUNK_KIB": "64"}
-    result = run_learners(4, CONTRACTION, args=[str(share), "120"], env=env).checked()
-    found = result.by_rank()[0]["found"]
-    assert sum(pairs for _, pairs in found) / len(found) > 1, found
-    least, most = (
-        sum(left / by_law**pairs for left, pairs in found) / len(found)
-        for by_law in (2 / 3, 3**-0.5)
-    )
-    print(f"share {share}: {least:.3f} of independent pairs' law, {most:.3f} of simultaneous ones'")
-    assert least < 1.4, found
-    assert most > 0.7, found
-
-
 WRONG = """
     import torch
     import hvd_adpsgd

@@ -16,7 +16,7 @@ from hvd_adpsgd.strategies import Strategy, parse
 from hvd_adpsgd.theory import mixing, topology
 
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
-SEEDS = 40
+SEEDS, CHUNKS = 40, 8
 
 
 def slowest(strategy: Strategy, n: int) -> float:
@@ -40,16 +40,17 @@ def fastest(strategy: Strategy, n: int) -> float:
     return float(theorems.permuted_contraction(mixing.ring_matrix(n)) ** (1 / n))
 
 
-def run_freely(spec: str, n: int, seed: int) -> tuple[int, float]:
-    """Some 2 n exchanges: how many, and the factor by which the squared disagreement shrank."""
+def run_freely(spec: str, n: int, seed: int, share: float = 1.0) -> tuple[float, float]:
+    """Some 2 n models exchanged: how many, and the factor by which the squared disagreement shrank."""
     # steps of uneven length, models of 64 numbers, messages that take no time beside a step
-    cluster = Cluster(n, 1e5, 0.35, 1.25e9, 50e-6, spec, chunks=8, seed=seed, spread=0.5)
+    how = {"chunks": CHUNKS, "seed": seed, "spread": 0.5, "share": share}
+    cluster = Cluster(n, 1e5, 0.35, 1.25e9, 50e-6, spec, **how)
     job, _ = planner._job(cluster)
     job.run_for(0.5 * cluster.step_s)
     met, before = planner._distance(job, n)
-    while (now := planner._distance(job, n))[0] < met + 4:
+    while (now := planner._distance(job, n))[0] < met + 4 / share:
         job.run_for(0.1 * cluster.step_s)
-    return round((now[0] - met) * n / 2), now[1] / before
+    return share * round((now[0] - met) * n / 2), now[1] / before
 
 
 @pytest.mark.parametrize("n", [5, 8])
@@ -65,5 +66,16 @@ def test_free_running_engines_follow_the_event_view(spec: str, n: int) -> None:
     count, factor = np.array([run_freely(spec, n, seed) for seed in range(SEEDS)]).T
     slow = factor / slowest(parse(spec), n) ** count
     fast = factor / fastest(parse(spec), n) ** count
+    assert slow.mean() < 1, (slow.mean(), fast.mean())
+    assert fast.mean() > 0.5, (slow.mean(), fast.mean())
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
+def test_a_byte_of_a_share_brings_models_together_as_one_of_a_whole_model(share: float) -> None:
+    """The same bounds, for each model's worth of chunks: an exchange moves a share of them, each in its turn."""
+    strategy, n = parse("random_pairs:seed=3"), 4
+    found = [run_freely("random_pairs:seed=3", n, seed, share) for seed in range(SEEDS)]
+    models, factor = np.array(found).T
+    slow, fast = factor / slowest(strategy, n) ** models, factor / fastest(strategy, n) ** models
     assert slow.mean() < 1, (slow.mean(), fast.mean())
     assert fast.mean() > 0.5, (slow.mean(), fast.mean())
