@@ -72,7 +72,7 @@ def test_free_running_engines_follow_the_event_view(spec: str, n: int) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
 def test_a_byte_of_a_share_brings_models_together_as_one_of_a_whole_model(share: float) -> None:
-    """The same bounds, for each model's worth of chunks: an exchange moves a share of them, each in its turn."""
+    """The same bounds per model's worth of chunks: an exchange moves a share of them, each in its turn."""
     strategy, n = parse("random_pairs:seed=3"), 4
     found = [run_freely("random_pairs:seed=3", n, seed, share) for seed in range(SEEDS)]
     models, factor = np.array(found).T
