@@ -37,6 +37,7 @@ def test_a_host_that_is_cut_off_comes_back(tmp_path: Path) -> None:
     assert [run.facts(rank)[-1]["living"] for rank in range(3)] == [3, 3, 3]
 
 
+@pytest.mark.extended
 def test_a_host_without_power_is_left_behind(tmp_path: Path) -> None:
     """No connection is closed: only heartbeats tell. The others train to the end, the command ends."""
     with training(tmp_path, **IMPATIENT) as run:

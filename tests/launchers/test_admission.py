@@ -365,9 +365,8 @@ def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
         assert any(math.isclose(facts["first"][0], mean, rel_tol=1e-12) for mean in means)
 
 
-@pytest.mark.parametrize(
-    "launcher_is_told", [pytest.param(True, marks=pytest.mark.extended), False]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher_is_told", [True, False])
 def test_a_replacement_does_not_outlive_its_job(launches: Launches, launcher_is_told: bool) -> None:
     """The launcher does not know it: it ends with the learners that the launcher has started."""
     args = ("--folder", launches.folder, "--victims", 2, "--after", 100_000, "--seconds", TIMEOUT_S)

@@ -27,7 +27,7 @@ def learners(n: int, program: str, *args: object) -> list[dict[str, Any]]:
     ("who", "way"),
     [
         ("first", SHARED),
-        ("both", SENT),
+        pytest.param("both", SENT, marks=pytest.mark.extended),
         pytest.param("first", SENT, marks=pytest.mark.extended),
     ],
 )

@@ -51,7 +51,7 @@ SHARES = """
     ("share", "wire", "same_host"),
     [
         (0.25, "", "memory"),
-        (0.0625, "", "mpi"),
+        pytest.param(0.0625, "", "mpi", marks=pytest.mark.extended),
         pytest.param(0.25, "bfloat16", "memory", marks=pytest.mark.extended),
         pytest.param(0.001, "", "memory", marks=pytest.mark.extended),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -34,7 +35,9 @@ class PerThread(Host):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    collectives = SimpleNamespace(prepare=lambda: None, turns=Turns())
+    collectives = SimpleNamespace(
+        prepare=lambda: None, turns=Turns(), blocking=contextlib.nullcontext
+    )
     monkeypatch.setattr(
         asynchronous.worlds, "current", lambda: SimpleNamespace(collectives=collectives)
     )
