@@ -395,6 +395,15 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
             assert word in facts["text"], facts["text"]
 
 
+def test_groups_that_differ_between_super_learners_are_noticed_when_they_exchange() -> None:
+    """By each that still has a peer; none waits for others to notice."""
+    said = refused()["other_group_elsewhere"]
+    assert len(said) == 4
+    errors = [facts["error"] for facts in said if "error" in facts]
+    assert len(errors) >= 1
+    assert set(errors) == {"ModelMismatchError"}, said
+
+
 def test_a_state_may_be_loaded_between_backward_and_step() -> None:
     assert ["error" in facts for facts in refused()["state_loaded_before_the_step"]] == [False] * 4
     assert [facts["same"] for facts in refused()["after a load"]] == [True] * 4

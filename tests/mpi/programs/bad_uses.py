@@ -15,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner import outcome, retired, same_in_node, say
+from learner import DEADLINE_S, outcome, retired, same_in_node, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 
 
@@ -540,13 +541,24 @@ def plain_one_stepped() -> None:
     raise UnsupportedOptimizerError(last["text"])
 
 
+def is_left_alone(optimizer: Any) -> bool:
+    """Whether no other super learner averages with this one any more."""
+    states = optimizer._averaging.engine.loop.peers()
+    others = [state for peer, state in enumerate(states) if peer != hvd.super_rank()]
+    return all(state >= PeerState.LEFT for state in others)
+
+
 def other_group_elsewhere() -> None:
-    """Found when super learners next exchange; each notices by itself, so nobody waits."""
+    """Found when super learners next exchange; each notices by itself, so nobody waits.
+
+    Who notices ends its averaging here; the last one may find all others gone.
+    """
     model = linear()
     with training(model) as optimizer:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank()))]})
-        ends = time.monotonic() + 60
-        while time.monotonic() < ends:
+        ends = time.monotonic() + DEADLINE_S
+        while not is_left_alone(optimizer):
+            assert time.monotonic() < ends
             step(model, optimizer)
 
 
