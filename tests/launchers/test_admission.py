@@ -123,15 +123,8 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     made.end()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "np"),
-    [
-        ("srun", 1),
-        pytest.param("srun", 2, marks=pytest.mark.extended),
-        pytest.param("gloo", 1, marks=pytest.mark.extended),
-        pytest.param("mpirun", 1, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended  # test_another_model_is_not_let_in lets one in, too
+@pytest.mark.parametrize(("launcher", "np"), [("srun", 1), ("srun", 2), ("gloo", 1), ("mpirun", 1)])
 def test_a_super_learner_that_was_not_there_joins(
     launches: Launches, launcher: str, np: int
 ) -> None:
