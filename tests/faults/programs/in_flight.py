@@ -31,6 +31,7 @@ from hvd_adpsgd.strategies import parse  # noqa: E402
 LANES, LEASED = 8, 48
 DEADLINE_S = 60.0
 MORE = 20  # exchanges after the loss
+SELDOM = 1e-6  # exchanges per step: none in a run
 
 
 def main() -> None:
@@ -60,11 +61,15 @@ class Learner:
         outer = comm.Dup()
         outer.Set_errhandler(MPI.ERRORS_RETURN)
         self.model = draw(args.seed, comm.rank, args.elements)
+        asks = comm.rank != args.victim or args.asking
         self.engine = Engine(
             inner=None,
             outer=outer,
             plan=parse("random_pairs").plan(comm.rank, comm.size),
-            config=Config(exchanges_per_step=4, same_host="mpi" if args.no_share else "memory"),
+            config=Config(
+                exchanges_per_step=4 if asks else SELDOM,
+                same_host="mpi" if args.no_share else "memory",
+            ),
         )
         self.engine.memory.extend([TensorSpec("x", self.model.shape, "float32")])
         self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
@@ -75,7 +80,8 @@ class Learner:
         """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile.
 
         None ends before that: this learner has the leases of chunks in the middle of its model, one of
-        each lane.
+        each lane. If it is to end while it answers, it does not ask: whom it asked could then answer nobody
+        else, and one that waits for that would never ask this learner.
         """
         self.engine.memory.absorb(self.addresses, 0)
         for chunk in range(LEASED, LEASED + LANES):
