@@ -142,9 +142,8 @@ class GradientOrderError(AdpsgdError, AssertionError):
     """Gradients were changed, or computed once more, at a moment when they are being averaged.
 
     Without it the learners of a super learner would step with different numbers. It is also an AssertionError
-    because Horovod raises one in such places. Nothing was applied to the model, if the message does not say
-    that it was. Call
-    `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new ones.
+    because Horovod raises one in such places. Nothing was applied to the model unless the message says
+    so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new ones.
     """
 
 

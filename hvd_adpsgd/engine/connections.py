@@ -326,9 +326,8 @@ class Connections:
                     await self._introduce(connection, peer, address)
                 _prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
-                self._end_dial(
-                    peer, asyncio.current_task()
-                )  # before the engine can ask for another
+                # before the engine can ask for another
+                self._end_dial(peer, asyncio.current_task())
                 await self._tell(TcpWire.DIALED, peer, connection)
                 return
             except NotAMember as error:

@@ -10,9 +10,8 @@ speaks first:
     proof over all of that          ->
                                     <-      WELCOME
 
-A side that the Hello is not meant for (it speaks another version, or is another engine) says so in place of
-its proof, and the caller dials no more. That needs no proof: if the engine that is called lived, it would
-listen there.
+If the Hello is of another version, or for another engine, the called side sends `Refused` in place of its
+proof, and the caller stops dialing. A refusal needs no proof: a live engine would listen at its own port.
 
 A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other.
 Fresh nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.

@@ -290,7 +290,7 @@ class StoreGather:
     def _leave(self) -> None:
         """Note that this process gives up; who serves the store waits a moment until all that came have.
 
-        It would end with that process, and the others would not see who is missing.
+        The store ends with its process: without the wait the others could not read which ranks are missing.
         """
         place, ends = self._place, time.monotonic() + _LAST_S
         self._store.set(f"{self._attempt}.left.{place.rank}", "")

@@ -71,11 +71,8 @@ def rest(process: subprocess.Popen) -> list[str]:
 def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status):
     process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
     os.kill(pid, signal.SIGTERM)
-    assert rest(process) == [
-        "last",
-        "first",
-        "told",
-    ]  # in reverse order, also after one that raises
+    # in reverse order, also after one that raises
+    assert rest(process) == ["last", "first", "told"]
     assert process.returncode == status
     said = process.stderr.read()
     assert said.count("super learner 0 (here) leaves") == 1

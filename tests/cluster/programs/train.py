@@ -2,7 +2,7 @@
 
 Every learner writes FOLDER/RANK.jsonl: about twice a second its steps, its exchanges with each super learner,
 and the learners that have failed; in the end how many still trained, and how far (`off`) their mean is from
-where the updates of all have moved it. One that loses its quorum saves its model, and says so. The hosts of
+where the updates of all have moved it. A learner that loses its quorum saves its model and reports it. The hosts of
 one machine share its files, whatever happens to their links.
 """
 

@@ -80,8 +80,8 @@ class Learner:
         """Offer once, and end in the middle of an exchange: no correction is taken in meanwhile.
 
         None ends before that: this learner has the leases of chunks in the middle of its model, one of
-        each lane. If it is to end while it answers, it does not ask: whom it asked could then answer nobody
-        else, and one that waits for that would never ask this learner.
+        each lane. A victim that is to end while it answers never asks: the peer that it asked could answer no
+        other peer, and one that waits for that peer would never ask the victim.
         """
         self.engine.memory.absorb(self.addresses, 0)
         for chunk in range(LEASED, LEASED + LANES):

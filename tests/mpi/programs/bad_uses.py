@@ -473,7 +473,7 @@ def clipped_while_accumulated() -> None:
             optimizer.step()
         finally:
             kept = all(map(torch.equal, before, model.parameters()))
-            optimizer.zero_grad()  # and it goes on
+            optimizer.zero_grad()  # training continues
             step(model, optimizer)
             say(case="clipped and refused", kept=kept)
 
