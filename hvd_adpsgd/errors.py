@@ -143,7 +143,8 @@ class GradientOrderError(AdpsgdError, AssertionError):
 
     Without it the learners of a super learner would step with different numbers. It is also an AssertionError
     because Horovod raises one in such places. Nothing was applied to the model unless the message says
-    so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new ones.
+    so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new
+    ones are computed.
     """
 
 

@@ -2,8 +2,8 @@
 
 Every learner writes FOLDER/RANK.jsonl: about twice a second its steps, its exchanges with each super learner,
 and the learners that have failed; in the end how many still trained, and how far (`off`) their mean is from
-where the updates of all have moved it. A learner that loses its quorum saves its model and reports it. The hosts of
-one machine share its files, whatever happens to their links.
+where the updates of all have moved it. A learner that loses its quorum saves its model and reports it. The
+hosts of one machine share its files, whatever happens to their links.
 """
 
 import json
