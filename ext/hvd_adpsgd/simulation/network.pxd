@@ -142,9 +142,9 @@ cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil
 # for streams
+cdef bint begin_send(Link* link, Transfer* t, int nbytes, int peer, int channel) noexcept nogil
 cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil
 cdef void keep_trace(Net* net, Envelope* m) noexcept nogil
-cdef double scale_of(Net* net, int channel) noexcept nogil
 cdef void wake(Net* net, int who) noexcept nogil
 cdef Down* down_of(Link* link, int peer) noexcept nogil
 cdef void lose_from(Net* net, Envelope* first) noexcept nogil

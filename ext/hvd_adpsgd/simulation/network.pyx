@@ -25,19 +25,25 @@ cdef double LATE = 200.0
 
 # ---- the wire ------------------------------------------------------------------------------
 
+cdef bint begin_send(Link* link, Transfer* t, int nbytes, int peer, int channel) noexcept nogil:
+    """Count a message that is sent. False if the peer has failed."""
+    t.receives = t.cancelled = False
+    t.handle = OPEN
+    t.peer = peer
+    t.in_use = down_of(link, peer) == NULL
+    if t.in_use:
+        link.sent_bytes += <int64_t>(nbytes * scale_of(link.net, channel))
+        link.sent_messages += 1
+    return t.in_use
+
+
 cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer,
                            int channel) noexcept nogil:
     cdef Link* link = <Link*>wire.own
     cdef Net* net = link.net
     cdef Envelope* m
-    t.receives = t.cancelled = False
-    t.handle = OPEN
-    t.peer = peer
-    t.in_use = down_of(link, peer) == NULL
-    if not t.in_use:
+    if not begin_send(link, t, nbytes, peer, channel):
         return PEER_DOWN
-    link.sent_bytes += <int64_t>(nbytes * scale_of(net, channel))
-    link.sent_messages += 1
     m = <Envelope*>calloc(1, sizeof(Envelope))
     m.src = link.first + wire.rank
     m.dst = link.first + peer
@@ -57,7 +63,7 @@ cdef Status simulated_send(Wire* wire, Transfer* t, const void* buffer, int nbyt
     return PENDING
 
 
-cdef double scale_of(Net* net, int channel) noexcept nogil:
+cdef inline double scale_of(Net* net, int channel) noexcept nogil:
     return net.rules.bytes_scale if channel >= DATA else 1.0
 
 

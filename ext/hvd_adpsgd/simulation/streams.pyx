@@ -18,8 +18,8 @@ from hvd_adpsgd.engine.unconfirmed cimport (COUNTS, append, copied_post, counted
                                             take_count)
 from hvd_adpsgd.engine.wire cimport DATA, PEER_DOWN, PENDING, Status, Transfer, Wire
 from hvd_adpsgd.simulation.chance cimport happens, uniform
-from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, Stream, cut_until, down_of, enter, keep_trace, lose_from,
-                                            scale_of, schedule, simulated_release, simulated_test, wake)
+from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, Stream, begin_send, cut_until, down_of, enter, keep_trace,
+                                            lose_from, schedule, simulated_release, simulated_test, wake)
 from hvd_adpsgd.simulation.streams cimport *
 
 
@@ -36,13 +36,8 @@ cdef Status stream_send(Wire* wire, Transfer* t, const void* buffer, int nbytes,
     cdef Link* link = <Link*>wire.own
     cdef Net* net = link.net
     cdef Post* post
-    t.receives = t.cancelled = False
-    t.peer = peer
-    t.in_use = down_of(link, peer) == NULL
-    if not t.in_use:
+    if not begin_send(link, t, nbytes, peer, channel):
         return PEER_DOWN
-    link.sent_bytes += <int64_t>(nbytes * scale_of(net, channel))
-    link.sent_messages += 1
     post = new_post(net, peer, channel, buffer, nbytes)
     t.handle = <uint64_t>post
     append(&stream_of(net, link.first + wire.rank, link.first + peer).outgoing, post)
