@@ -66,7 +66,9 @@ class Conversation:
     def _take(self) -> Any:
         try:
             return self.connection.recv()
-        except (OSError, EOFError) as error:
+        except EOFError:
+            raise PeerFailedError("the other side of the door has ended") from None
+        except OSError as error:
             raise PeerFailedError(f"the other side of the door is lost: {error}") from None
         except Exception as error:  # pickle's, of many kinds
             raise PeerFailedError(

@@ -164,7 +164,7 @@ def gather_with(world: World, size: int, newcomer: Newcomer | None, ends: float)
                 heard = newcomer.conversation.hear(max(0.0, ends - time.monotonic()))
                 newcomer.conversation.tell(told)
             except PeerFailedError as error:
-                newcomer.problem = str(error)
+                newcomer.problem = f"it failed, or did not come, when all met ({error})"
         answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
         if world.collectives.ranks != ranks or not answers:
             raise NotMetError("not all came to the meeting")

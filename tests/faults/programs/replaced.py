@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+import hvd_adpsgd.runtime.joining as joining
 import hvd_adpsgd.runtime.meeting as meeting
 import hvd_adpsgd.torch as hvd
+import hvd_adpsgd.torch.admission as admission
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
@@ -42,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
+    parser.add_argument("--meeting-s", type=float, default=meeting.MEETING_S)
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
@@ -58,6 +61,7 @@ def main() -> None:
     if NEW:
         hold(args.held.split(","))
         fail(args, "start")
+    admission.MEETING_S = joining.MEETING_S = args.meeting_s
     hvd.init()
     Run(args).train()
 
