@@ -1,14 +1,16 @@
-"""Is a command green every time? Runs it again and again: idle, on a busy machine, and stopped at random.
+"""Is a command green every time? Runs it again and again: idle, beside other work, stopped, preempted.
 
-    python -m tests.steady [--idle N] [--busy N] [--stopped N] [--seed S] [COMMAND ...]
+    python -m tests.steady [--idle N] [--busy N] [--stopped N] [--preempted N] [--seed S] [COMMAND ...]
 
 Without numbers each load once; without a command `make test`. A red verdict that only some runs have depends
 on how much happens within a time: the table shows which one, and under which load.
 
-idle     nothing beside it
-busy     two processes compute beside it
-stopped  every 10 s all processes of the run are stopped together for 0.5 to 2.5 s, at moments drawn from the
-         seed, as by a hypervisor that gives the cores to another machine
+idle       nothing beside it
+busy       two processes compute beside it
+stopped    every 10 s all processes of the run are stopped together for 0.5 to 2.5 s, at moments drawn from
+           the seed, as by a hypervisor that gives the cores to another machine
+preempted  each core by itself is taken away for 0 to 60 ms again and again, so that one thread stands still
+           while another one goes on (tests.preempting; needs root)
 
 What each run wrote is in --out. A run that lasts longer than --limit-s is ended, with all that it started.
 """
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import os
 import random
 import re
 import signal
@@ -31,9 +34,12 @@ from pathlib import Path
 
 import psutil
 
+from tests import preempting
+
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "steady"
-LOADS = ("idle", "busy", "stopped")
+LOADS = ("idle", "busy", "stopped", "preempted")
+SEEDED = ("stopped", "preempted")
 BUSY = 2  # processes
 PERIOD_S, STOP_S = 10.0, (0.5, 2.5)
 LIMIT_S = 3600.0
@@ -101,11 +107,20 @@ def watch(process: subprocess.Popen[bytes], stops: random.Random | None, limit_s
         pause(process, PERIOD_S - before)
 
 
+def beside(load: str, seed: int) -> list[list[str]]:
+    """The commands that run beside a run."""
+    if load == "busy":
+        return [[sys.executable, "-c", "while True: pass"]] * BUSY
+    if load == "preempted":
+        cores = sorted(os.sched_getaffinity(0))
+        return [[sys.executable, "-m", "tests.preempting", f"{core}", f"{seed}"] for core in cores]
+    return []
+
+
 @contextlib.contextmanager
-def computing(count: int) -> Iterator[list[int]]:
-    """So many processes that compute, on cores that the command shares."""
-    loop = [sys.executable, "-c", "while True: pass"]
-    running = [subprocess.Popen(loop) for _ in range(count)]
+def running_beside(commands: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """Their processes, on cores that the run shares."""
+    running = [subprocess.Popen(command, cwd=ROOT) for command in commands]
     try:
         yield [process.pid for process in running]
     finally:
@@ -125,10 +140,10 @@ def end(command: subprocess.Popen[bytes], spared: Sequence[int]) -> None:
         psutil.wait_procs([p for p in left if p.pid != command.pid], timeout=10)
 
 
-def run(command: Sequence[str], load: str, log: Path, seed: int | None, limit_s: float) -> Run:
-    """Once, under a load; its output goes to the log. With a seed it is stopped now and then."""
-    stops = None if seed is None else random.Random(seed)
-    with log.open("wb") as out, computing(BUSY if load == "busy" else 0) as beside:
+def run(command: Sequence[str], load: str, log: Path, seed: int, limit_s: float) -> Run:
+    """Once, under a load; its output goes to the log."""
+    stops = random.Random(seed) if load == "stopped" else None
+    with log.open("wb") as out, running_beside(beside(load, seed)) as spared:
         began = time.monotonic()
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
@@ -137,8 +152,9 @@ def run(command: Sequence[str], load: str, log: Path, seed: int | None, limit_s:
             watch(process, stops, limit_s)
             seconds = time.monotonic() - began
         finally:
-            end(process, beside)
-    return Run(load, seconds, process.wait(), *verdicts(log.read_text(errors="replace")))
+            end(process, spared)
+    name = f"{load}, seed {seed}" if load in SEEDED else load
+    return Run(name, seconds, process.wait(), *verdicts(log.read_text(errors="replace")))
 
 
 def verdicts(said: str) -> tuple[int, list[str]]:
@@ -154,7 +170,7 @@ def main() -> int:
     for load in LOADS:
         parser.add_argument(f"--{load}", type=int, metavar="N", help="so many runs")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first stopped run; then counted up"
+        "--seed", type=int, default=0, help="of the first run at random; then counted up"
     )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of a run")
     parser.add_argument("--out", type=Path, default=OUT, help="folder (default: out/steady)")
@@ -163,7 +179,9 @@ def main() -> int:
     command = args.command or ["make", "test"]
     counts = {load: getattr(args, load) for load in LOADS}
     if all(count is None for count in counts.values()):
-        counts = dict.fromkeys(LOADS, 1)
+        counts = dict.fromkeys(LOADS if preempting.is_permitted() else LOADS[:-1], 1)
+    if counts["preempted"] and not preempting.is_permitted():
+        parser.error("--preempted takes cores away with real-time priority, which needs root")
     loads = [load for load in LOADS for _ in range(counts[load] or 0)]
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with all it started
@@ -174,9 +192,8 @@ def main() -> int:
     )
     red, seeds = False, itertools.count(args.seed)
     for number, load in enumerate(loads, 1):
-        seed = next(seeds) if load == "stopped" else None
-        name = load if seed is None else f"{load}, seed {seed}"
-        found = run(command, name, args.out / f"{number}.{load}.log", seed, args.limit_s)
+        seed = next(seeds) if load in SEEDED else 0
+        found = run(command, load, args.out / f"{number}.{load}.log", seed, args.limit_s)
         print(found.row(number), flush=True)
         red |= bool(found.status)
     return int(red)
