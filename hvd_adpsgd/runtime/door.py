@@ -67,7 +67,7 @@ class Conversation:
         try:
             return self.connection.recv()
         except EOFError:
-            raise PeerFailedError("the other side of the door has ended") from None
+            raise PeerFailedError("the other side of the door is lost: it has ended") from None
         except OSError as error:
             raise PeerFailedError(f"the other side of the door is lost: {error}") from None
         except Exception as error:  # pickle's, of many kinds
