@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument(
         "--adds", action="store_true", help="a parameter group, before the first step"
     )
+    parser.add_argument("--meeting-s", type=float, default=meeting.MEETING_S)
     args = parser.parse_args()
+    admission.MEETING_S = joining.MEETING_S = args.meeting_s
     die_at(args.dies)
     if "HVD_ADPSGD_JOIN" in os.environ:
         die_at(args.dies_if_new)
