@@ -21,12 +21,15 @@ STANDS_FOR = {
 
 
 class Board:
-    """A SummaryWriter, and a run of wandb."""
+    """A SummaryWriter, a run of wandb, and mlflow."""
 
     def __init__(self, *_, **__):
         pass
 
     def add_scalar(self, tag, value, step):
+        pass
+
+    def log_metrics(self, numbers, step):
         pass
 
 
@@ -39,6 +42,23 @@ class Net(torch.nn.Sequential):
 def evaluate(model, *_):
     with torch.no_grad():
         return (1, 2) if _ else model(torch.zeros(4, 6)).mean()
+
+
+def two_networks() -> dict[str, object]:
+    """Those of a GAN, with what its losses need."""
+    generator, discriminator = torch.nn.Linear(2, 6), torch.nn.Linear(6, 1)
+    wrapped = {}
+    for name, model in (("optimizer_d", discriminator), ("optimizer_g", generator)):
+        named = [(f"{name}.{key}", p) for key, p in model.named_parameters()]
+        plain = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped[name] = hvd.DistributedOptimizer(plain, named_parameters=named)
+    criterion, ones = torch.nn.BCEWithLogitsLoss(), torch.ones(4, 1)
+    fake = generator(torch.randn(4, 2))
+    return {
+        **wrapped, "criterion": criterion, "discriminator": discriminator, "fake": fake, "ones": ones,
+        "loss_real": criterion(discriminator(torch.randn(4, 6)), ones),
+        "loss_fake": criterion(discriminator(fake.detach()), 1 - ones),
+    }  # fmt: skip
 
 
 def names(block: str) -> dict[str, object]:
@@ -55,7 +75,8 @@ def names(block: str) -> dict[str, object]:
         "model": model, "optimizer": optimizer, "loader": data, "loss": loss, "epoch": 0, "epochs": 1,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "train_one_epoch": lambda *_: None,
         "scaler": torch.amp.GradScaler("cpu"), "train": lambda **_: None, "SummaryWriter": Board,
-        "wandb": types.SimpleNamespace(init=Board),
+        "wandb": types.SimpleNamespace(init=Board), "mlflow": Board(),
+        **(two_networks() if "optimizer_d" in block else {}),
     }  # fmt: skip
 
 
@@ -69,9 +90,9 @@ def main() -> None:
             block = re.sub(pattern, replacement, block)
         mine = names(block)
         exec(compile(block, f"block {number}", "exec"), mine)
-        close = getattr(mine["optimizer"], "close", None)
-        if close:
-            close()
+        for held in list(mine.values()):
+            if isinstance(held, torch.optim.Optimizer) and hasattr(held, "close"):
+                held.close()
     if hvd.rank() == 0:
         print("blocks run:", len(blocks), flush=True)
 
