@@ -66,7 +66,7 @@ class ModelMemory:
         all_met    after an operation of the whole node: all may read it
         absorb     parameter += correction; on the leader also mirror = parameter
 
-    Parameters on devices are copied beside the training (torch/staging.py), so their absorb is split:
+    Parameters on devices are copied beside the training (training/staging.py), so their absorb is split:
 
         take       the slot that the devices add now
         depart     on the leader: a copy of the parameters, without that slot, is on its way to the mirror

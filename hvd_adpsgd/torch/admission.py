@@ -14,10 +14,9 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
-from hvd_adpsgd.runtime import joining, meeting
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
-from hvd_adpsgd.runtime.newcomers import (
+from hvd_adpsgd.joining import joining, meeting
+from hvd_adpsgd.joining.meeting import MEETING_S, Gather, Merged
+from hvd_adpsgd.joining.newcomers import (
     Invitation,
     Knock,
     Newcomer,
@@ -25,14 +24,15 @@ from hvd_adpsgd.runtime.newcomers import (
     open_own_door,
     reception,
 )
-from hvd_adpsgd.runtime.replacements import is_minority, lost, starters
-from hvd_adpsgd.runtime.shutdown import exit_state
-from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.averaging import live
-from hvd_adpsgd.torch.join_state import JoinState, pack, shares, terms, unpack
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
-from hvd_adpsgd.torch.model_average import mean_model
-from hvd_adpsgd.torch.pausing import averaging_paused, resume
+from hvd_adpsgd.training.averaging import live
+from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
+from hvd_adpsgd.training.model_average import mean_model
+from hvd_adpsgd.training.pausing import averaging_paused, resume
 
 __all__ = ["admit", "replace_failed"]
 

@@ -17,15 +17,15 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import Collectives
-from hvd_adpsgd.runtime.global_operations import Caller, counted, on_behalf, waited
+from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.collectives.global_operations import Caller, counted, on_behalf, waited
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
 from hvd_adpsgd.torch.collectives.calls import require_tensors
 from hvd_adpsgd.torch.collectives.gathers import gather
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
-from hvd_adpsgd.torch.devices import Stream, device_of
+from hvd_adpsgd.training.devices import Stream, device_of
 
 __all__ = [
     "allgather_async",

@@ -26,6 +26,7 @@ import torch
 from torch.amp import grad_scaler
 
 from hvd_adpsgd import strategies
+from hvd_adpsgd.collectives.global_operations import counted
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
     AdpsgdError,
@@ -36,21 +37,20 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     UnsupportedOptimizerError,
 )
-from hvd_adpsgd.runtime import bootstrap
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.global_operations import counted
-from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch import checkpoint
-from hvd_adpsgd.torch.averaging import Averaging, live, stop_dropped
 from hvd_adpsgd.torch.collectives import global_process_set
-from hvd_adpsgd.torch.consistency import agree, require_same_sets
-from hvd_adpsgd.torch.gradients import Gradients
-from hvd_adpsgd.torch.node import in_node
-from hvd_adpsgd.torch.optimizer_state import bind, keeping_held, require_shareable, stand_in
-from hvd_adpsgd.torch.parameters import AveragingSpec, statistics
-from hvd_adpsgd.torch.supported import require_models, require_supported
-from hvd_adpsgd.torch.timeline import StepRecord
+from hvd_adpsgd.training import checkpoint
+from hvd_adpsgd.training.averaging import Averaging, live, stop_dropped
+from hvd_adpsgd.training.consistency import agree, require_same_sets
+from hvd_adpsgd.training.gradients import Gradients
+from hvd_adpsgd.training.node import in_node
+from hvd_adpsgd.training.optimizer_state import bind, keeping_held, require_shareable, stand_in
+from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.supported import require_models, require_supported
+from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
 

@@ -18,12 +18,12 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
+from hvd_adpsgd.collectives.collectives import allgather_object
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
-from hvd_adpsgd.runtime.collectives import allgather_object
-from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives.calls import bytes_of
-from hvd_adpsgd.torch.node import in_node, node_failures
+from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.node import in_node, node_failures
 
 __all__ = ["joined"]
 

@@ -48,7 +48,7 @@ def test_a_newcomer_from_another_host_makes_two_three(tmp_path: Path, by_ssh: bo
 
 LISTENS = """
 import time
-from hvd_adpsgd.runtime.door import Door
+from hvd_adpsgd.joining.door import Door
 kept = []
 def enter(newcomer):
     kept.append(newcomer)
@@ -60,7 +60,7 @@ time.sleep(1000)
 WAITS = """
 import sys
 from hvd_adpsgd.errors import PeerFailedError
-from hvd_adpsgd.runtime.door import knock
+from hvd_adpsgd.joining.door import knock
 job = knock(sys.argv[1], bytes(32), 10.0)
 job.tell("open")
 try:

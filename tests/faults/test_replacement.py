@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
-MEETING_S = 10.0  # hvd_adpsgd.runtime.meeting.MEETING_S
+MEETING_S = 10.0  # hvd_adpsgd.joining.meeting.MEETING_S
 MEETING_WITHOUT_END = ("--meeting-s", TIMEOUT_S / 2)  # whoever waits for its deadline is found out
 # Promise 6 is 10 s, on a machine that does nothing else. Whoever waits for a deadline waits 30 s or more.
 ENDS_S = 25.0

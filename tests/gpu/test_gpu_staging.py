@@ -17,8 +17,8 @@ import torch
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch.devices import Cuda, Device, Stream
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.training.devices import Cuda, Device, Stream
+from hvd_adpsgd.training.staging import Staging
 from tests.staged import ROUNDING, Job
 
 pytestmark = [

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
-from hvd_adpsgd.torch.parameters import Parameters
+from hvd_adpsgd.training.parameters import Parameters
 from hvd_adpsgd.watching.trace import merge
 from tests.launcher import Result, run_learners
 
@@ -623,7 +623,7 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
             once()
         say(rank=hvd.rank(), first=first, last=held())
 
-        from hvd_adpsgd.torch.averaging import Averaging
+        from hvd_adpsgd.training.averaging import Averaging
         def fails(self):
             raise MemoryError("no page can be locked")
         Averaging._stage = fails

@@ -221,7 +221,7 @@ def test_wheel_without_torch_and_mpi(wheel, tests, tmp_path, version):
         "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
     )
     code = (
-        "from hvd_adpsgd.runtime import communicators, deadline; "
+        "from hvd_adpsgd.launch import communicators, deadline; "
         "communicators.load_mpi(deadline.Deadline(60))"
     )
     error = here.run("python", "-c", code)

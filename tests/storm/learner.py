@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from tests.storm.hosts import enter, name
 from tests.storm.script import EPOCH, LINKS, Fault, Script, drift
 

@@ -155,7 +155,7 @@ class SuperLearner:
         engine.rounds.finish()
 
     def round(self, step: int, rounds: Rounds) -> None:
-        """As an optimizer does it (torch/averaging.py)."""
+        """As an optimizer does it (training/averaging.py)."""
         self.engine.rounds.begin(step // rounds.period)
         if rounds.order == AFTER:
             self.engine.publish(step)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hvd_adpsgd.runtime.turns import Turns
+from hvd_adpsgd.collectives.turns import Turns
 from hvd_adpsgd.torch import asynchronous
-from hvd_adpsgd.torch.devices import Host
+from hvd_adpsgd.training.devices import Host
 
 DEADLINE_S = 60.0
 

@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 START = """
     import os, signal, subprocess, sys, threading, time
     import numpy as np
-    from hvd_adpsgd.runtime import preemption
+    from hvd_adpsgd.lifecycle import preemption
     flags = np.zeros(preemption.Departure.FLAGS, dtype=np.uint8)
     done = threading.Event()  # all that is to be done
     def departure(is_leader=True, last=False):

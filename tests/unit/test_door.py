@@ -17,8 +17,8 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
-from hvd_adpsgd.runtime import joining
-from hvd_adpsgd.runtime.door import Conversation, Door, knock, new_secret
+from hvd_adpsgd.joining import joining
+from hvd_adpsgd.joining.door import Conversation, Door, knock, new_secret
 from tests.launcher import wait_for
 
 SECRET = new_secret()

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from hvd_adpsgd.runtime import global_operations
-from hvd_adpsgd.runtime.global_operations import LIMIT, WINDOW, counted, end_step, totals
+from hvd_adpsgd.collectives import global_operations
+from hvd_adpsgd.collectives.global_operations import LIMIT, WINDOW, counted, end_step, totals
 
 
 @pytest.fixture(autouse=True)

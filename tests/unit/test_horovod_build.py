@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -173,7 +173,7 @@ def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says,
 def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, working, expected):
     program = """if True:
         import os, sys
-        from hvd_adpsgd.runtime import shutdown
+        from hvd_adpsgd.lifecycle import shutdown
         status, working, told = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
         assert told == "two words"
         shutdown.mark(True)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.agreement import Agreement
-from hvd_adpsgd.runtime import shutdown
-from hvd_adpsgd.runtime.messages import COMPLETE, Messages
-from hvd_adpsgd.runtime.shutdown import _is_last
+from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.shutdown import _is_last
+from hvd_adpsgd.messaging.messages import COMPLETE, Messages
 from tests.silent_network import AGREEMENT, LEAVES, SilentNetwork
 
 
@@ -50,7 +50,7 @@ SCRIPT = """
 import os, sys, threading
 import mpi4py
 mpi4py.rc.initialize = False
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 
 def shut_down():
     print(shutdown.script_fails())
@@ -94,7 +94,7 @@ def test_whether_the_script_fails(end, fails):
 AS_CHILD = """
 import multiprocessing, sys
 from types import SimpleNamespace
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 
 def learner():
     shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
@@ -129,7 +129,7 @@ def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, goodbye,
 LAST = f"""
 import os, sys
 from types import SimpleNamespace
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
 shutdown.exit_state.goodbye = {ALONE}
 shutdown.exit_state.has_failures = True
@@ -159,7 +159,7 @@ def test_a_process_without_mpi_does_not_start_it_at_its_end():
 import atexit, sys
 from types import SimpleNamespace
 atexit.register(lambda: print("mpi4py.MPI" in sys.modules))  # runs last
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 barrier = SimpleNamespace(rank=0, ranks=(0, 1), ended=lambda: {1})
 print(shutdown.Teardown(barrier, None, (0, 1), None).ends_last(5.0), "mpi4py.MPI" in sys.modules)
 shutdown.at_exit(lambda: None, lambda: 1.0)

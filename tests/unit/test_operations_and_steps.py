@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from hvd_adpsgd.collectives import collectives as module
+from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import CollectiveMismatchError
-from hvd_adpsgd.runtime import collectives as module
-from hvd_adpsgd.runtime.collectives import Collectives
-from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.lifecycle.membership import Membership
 from tests.silent_network import ABANDON, LEAVES, WAITS, SilentNetwork
 
 ME = 0

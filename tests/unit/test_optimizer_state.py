@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hvd_adpsgd.strategies.plan import Rounds
-from hvd_adpsgd.torch import join_state
-from hvd_adpsgd.torch.join_state import JoinState, pack, unpack
-from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
+from hvd_adpsgd.training import join_state
+from hvd_adpsgd.training.join_state import JoinState, pack, unpack
+from hvd_adpsgd.training.optimizer_state import keeping_held, load_in_place
 from tests.schedulers import MAKE, of_torch, optimizers, trace
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch import cores
+from hvd_adpsgd.training import cores
 from tests.unit.test_kernels import DTYPES, decode, encode, raw, wide
 
 CHUNK_NBYTES = 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_adpsgd.runtime.newcomers import _moved
-from hvd_adpsgd.runtime.replacements import is_minority, lost, starters
-from hvd_adpsgd.runtime.world import Placement
+from hvd_adpsgd.joining.newcomers import _moved
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.launch.world import Placement
 
 
 def job(*hosts: int, of: int = 1) -> tuple[list[Placement], list[tuple[int, ...]]]:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch.devices import Host
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.training.devices import Host
+from hvd_adpsgd.training.staging import Staging
 from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
 
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import bootstrap
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.launch import world as worlds
 
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 GRADIENT_S = 0.01  # the work of a step's gradient, for which the test machine has too few cores

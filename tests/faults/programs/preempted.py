@@ -68,7 +68,7 @@ def main() -> None:
     args = parsed()
     watch_child(args.folder)
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.runtime import world as worlds
+    from hvd_adpsgd.launch import world as worlds
 
     heard: list[int] = []
     if args.handles and not args.late:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-import hvd_adpsgd.runtime.joining as joining
-import hvd_adpsgd.runtime.meeting as meeting
+import hvd_adpsgd.joining.joining as joining
+import hvd_adpsgd.joining.meeting as meeting
 import hvd_adpsgd.torch as hvd
 import hvd_adpsgd.torch.admission as admission
 

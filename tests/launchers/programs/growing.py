@@ -19,9 +19,9 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
-from hvd_adpsgd.runtime import door, joining, meeting
+from hvd_adpsgd.joining import door, joining, meeting
 from hvd_adpsgd.torch import admission
-from hvd_adpsgd.torch.join_state import JoinState
+from hvd_adpsgd.training.join_state import JoinState
 
 STEPS = 5
 

@@ -9,8 +9,8 @@ import torch
 from learner import SEED, digest, generator, pauses, say, until_all
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 STEPS, SIZE, CHECK = 30, 1000, 10
 MOVED = 1e-3  # of the second model: an exchange was added to both

@@ -10,9 +10,9 @@ import torch
 from learner import digest, generator, outcome, retired, same_everywhere, say
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.collectives import global_operations
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import global_operations
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch import elastic, mpi_ops
 
 TOLD: list[str] = []

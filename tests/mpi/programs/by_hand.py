@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.collectives.collectives import wait
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.launch import world as worlds
 
 DEADLINE_S = 60.0
 

@@ -18,7 +18,7 @@ from mpi4py import MPI
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine import step_rounds
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 SIZE = 70_001  # more than one chunk of 64 KiB
 LR = 0.25

@@ -9,7 +9,7 @@ import torch
 from learner import digest, outcome, retired, same_in_node, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 SIZE = 70_001  # more than one chunk
 LR = 0.25

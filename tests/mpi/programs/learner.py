@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 MARK = "@learner "
 SEED = int(os.environ.get("SEED", "7"))

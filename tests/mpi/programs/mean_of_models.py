@@ -23,8 +23,8 @@ from learner import (
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 STEPS = 40
 LR = 0.125

@@ -17,8 +17,8 @@ from learner import digest, generator, retired, same_in_node, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.optim.natural_gradient import LSTM
-from hvd_adpsgd.runtime import world as worlds
 
 STEPS = 12
 

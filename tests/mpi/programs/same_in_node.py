@@ -25,8 +25,8 @@ from learner import (
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 STEPS = 12
 NEAR = 0.6  # super learners begin at a distance of 1

@@ -30,9 +30,9 @@ from learner import (
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.strategies import STRATEGIES
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.training.reports import metrics_of
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import PACES, STEPS, events
 from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, ONE_OF_A_KIND, Setting
