@@ -1,8 +1,8 @@
 """A super learner that joins a job which runs, as one of its learners sees it.
 
-init()       its first learner knocks; it returns with the job's ranks
+init()       its first learner asks to join; it returns with the job's ranks
 the script   builds its model, wraps its optimizer
-hvd.admit    it is ready; the job's learners come to their next call of hvd.admit; all meet (meeting)
+hvd.admit    it is ready; the job's learners come to their next call of hvd.admit; all connect anew
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
-from hvd_adpsgd.joining.door import Conversation, knock
-from hvd_adpsgd.joining.meeting import MEETING_S
-from hvd_adpsgd.joining.newcomers import (
+from hvd_adpsgd.joining.candidates import (
     JOIN,
     JOIN_SECRET_FILE,
-    Invitation,
-    Knock,
+    JoinOffer,
+    JoinRequest,
     checked,
 )
+from hvd_adpsgd.joining.listener import Conversation, connect
+from hvd_adpsgd.joining.reconnect import RECONNECT_S
 from hvd_adpsgd.launch import bootstrap, communicators, rendezvous
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.deadline import Deadline
@@ -54,7 +54,7 @@ class JoiningLearner:
         config: that of init(); its other options are the job's.
 
     Attributes:
-        invitation: what the job has told.
+        offer: what the job has told.
         conversation: with the job; None but on its first learner.
         secret: of the job; empty but on its first learner.
     """
@@ -72,16 +72,16 @@ class JoiningLearner:
         self._host = communicators.of_host(self.everyone)
         self.conversation: Conversation | None = None
         self.secret = b""
-        self.invitation: Invitation = self._invited()
+        self.offer: JoinOffer = self._offered()
 
-    def _invited(self) -> Invitation:
+    def _offered(self) -> JoinOffer:
         head = self._host.bcast(self.everyone.Get_rank())
         mine = Placement(head, socket.gethostname(), self._host.Get_rank(), self._host.Get_size())
         placements = tuple(self.everyone.allgather(mine))
         told: Any = None
         if self.everyone.Get_rank() == 0:
             try:
-                told = self._knock(placements)
+                told = self._requested(placements)
             except (LaunchError, PeerFailedError) as error:
                 told = error
         told = self.everyone.bcast(told)
@@ -89,16 +89,16 @@ class JoiningLearner:
             raise told
         if told is None:
             self._is_over()
-        assert isinstance(told, Invitation)
+        assert isinstance(told, JoinOffer)
         return told
 
-    def _knock(self, placements: tuple[Placement, ...]) -> Any:
+    def _requested(self, placements: tuple[Placement, ...]) -> Any:
         options = self._options
         self.secret = _secret(os.environ.get(JOIN_SECRET_FILE) or options.join_secret_file or "")
-        self.conversation = knock(doors(options), self.secret, options.failure_timeout_s)
+        self.conversation = connect(listeners(options), self.secret, options.failure_timeout_s)
         number = os.environ.get(REPLACES)
-        self.conversation.tell(Knock(placements, None if number is None else int(number)))
-        return self.conversation.hear(None)
+        self.conversation.send(JoinRequest(placements, None if number is None else int(number)))
+        return self.conversation.receive(None)
 
     def _is_over(self) -> None:
         log.warning("the job ended before this super learner joined.")
@@ -106,17 +106,15 @@ class JoiningLearner:
 
     def make_world(self) -> World:
         """Of this super learner alone, with the job's ranks."""
-        told, everyone = self.invitation, self.everyone
+        told, everyone = self.offer, self.everyone
         plain, goodbye = communicators.duplicate(everyone), communicators.duplicate(everyone)
         inner = communicators.duplicate(everyone)
         comms = Communicators(everyone, plain, goodbye, self._host, inner, None)
         rank = told.groups[told.super_rank][everyone.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
-    def ready(
-        self, world: World, terms: Any
-    ) -> tuple[Invitation, tuple[int, ...], tuple[int, ...]]:
-        """Wait for the job to meet this newcomer: the job now, ranks of all, and who give it its state.
+    def ready(self, world: World, terms: Any) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
+        """Wait until the job lets this super learner in: the job now, all ranks, and those that send the state.
 
         Raises:
             PeerFailedError: if the learner that it talks with is lost.
@@ -125,8 +123,8 @@ class JoiningLearner:
         told: Any = ()
         if self.conversation is not None:
             try:
-                self.conversation.tell(terms)
-                told = self.conversation.hear(None)
+                self.conversation.send(terms)
+                told = self.conversation.receive(None)
             except PeerFailedError as error:
                 told = error
         told = next(t for t in world.collectives.gather("admit", told) if t != ())
@@ -134,15 +132,15 @@ class JoiningLearner:
             raise told
         if told is None:
             self._is_over()
-        invitation, ranks, givers = told
-        return invitation, ranks, givers
+        offer, ranks, senders = told
+        return offer, ranks, senders
 
     def is_in(self, world: World) -> bool:
         """Whether the job has switched to what all have agreed."""
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
-                said = self.conversation.hear(2 * MEETING_S)
+                said = self.conversation.receive(2 * RECONNECT_S)
             self.conversation.close()
         return any(answer is True for answer in world.collectives.gather("admit", said))
 
@@ -199,7 +197,7 @@ def _watch_job() -> None:
 _joining: JoiningLearner | None = None
 
 
-def doors(config: Config | None) -> str:
+def listeners(config: Config | None) -> str:
     """Those of the job that this process joins, as host:port, ...; "" if it joins none.
 
     HVD_ADPSGD_JOIN comes before Config.join: hvd.admit sets it for the super learners that it starts.
@@ -212,11 +210,11 @@ def doors(config: Config | None) -> str:
 
 def is_joining(config: Config | None) -> bool:
     """Whether this process is of a super learner that joins a job which runs."""
-    return bool(doors(config))
+    return bool(listeners(config))
 
 
 def enter(store: Opener | None, config: Config | None = None) -> World:
-    """init() of a newcomer; worlds.current returns its world from now on.
+    """init() of a joining super learner; worlds.current returns its world from now on.
 
     Raises:
         LaunchError: if the job cannot be joined.

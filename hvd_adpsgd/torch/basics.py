@@ -8,7 +8,7 @@ import horovod.torch as horovod
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
-from hvd_adpsgd.joining import joining, newcomers
+from hvd_adpsgd.joining import candidates, joining
 from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
@@ -65,7 +65,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
             joining.enter(TcpStore, config)
         else:
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
-            newcomers.open_door(worlds.current())
+            candidates.open_listener(worlds.current())
         cores.reserve(worlds.current())
         watching.start(worlds.current())
     _given = given

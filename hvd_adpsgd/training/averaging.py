@@ -33,8 +33,8 @@ from hvd_adpsgd.errors import (
     UnsupportedOptimizerError,
     WorldError,
 )
-from hvd_adpsgd.joining.meeting import Merged
-from hvd_adpsgd.joining.newcomers import Invitation
+from hvd_adpsgd.joining.candidates import JoinOffer
+from hvd_adpsgd.joining.reconnect import NewGroup
 from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.strategies.plan import AFTER, Plan
@@ -206,17 +206,17 @@ class Averaging:
         atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
         return engine
 
-    def make_engine_for(self, invitation: Invitation, merged: Merged) -> Engine:
-        """As `make_engine`, for the job with a newcomer: over the memory of the one that is paused."""
-        plan = self.spec.strategy.plan(self.world.super_rank, len(invitation.groups))
-        names = names_of(invitation.groups, invitation.placements)
-        comms, config = merged.comms, self.spec.config.replace(wire="tcp")
+    def make_engine_for(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
+        """As `make_engine`, for the job with a joining super learner, over the memory of the paused engine."""
+        plan = self.spec.strategy.plan(self.world.super_rank, len(offer.groups))
+        names = names_of(offer.groups, offer.placements)
+        comms, config = new_group.comms, self.spec.config.replace(wire="tcp")
         memory = self._ahead or self.engine.memory
         outer = comms.outer if self._has_shard else None
-        return self._make(plan, names, comms.inner, outer, merged.members, None, config, memory)
+        return self._make(plan, names, comms.inner, outer, new_group.members, None, config, memory)
 
     def prepare_memory(self) -> None:
-        """On a newcomer, whose engine has had no thread: make its memory before others wait for it."""
+        """On a joining super learner, whose engine has had no thread: make its memory before others wait."""
         config, world = self.spec.config, self.world
         shows = self._has_shard and config.same_host == "memory"
         self._ahead = make_memory(

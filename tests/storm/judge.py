@@ -40,7 +40,7 @@ def _survives(story: Story) -> list[str]:
                 f"survives: learner {note['rank']} of {note['who']} has not trained to its end"
             )
     present, expected = len(story.models.get(max(story.models, default=0), {})), script.n
-    if script.joins == "newcomer" and not _fatal(story):  # with a fault its door may be lost
+    if script.joins == "candidate" and not _fatal(story):  # with a fault its listener may be lost
         expected += 1
     if script.joins and story.of("down") and present < expected:
         broken.append(

@@ -93,7 +93,7 @@ class Script:
         strategy, dtype, share, rate: arguments of DistributedOptimizer.
         chunks: of the model, each of 64 KiB.
         variables: of the environment.
-        joins: None, "replacement" (of whoever is lost) or "newcomer" (one that was not there at the start).
+        joins: None, "replacement" (of whoever is lost) or "candidate" (one that was not there at the start).
         faults: in the order of the scenario.
         left_out: what of the scenario is not played.
     """
@@ -223,7 +223,7 @@ def _joins(s: Scenario, c: Chance) -> str | None:
     numbers = [fault.who for fault in s.faults if fault.kind == "join"]
     if not numbers and not c.happens(0.2):
         return None
-    return "newcomer" if s.size in numbers or c.happens(0.4) else "replacement"
+    return "candidate" if s.size in numbers or c.happens(0.4) else "replacement"
 
 
 def _has_pairs(strategy: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_adpsgd.joining.newcomers import _moved
+from hvd_adpsgd.joining.candidates import _moved
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch.world import Placement
 

@@ -19,7 +19,7 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
-from hvd_adpsgd.joining import door, joining, meeting
+from hvd_adpsgd.joining import joining, listener, reconnect
 from hvd_adpsgd.torch import admission
 from hvd_adpsgd.training.join_state import JoinState
 
@@ -72,13 +72,13 @@ def die_at(moment: str) -> None:
     if moment == "start":
         die()
     places = {
-        "connected": (Hello, "answer", True),  # the door waits for the proof
-        "knocked": (door.Conversation, "tell", False),  # its first word
-        "invited": (door.Conversation, "hear", False),
+        "connected": (Hello, "answer", True),  # the listener waits for the proof
+        "requested": (listener.Conversation, "send", False),  # its first word
+        "invited": (listener.Conversation, "receive", False),
         "wrapped": (hvd, "on_membership_change", True),
         "ready": (joining.JoiningLearner, "ready", False),
-        "meeting": (meeting, "meet", True),
-        "met": (meeting, "meet", False),
+        "reconnect": (reconnect, "connect_anew", True),
+        "met": (reconnect, "connect_anew", False),
         "engines": (admission, "_prepare", False),  # all have met, and know it
         "agreed": (joining.JoiningLearner, "is_in", True),
         "received": (JoinState, "give", True),

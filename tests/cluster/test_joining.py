@@ -35,36 +35,36 @@ def test_a_newcomer_from_another_host_makes_two_three(tmp_path: Path, by_ssh: bo
     with Cluster(3) as cluster, open(log, "a") as file:
         out = {"env": env, "stdout": file, "stderr": subprocess.STDOUT}
         with cluster.started(job, **out) as running:
-            doors = printed(r"HVD_ADPSGD_JOIN=(\S+)", log, running)
-            told = ["env", f"HVD_ADPSGD_JOIN={doors}", secret, *program]
+            listeners = printed(r"HVD_ADPSGD_JOIN=(\S+)", log, running)
+            told = ["env", f"HVD_ADPSGD_JOIN={listeners}", secret, *program]
             command = ["ssh", "node3", f"cd {Path.cwd()};", *told] if by_ssh else told
-            with cluster.started(command, host="node1" if by_ssh else "node3", **out) as newcomer:
-                assert newcomer.wait(TIMEOUT_S) == 0, log.read_text()
+            with cluster.started(command, host="node1" if by_ssh else "node3", **out) as candidate:
+                assert candidate.wait(TIMEOUT_S) == 0, log.read_text()
                 assert running.wait(TIMEOUT_S) == 0, log.read_text()
     said = log.read_text()
-    assert "127.0.0.1" not in doors, said
+    assert "127.0.0.1" not in listeners, said
     require_grown(sorted(facts(said), key=lambda one: one["rank"]), [3], 3)
 
 
 LISTENS = """
 import time
-from hvd_adpsgd.joining.door import Door
+from hvd_adpsgd.joining.listener import Listener
 kept = []
-def enter(newcomer):
-    kept.append(newcomer)
-    print("conversation", newcomer.hear(None), flush=True)
-door = Door("0.0.0.0", bytes(32), enter, 10.0)
-print("port", door.port, flush=True)
+def enter(candidate):
+    kept.append(candidate)
+    print("conversation", candidate.receive(None), flush=True)
+listener = Listener("0.0.0.0", bytes(32), enter, 10.0)
+print("port", listener.port, flush=True)
 time.sleep(1000)
 """
 WAITS = """
 import sys
 from hvd_adpsgd.errors import PeerFailedError
-from hvd_adpsgd.joining.door import knock
-job = knock(sys.argv[1], bytes(32), 10.0)
-job.tell("open")
+from hvd_adpsgd.joining.listener import connect
+job = connect(sys.argv[1], bytes(32), 10.0)
+job.send("open")
 try:
-    job.hear(None)
+    job.receive(None)
 except PeerFailedError as error:
     print("ended", error, flush=True)
 """
@@ -78,10 +78,10 @@ def test_a_newcomer_whose_host_is_cut_off_does_not_wait_for_ever(tmp_path: Path)
         with cluster.started([sys.executable, "-c", LISTENS], **out) as job:
             port = printed(r"port (\d+)", log, job)
             command = [sys.executable, "-c", WAITS, f"node1:{port}"]
-            with cluster.started(command, host="node2", **out) as newcomer:
+            with cluster.started(command, host="node2", **out) as candidate:
                 printed(r"(conversation open)", log, job)
                 cluster.cut("node2")
-                assert newcomer.wait(TIMEOUT_S) == 0, log.read_text()
+                assert candidate.wait(TIMEOUT_S) == 0, log.read_text()
                 assert "is lost: [Errno 110]" in log.read_text()
 
 

@@ -1,9 +1,9 @@
 """Where super learners that come later knock: a listener of a learner, and the conversation over it.
 
-    newcomer's first learner                 learner with the door
+    joining super learner's first learner                 learner with the listener
                                        <-    its release, in a form that all releases read
     proves that it knows the secret   <->    proves the same (engine/handshake)
-    Knock                              ->
+    JoinRequest                              ->
                                        <-    what the caller answers
     ...                               <->    ...
 
@@ -35,7 +35,7 @@ from hvd_adpsgd.engine.handshake import (
 )
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 
-__all__ = ["Conversation", "Door", "knock", "new_secret"]
+__all__ = ["Conversation", "Listener", "connect", "new_secret"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -67,16 +67,16 @@ class Conversation:
         try:
             return self.connection.recv()
         except EOFError:
-            raise PeerFailedError("the other side of the door is lost: it has ended") from None
+            raise PeerFailedError("the other side of the listener is lost: it has ended") from None
         except OSError as error:
-            raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
         except Exception as error:  # pickle's, of many kinds
             raise PeerFailedError(
-                f"the two sides of the door do not understand each other ({error}). Run the same release on "
-                "both."
+                f"the two sides of the listener do not understand each other ({error}). Run the same "
+                "release on both."
             ) from error
 
-    def tell(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         """Send an object.
 
         Raises:
@@ -85,9 +85,9 @@ class Conversation:
         try:
             self.connection.send(value)
         except OSError as error:
-            raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
 
-    def hear(self, seconds: float | None) -> Any:
+    def receive(self, seconds: float | None) -> Any:
         """The next object.
 
         Args:
@@ -99,17 +99,17 @@ class Conversation:
         try:
             there = self.connection.poll(seconds)
         except OSError as error:
-            raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
         if there:
             return self._take()
-        raise PeerFailedError(f"the other side of the door said nothing for {seconds:g} s")
+        raise PeerFailedError(f"the other side of the listener said nothing for {seconds:g} s")
 
-    def heard(self) -> list[Any]:
-        """[the next object], or [] if it has not arrived; see `hear`."""
+    def received(self) -> list[Any]:
+        """[the next object], or [] if it has not arrived; see `receive`."""
         try:
             there = self.connection.poll(0)
         except OSError as error:
-            raise PeerFailedError(f"the other side of the door is lost: {error}") from None
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
         return [self._take()] if there else []
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Conversation:
         self.connection.close()
 
 
-class Door:
+class Listener:
     """A listener for those that know the secret.
 
     Args:
@@ -144,7 +144,7 @@ class Door:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True, name="hvd_adpsgd.door").start()
+        threading.Thread(target=self._accept, daemon=True, name="hvd_adpsgd.listener").start()
 
     def _accept(self) -> None:
         is_full = False
@@ -188,7 +188,7 @@ class Door:
                 connection.sendall(WELCOME)
                 proven = _proven(connection, self._failure_s)
             except (NotAMember, OSError) as error:
-                log.debug("at the door, a connection was refused: %s", error)
+                log.debug("at the listener, a connection was refused: %s", error)
                 return
             finally:
                 self._forget(connection)
@@ -203,45 +203,45 @@ class Door:
         self._listener.close()
 
 
-def knock(doors: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
-    """Enter by the first of these doors that opens.
+def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
+    """Enter by the first of these listeners that opens.
 
     Args:
-        doors: host:port, separated by commas.
+        listeners: host:port, separated by commas.
         secret: of the job.
-        failure_s: as for Door.
+        failure_s: as for Listener.
 
     Raises:
         LaunchError: if none opens.
     """
     problems = []
-    for door in filter(None, (part.strip() for part in doors.split(","))):
-        host, _, port = door.rpartition(":")
+    for listener in filter(None, (part.strip() for part in listeners.split(","))):
+        host, _, port = listener.rpartition(":")
         try:
             if not port.isdigit():
                 raise OSError("this is not host:port")
             return _introduced(host.strip("[]"), int(port), secret, failure_s)
         except (OSError, NotAMember) as error:
-            problems.append(f"{door}: {error}")
+            problems.append(f"{listener}: {error}")
     raise LaunchError(
-        f"init(): HVD_ADPSGD_JOIN={doors}: the job cannot be joined ({'; '.join(problems) or 'no door'}). "
-        "Give the doors that it prints at its start, host:port, and the same secret file, and install the "
-        f"same release: this is {RELEASE}."
+        f"init(): HVD_ADPSGD_JOIN={listeners}: the job cannot be joined "
+        f"({'; '.join(problems) or 'no listener'}). Give the listeners that it prints at its start, host:port, "
+        f"and the same secret file, and install the same release: this is {RELEASE}."
     )
 
 
 def greeting(release: str) -> bytes:
-    """The first message of a door, _GREETING_NBYTES bytes: the same form in every release."""
+    """The first message of a listener, _GREETING_NBYTES bytes: the same form in every release."""
     return f"{_NAME}{release}".encode().ljust(_GREETING_NBYTES)[:_GREETING_NBYTES]
 
 
 def _require_same_release(said: bytes) -> None:
-    """Raise NotAMember unless a door of this release has said so: what follows differs between two."""
+    """Raise NotAMember unless a listener of this release has said so: what follows differs between two."""
     if said == greeting(RELEASE):
         return
     text = said.decode(errors="replace")
     if not text.startswith(_NAME):
-        raise NotAMember("this is no door of hvd_adpsgd")
+        raise NotAMember("this is no listener of hvd_adpsgd")
     raise NotAMember(f"the job runs {text.rstrip()}, this learner {_NAME}{RELEASE}")
 
 

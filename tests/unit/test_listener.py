@@ -1,4 +1,4 @@
-"""The door of a job: who knows the secret enters, also beside many who do not."""
+"""The listener of a job: who knows the secret enters, also beside many who do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.joining import joining
-from hvd_adpsgd.joining.door import Conversation, Door, knock, new_secret
+from hvd_adpsgd.joining.listener import Conversation, Listener, connect, new_secret
 from tests.launcher import wait_for
 
 SECRET = new_secret()
@@ -30,49 +30,51 @@ def entered() -> queue.Queue[Conversation]:
 
 
 @pytest.fixture
-def door(entered: queue.Queue[Conversation]) -> Iterator[str]:
-    made = Door("127.0.0.1", SECRET, entered.put)
+def listener(entered: queue.Queue[Conversation]) -> Iterator[str]:
+    made = Listener("127.0.0.1", SECRET, entered.put)
     yield f"127.0.0.1:{made.port}"
     made.close()
 
 
-def test_both_sides_talk(door: str, entered: queue.Queue[Conversation]) -> None:
-    newcomer = knock(door, SECRET)
+def test_both_sides_talk(listener: str, entered: queue.Queue[Conversation]) -> None:
+    candidate = connect(listener, SECRET)
     job = entered.get(timeout=60)
-    newcomer.tell({"a": 1})
-    assert job.hear(60) == {"a": 1}
-    assert job.heard() == []
-    job.tell((2, 3))
-    assert newcomer.hear(None) == (2, 3)
-    newcomer.close()
+    candidate.send({"a": 1})
+    assert job.receive(60) == {"a": 1}
+    assert job.received() == []
+    job.send((2, 3))
+    assert candidate.receive(None) == (2, 3)
+    candidate.close()
     with pytest.raises(PeerFailedError, match="lost"):
-        job.hear(60)
+        job.receive(60)
     with pytest.raises(PeerFailedError, match="lost"):
-        job.heard()
+        job.received()
 
 
 def test_who_says_nothing_is_waited_for_no_longer(
-    door: str, entered: queue.Queue[Conversation]
+    listener: str, entered: queue.Queue[Conversation]
 ) -> None:
     with pytest.raises(PeerFailedError, match=r"said nothing for 0.01 s"):
-        knock(door, SECRET).hear(0.01)
+        connect(listener, SECRET).receive(0.01)
 
 
-def test_who_has_another_secret_stays_out(door: str, entered: queue.Queue[Conversation]) -> None:
+def test_who_has_another_secret_stays_out(
+    listener: str, entered: queue.Queue[Conversation]
+) -> None:
     with pytest.raises(LaunchError, match=r"cannot be joined.*secret"):
-        knock(door, new_secret())
-    knock(door, SECRET)
+        connect(listener, new_secret())
+    connect(listener, SECRET)
     entered.get(timeout=60)
     assert entered.empty()
 
 
-def test_strangers_keep_nobody_out(door: str, entered: queue.Queue[Conversation]) -> None:
-    host, port = door.split(":")
+def test_strangers_keep_nobody_out(listener: str, entered: queue.Queue[Conversation]) -> None:
+    host, port = listener.split(":")
     strangers = [socket.create_connection((host, int(port)), timeout=60) for _ in range(60)]
     for stranger in strangers[::2]:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
-    knock(door, SECRET).tell("in")
-    assert entered.get(timeout=60).hear(60) == "in"
+    connect(listener, SECRET).send("in")
+    assert entered.get(timeout=60).receive(60) == "in"
     for stranger in strangers:
         stranger.close()
     assert entered.empty()
@@ -89,43 +91,43 @@ def test_strangers_keep_nobody_out(door: str, entered: queue.Queue[Conversation]
             b"hvd_adpsgd " + b"x" * 60,
             f"the job runs hvd_adpsgd {53 * 'x'}, this learner hvd_adpsgd {RELEASE}",
         ),
-        (b"HTTP/1.1 400 Bad Request", "this is no door of hvd_adpsgd"),
-        (b"\xff" * 64, "this is no door of hvd_adpsgd"),
+        (b"HTTP/1.1 400 Bad Request", "this is no listener of hvd_adpsgd"),
+        (b"\xff" * 64, "this is no listener of hvd_adpsgd"),
     ],
 )
 def test_a_door_of_another_release_is_named(says: bytes, told: str) -> None:
     """With another protocol too: it is the first message, before those that differ."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        knocking = pool.submit(knock, f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        requesting = pool.submit(connect, f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
         connection, _ = listener.accept()
         with connection:
             connection.sendall(says.ljust(64))
             with pytest.raises(LaunchError, match=re.escape(told)):
-                knocking.result(60)
+                requesting.result(60)
 
 
-def test_a_door_tells_its_release_before_it_knows_the_other_one(door: str) -> None:
-    host, port = door.split(":")
+def test_a_door_tells_its_release_before_it_knows_the_other_one(listener: str) -> None:
+    host, port = listener.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as stranger:
         said = stranger.recv(64, socket.MSG_WAITALL)
     assert said == f"hvd_adpsgd {RELEASE}".encode().ljust(64)
 
 
-@pytest.mark.parametrize("doors", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1, [::1]:1"])
-def test_no_door_is_told(doors: str) -> None:
+@pytest.mark.parametrize("listeners", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1, [::1]:1"])
+def test_no_door_is_told(listeners: str) -> None:
     with pytest.raises(LaunchError, match="cannot be joined"):
-        knock(doors, SECRET)
+        connect(listeners, SECRET)
 
 
-def test_the_next_door_is_tried(door: str, entered: queue.Queue[Conversation]) -> None:
-    knock(f"127.0.0.1:1,{door}", SECRET)
+def test_the_next_door_is_tried(listener: str, entered: queue.Queue[Conversation]) -> None:
+    connect(f"127.0.0.1:1,{listener}", SECRET)
     entered.get(timeout=60)
 
 
 def test_a_moment_without_descriptors_does_not_close_it(
-    door: str, entered: queue.Queue[Conversation], caplog: pytest.LogCaptureFixture
+    listener: str, entered: queue.Queue[Conversation], caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, port = door.split(":")
+    host, port = listener.split(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as early:
         next_one = os.dup(early.fileno())
@@ -138,17 +140,17 @@ def test_a_moment_without_descriptors_does_not_close_it(
             )
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    knock(door, SECRET).tell("in")
-    assert entered.get(timeout=60).hear(60) == "in"
+    connect(listener, SECRET).send("in")
+    assert entered.get(timeout=60).receive(60) == "in"
     assert caplog.text.count("for the moment") == 1
 
 
 def test_a_host_that_is_cut_off_is_asked_whether_it_is_there() -> None:
     """By the system, on both sides: neither waits for the other one without bound."""
     entered: queue.Queue[Conversation] = queue.Queue()
-    made = Door("127.0.0.1", SECRET, entered.put, failure_s=20.0)
-    newcomer = knock(f"127.0.0.1:{made.port}", SECRET, failure_s=20.0)
-    for side in (newcomer, entered.get(timeout=60)):
+    made = Listener("127.0.0.1", SECRET, entered.put, failure_s=20.0)
+    candidate = connect(f"127.0.0.1:{made.port}", SECRET, failure_s=20.0)
+    for side in (candidate, entered.get(timeout=60)):
         with socket.socket(fileno=os.dup(side.connection.fileno())) as connection:
             told = [
                 connection.getsockopt(socket.IPPROTO_TCP, option)
@@ -171,28 +173,28 @@ def test_an_empty_option_is_no_door(
 @pytest.mark.parametrize("text", ["", "127.0.0.1:1"])
 def test_options_of_a_config_are_the_same(
     text: str,
-    door: str,
+    listener: str,
     entered: queue.Queue[Conversation],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A variable comes first: hvd.admit starts the script once more with those of the job's door."""
+    """A variable comes first: hvd.admit starts the script once more with those of the job's listener."""
     file = tmp_path / "secret"
     file.write_text(SECRET.hex())
     file.chmod(0o600)
     monkeypatch.setattr(joining.exit_state, "hub", None)
     if text:
-        monkeypatch.setenv("HVD_ADPSGD_JOIN", door)
+        monkeypatch.setenv("HVD_ADPSGD_JOIN", listener)
         monkeypatch.setenv("HVD_ADPSGD_JOIN_SECRET_FILE", str(file))
         config = Config(join=text, join_secret_file="/nowhere")
     else:
-        config = Config(join=door, join_secret_file=str(file))
+        config = Config(join=listener, join_secret_file=str(file))
     assert joining.is_joining(config)
     with ThreadPoolExecutor(1) as pool:
         learner = pool.submit(joining.JoiningLearner, None, config)
         job = entered.get(timeout=60)
-        assert len(job.hear(60).placements) == 1
-        job.tell(None)
+        assert len(job.receive(60).placements) == 1
+        job.send(None)
         with pytest.raises(SystemExit):
             learner.result(60)
     joining.exit_state.hub.close()

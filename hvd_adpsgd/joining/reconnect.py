@@ -1,9 +1,9 @@
-"""How all learners of a job, and those of a newcomer, connect anew over sockets.
+"""How all learners of a job, and those of a joining super learner, connect anew over sockets.
 
 All make a second Hub, communicators and engines beside what they have, agree, and switch to them. What must
-be gathered before there is a connection is relayed over the newcomer's conversation with one of them. Until
-all have agreed, nothing of what they had is touched: if the newcomer, or one of them, fails in between, they
-go on as they were.
+be gathered before there is a connection is relayed over the joining super learner's conversation with one of
+them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of them,
+fails in between, they go on as they were.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import PeerFailedError, TransportError
-from hvd_adpsgd.joining.door import Conversation
-from hvd_adpsgd.joining.newcomers import Invitation, Newcomer
+from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinOffer
+from hvd_adpsgd.joining.listener import Conversation
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.communicators import counterparts
 from hvd_adpsgd.launch.world import Communicators, World, names_of
@@ -31,52 +31,53 @@ from hvd_adpsgd.messaging.messages import COMPLETE, AttemptAbandonedError, Messa
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
 __all__ = [
-    "MEETING_S",
+    "RECONNECT_S",
     "Gather",
-    "Merged",
-    "NotMetError",
-    "gather_as_newcomer",
+    "NewGroup",
+    "NotReconnectedError",
+    "connect_anew",
+    "gather_as_candidate",
     "gather_with",
     "give",
-    "meet",
     "receive",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
 
-MEETING_S = 10.0  # longest wait for one another, once all are there
-GIFT_S = 600.0  # longest time for the newcomer's state
+RECONNECT_S = 10.0  # longest wait for one another, once all are there
+TRANSFER_S = 600.0  # longest time for the joining super learner's state
 
 Gather = Callable[[Any], list[Any]]
 
 
-class NotMetError(TransportError):
+class NotReconnectedError(TransportError):
     """Not all have come to the meeting."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
-    """All learners with a newcomer, connected anew.
+class NewGroup:
+    """All learners with a joining super learner, connected anew.
 
     Attributes:
-        invitation: the job with the newcomer.
+        offer: the job with the joining super learner.
         hub: the connections.
         comms: over them.
         members: the super learners of comms.outer.
         ranks: of the learners that are there.
-        gifts: the newcomer, and one of those that give it its state (first), by giver; None on others.
+        transfers: by sender: the communicator of that sender (first) and the joining super learner; None on
+            others.
     """
 
-    invitation: Invitation
+    offer: JoinOffer
     hub: Hub
     comms: Communicators
     members: tuple[int, ...]
     ranks: tuple[int, ...]
-    gifts: tuple[Communicator | None, ...]
+    transfers: tuple[Communicator | None, ...]
 
     def adopt(self, world: World) -> World:
         """Go on with these; worlds.current returns the new world from now on."""
-        told, comms = self.invitation, self.comms
+        told, comms = self.offer, self.comms
         old = world.collectives
         used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
         world.teardown.join(ShutdownBarrier(comms.goodbye, self.ranks), *used)
@@ -108,50 +109,52 @@ class Merged:
                 comm.ends = ends
 
 
-def meet(
+def connect_anew(
     world: World,
-    invitation: Invitation,
+    offer: JoinOffer,
     ranks: Sequence[int],
-    givers: Sequence[int],
+    senders: Sequence[int],
     gather: Gather,
     ends: float,
-) -> Merged:
+) -> NewGroup:
     """Connect anew; all learners of `ranks` call this together.
 
     Args:
         world: of this learner.
-        invitation: the job with the newcomer.
+        offer: the job with the joining super learner.
         ranks: of those that are there.
-        givers: ranks of those that give the newcomer its state.
+        senders: ranks of those that give the joining super learner its state.
         gather: values of all, by rank, None for those that are not there.
         ends: deadline, of time.monotonic.
 
     Raises:
         TransportError, TopologyError: if this learner cannot.
     """
-    hub = Hub(world.rank, len(invitation.placements), world.config, gather)
-    groups, there = invitation.groups, set(ranks)
+    hub = Hub(world.rank, len(offer.placements), world.config, gather)
+    groups, there = offer.groups, set(ranks)
     members = tuple(i for i, group in enumerate(groups) if group[0] in there)
-    mine = invitation.placements[world.rank].host
-    on_host = [r for r in ranks if invitation.placements[r].host == mine]
-    new = groups[invitation.super_rank]
+    mine = offer.placements[world.rank].host
+    on_host = [r for r in ranks if offer.placements[r].host == mine]
+    new = groups[offer.super_rank]
     everyone, plain, goodbye = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
     outer = counterparts(hub, [groups[i] for i in members], world.rank, world.shards)
-    gifts = tuple(hub.communicator([giver, *new]) for giver in givers)
+    transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
     comms = Communicators(everyone, plain, goodbye, host, inner, outer)
-    merged = Merged(invitation, hub, comms, members, tuple(ranks), gifts)
-    merged.end_by(ends)
-    return merged
+    new_group = NewGroup(offer, hub, comms, members, tuple(ranks), transfers)
+    new_group.end_by(ends)
+    return new_group
 
 
-def gather_with(world: World, size: int, newcomer: Newcomer | None, ends: float) -> Gather:
-    """For `meet`, on learners of the job.
+def gather_with(
+    world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
+) -> Gather:
+    """For `connect_anew`, on learners of the job.
 
     Args:
         world: of this learner.
-        size: of the job with the newcomer.
-        newcomer: on the learner that talks with it.
+        size: of the job with the joining super learner.
+        candidate: on the learner that talks with it.
         ends: deadline, of time.monotonic.
     """
     ranks = world.collectives.ranks
@@ -159,15 +162,15 @@ def gather_with(world: World, size: int, newcomer: Newcomer | None, ends: float)
     def gather(value: Any) -> list[Any]:
         told = _gathered(world, value)
         heard = None
-        if newcomer is not None and newcomer.conversation is not None and not newcomer.problem:
+        if candidate is not None and candidate.conversation is not None and not candidate.problem:
             try:
-                heard = newcomer.conversation.hear(max(0.0, ends - time.monotonic()))
-                newcomer.conversation.tell(told)
+                heard = candidate.conversation.receive(max(0.0, ends - time.monotonic()))
+                candidate.conversation.send(told)
             except PeerFailedError as error:
-                newcomer.problem = f"it failed, or did not come, when all met ({error})"
+                candidate.problem = f"it failed, or did not come, when all met ({error})"
         answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
         if world.collectives.ranks != ranks or not answers:
-            raise NotMetError("not all came to the meeting")
+            raise NotReconnectedError("not all came to the reconnection")
         told |= answers[0]
         return [told.get(rank) for rank in range(size)]
 
@@ -175,45 +178,45 @@ def gather_with(world: World, size: int, newcomer: Newcomer | None, ends: float)
 
 
 def _gathered(world: World, value: Any) -> dict[int, Any]:
-    """The values of the learners of the job, or of the newcomer, by rank."""
+    """The values of the learners of the job, or of the joining super learner, by rank."""
     values = world.collectives.gather("admit", value)  # `ranks` shrinks in it
     return dict(zip(world.collectives.ranks, values, strict=True))
 
 
-def gather_as_newcomer(
+def gather_as_candidate(
     world: World, size: int, conversation: Conversation | None, ends: float
 ) -> Gather:
-    """For `meet`, on the learners of the newcomer; the first one has the conversation."""
+    """For `connect_anew`, on the joining super learner; its first learner has the conversation."""
 
     def gather(value: Any) -> list[Any]:
         mine = _gathered(world, value)
         told = None
         if conversation is not None:
             with contextlib.suppress(PeerFailedError):
-                conversation.tell(mine)
-                told = conversation.hear(max(0.0, ends - time.monotonic()))
+                conversation.send(mine)
+                told = conversation.receive(max(0.0, ends - time.monotonic()))
         answers = [a for a in world.collectives.gather("admit", told) if a is not None]
         if not answers:
-            raise NotMetError("the job did not come to the meeting")
+            raise NotReconnectedError("the job did not come to the reconnection")
         known = {**answers[0], **mine}
         return [known.get(rank) for rank in range(size)]
 
     return gather
 
 
-# ---- the newcomer's state ------------------------------------------------------------------------
+# ---- state transfer ------------------------------------------------------------------------------
 
 
 def give(
-    gift: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
+    transfer: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
 ) -> None:
-    """Send the newcomer, which is number `number`, this learner's share, beside the training.
+    """Send the joining super learner, which is number `number`, this learner's share, beside the training.
 
     In segments, of which few are on their way: no second copy waits for the network.
 
     Args:
-        gift: with the newcomer.
-        state: pickled; of one giver, others give b"".
+        transfer: with the joining super learner.
+        state: pickled; of one sender, others give b"".
         arrays: contiguous; nobody else changes them.
         number: see above.
     """
@@ -222,24 +225,24 @@ def give(
         shapes = [(a.dtype.str, a.shape) for a in arrays]
         try:
             _broadcast(
-                gift,
+                transfer,
                 (len(state), shapes),
                 lambda _: (np.frombuffer(state, dtype=np.uint8), *arrays),
             )
         except (AttemptAbandonedError, TransportError, PeerFailedError):
             log.warning("super learner %d was lost while it received the model.", number)
 
-    threading.Thread(target=act, daemon=True, name="hvd_adpsgd.gift").start()
+    threading.Thread(target=act, daemon=True, name="hvd_adpsgd.transfer").start()
 
 
-def receive(gift: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
-    """One giver's share of the state of a newcomer, on its learners.
+def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
+    """One sender's share of the state of a joining super learner, on its learners.
 
     Raises:
-        PeerFailedError: if the giver, or a learner of the newcomer, is lost.
+        PeerFailedError: if the sender, or a learner of the joining super learner, is lost.
     """
     try:
-        state, *arrays = _broadcast(gift, None, _empty)
+        state, *arrays = _broadcast(transfer, None, _empty)
     except AttemptAbandonedError:
         raise PeerFailedError(
             "admit: a learner that gave this one the model is lost. The others go on, and start "
@@ -249,17 +252,17 @@ def receive(gift: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
 
 
 def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray[Any], ...]:
-    """Arrays for what a giver has told of."""
+    """Arrays for what a sender has told of."""
     nbytes, shapes = told
     arrays = (np.empty(shape, dtype=dtype) for dtype, shape in shapes)
     return np.empty(nbytes, dtype=np.uint8), *arrays
 
 
 def _broadcast(
-    gift: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
+    transfer: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
 ) -> tuple[NDArray[Any], ...]:
     """The arrays of the first one, which tells of them first."""
-    messages, ends = Messages(gift), time.monotonic() + GIFT_S
+    messages, ends = Messages(transfer), time.monotonic() + TRANSFER_S
     everyone = range(messages.size)
     attempt = Attempt(messages, everyone, everyone, ends)
     arrays = arrays_for(attempt.gather(told)[0])

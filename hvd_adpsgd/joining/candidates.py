@@ -1,6 +1,6 @@
-"""Super learners that come later, as the job sees them: those it starts, and those that knock at its door.
+"""Super learners that come later, as the job sees them: those that it starts, and those that ask to join.
 
-knocking    at the door, without a number
+requesting  it has sent a JoinRequest to the listener, and has no number
 starting    it has a number, and runs its script up to hvd.admit
 ready       it waits in hvd.admit
 failed      see `problem`
@@ -26,24 +26,24 @@ from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
-from hvd_adpsgd.joining.door import Conversation, Door, new_secret
+from hvd_adpsgd.joining.listener import Conversation, Listener, new_secret
 from hvd_adpsgd.launch.world import Placement, World
 
 __all__ = [
-    "Invitation",
-    "Knock",
-    "Newcomer",
-    "Reception",
-    "open_door",
-    "open_own_door",
-    "reception",
+    "JoinOffer",
+    "JoinRequest",
+    "JoinServer",
+    "JoiningSuperLearner",
+    "join_server",
+    "open_listener",
+    "open_own_listener",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
 
 JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"
-_KNOCK_S = 10.0
-_DISMISSED_S = 1.0  # for those that hear that the job has ended
+_REQUEST_S = 10.0
+_DISMISSED_S = 1.0  # for those that receive that the job has ended
 _LOOPBACK = "127.0.0.1"
 # What a launcher tells a process about its place: a super learner that is started here has another one.
 _OF_LAUNCHERS = (
@@ -55,8 +55,8 @@ _OF_LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Knock:
-    """What a newcomer says first.
+class JoinRequest:
+    """What a joining super learner sends first.
 
     Attributes:
         placements: of its learners; hosts are numbered within it.
@@ -68,8 +68,8 @@ class Knock:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """What a newcomer is told: the job with it.
+class JoinOffer:
+    """What a joining super learner receives: the job with it.
 
     Attributes:
         super_rank: its number.
@@ -83,26 +83,26 @@ class Invitation:
     started: frozenset[int]
 
     @classmethod
-    def of(cls, world: World, number: int, knock: Knock | None, host: int) -> Invitation:
-        """For this newcomer, which gets the ranks of a failed super learner, or the next ones.
+    def of(cls, world: World, number: int, request: JoinRequest | None, host: int) -> JoinOffer:
+        """For a joining super learner, which gets the ranks of a failed super learner, or the next ones.
 
         Args:
             world: of a learner of the job.
             number: the super_rank.
-            knock: None before it is at the door: then it is started here.
+            request: None before it has sent one: it is started here.
             host: rank of the learner that invites it, on whose host it is if that has started it.
         """
         started = world.started - {number}
         placements, groups = world.placements, world.groups
-        if knock is None or knock.instead_of is not None:
+        if request is None or request.instead_of is not None:
             started |= {number}
             placements = _moved(placements, groups[number], host)
-        if number == len(groups) and knock is not None:
+        if number == len(groups) and request is not None:
             first = len(placements)
-            groups = (*groups, tuple(range(first, first + len(knock.placements))))
+            groups = (*groups, tuple(range(first, first + len(request.placements))))
             placements += tuple(
                 Placement(first + p.host, p.hostname, p.local_rank, p.local_size)
-                for p in knock.placements
+                for p in request.placements
             )
         return cls(number, placements, groups, world.config.replace(wire="tcp"), started)
 
@@ -122,7 +122,7 @@ def _moved(
     )
 
 
-class Newcomer:
+class JoiningSuperLearner:
     """One that is coming.
 
     Args:
@@ -133,7 +133,7 @@ class Newcomer:
     Attributes:
         number: see the arguments.
         problem: why it has failed.
-        conversation, knock: once it is at the door.
+        conversation, request: once it has connected to the listener.
     """
 
     def __init__(
@@ -141,24 +141,24 @@ class Newcomer:
     ):
         self.number, self.problem = number, ""
         self.conversation: Conversation | None = None
-        self.knock: Knock | None = None
+        self.request: JoinRequest | None = None
         self._ends, self._processes = ends, processes
-        self._invitation: Invitation | None = None
+        self._offer: JoinOffer | None = None
         self._terms: Any = None
         self._is_ready = False
 
-    def enters(self, conversation: Conversation, knock: Knock) -> None:
-        """It is at the door."""
-        self.knock, self.conversation = knock, conversation
+    def enters(self, conversation: Conversation, request: JoinRequest) -> None:
+        """It has connected to the listener."""
+        self.request, self.conversation = request, conversation
 
-    def expect(self, invitation: Invitation, terms: Any, ends: float | None = None) -> None:
+    def expect(self, offer: JoinOffer, terms: Any, ends: float | None = None) -> None:
         """It has a number now, and must send `terms` when it is ready."""
-        self._invitation, self._terms = invitation, terms
-        self.number, self._ends = invitation.super_rank, ends or self._ends
+        self._offer, self._terms = offer, terms
+        self.number, self._ends = offer.super_rank, ends or self._ends
 
-    def invite(self) -> None:
+    def send_offer(self) -> None:
         """Tell it its number: it runs its script up to hvd.admit."""
-        self.tell(self._invitation)
+        self.send(self._offer)
 
     def state(self) -> str:
         """See the module; does not block."""
@@ -167,12 +167,12 @@ class Newcomer:
         if self.problem:
             return "failed"
         if self.number is None:
-            return "knocking"
+            return "requesting"
         return "ready" if self._is_ready else "starting"
 
     def _look(self) -> None:
         try:
-            for terms in self.conversation.heard() if self.conversation is not None else ():
+            for terms in self.conversation.received() if self.conversation is not None else ():
                 self._is_ready = terms == self._terms
                 if not self._is_ready:
                     self.problem = _difference(terms, self._terms)
@@ -184,11 +184,11 @@ class Newcomer:
         if self.number is not None and not self._is_ready and time.monotonic() > self._ends:
             self.problem = self.problem or "it was not ready after patience_s"
 
-    def tell(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         """Send it an object; if it is lost, `state` tells."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
-            self.conversation.tell(value)
+            self.conversation.send(value)
 
     def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
         """It is not needed: it exits. What was started here is killed if it has not after `patience_s`.
@@ -198,7 +198,7 @@ class Newcomer:
             why: it is given up for this; "": the job ends.
         """
         if self.conversation is not None:
-            self.tell(LaunchError(f"this super learner was not let in: {why}.") if why else None)
+            self.send(LaunchError(f"this super learner was not let in: {why}.") if why else None)
             self.conversation.close()
         ends = time.monotonic() + (patience_s if self.conversation is not None else 0.0)
         for process in self._processes:
@@ -216,36 +216,36 @@ def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
     return ""
 
 
-class Reception:
-    """The newcomers of this learner: its door, and what it has started."""
+class JoinServer:
+    """The joining super learners of this learner: its listener, and what it has started."""
 
     def __init__(self) -> None:
-        self.newcomers: list[Newcomer] = []
+        self.candidates: list[JoiningSuperLearner] = []
         self._lock = threading.Lock()
         self._started: list[subprocess.Popen[bytes]] = []
-        self._door: Door | None = None
+        self._listener: Listener | None = None
         self._place, self._secret = "", b""
         self._servers: list[Any] = []
 
     def open(self, failure_s: float, address: str = _LOOPBACK, secret: bytes = b"") -> str:
-        """Open the door, once; where it is, as host:port. See Door for `failure_s`."""
-        if self._door is None:
+        """Open the listener, once; where it is, as host:port. See Listener for `failure_s`."""
+        if self._listener is None:
             self._secret = secret or new_secret()
-            self._door = Door(address, self._secret, self._enter, failure_s)
+            self._listener = Listener(address, self._secret, self._enter, failure_s)
             self._place = f"[{address}]" if ":" in address else address
-        return f"{self._place}:{self._door.port}"
+        return f"{self._place}:{self._listener.port}"
 
     def _enter(self, conversation: Conversation) -> None:
-        knock: Knock = conversation.hear(_KNOCK_S)
+        request: JoinRequest = conversation.receive(_REQUEST_S)
         with self._lock:
-            for newcomer in self.newcomers:
-                if newcomer.number == knock.instead_of and newcomer.conversation is None:
-                    newcomer.enters(conversation, knock)
-                    newcomer.invite()
+            for candidate in self.candidates:
+                if candidate.number == request.instead_of and candidate.conversation is None:
+                    candidate.enters(conversation, request)
+                    candidate.send_offer()
                     return
-            newcomer = Newcomer(None, time.monotonic())
-            newcomer.enters(conversation, knock)
-            self.newcomers.append(newcomer)
+            candidate = JoiningSuperLearner(None, time.monotonic())
+            candidate.enters(conversation, request)
+            self.candidates.append(candidate)
 
     def start(self, world: World, number: int, terms: Any, patience_s: float) -> None:
         """Start the processes of a super learner in place of a failed one, on this host.
@@ -259,17 +259,17 @@ class Reception:
         size = len(world.groups[number])
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
         if size > 1:
-            told |= self._meeting_place(size)
+            told |= self._rendezvous(size)
         processes = [_started({**told, "HOROVOD_RANK": str(i)}, self._secret) for i in range(size)]
         if not self._started:
             world.departure.at_leave(self._leave_too)
         self._started = [p for p in self._started if p.poll() is None] + processes
-        newcomer = Newcomer(number, time.monotonic() + patience_s, processes)
-        newcomer.expect(Invitation.of(world, number, None, world.rank), terms)
+        candidate = JoiningSuperLearner(number, time.monotonic() + patience_s, processes)
+        candidate.expect(JoinOffer.of(world, number, None, world.rank), terms)
         with self._lock:
-            self.newcomers.append(newcomer)
+            self.candidates.append(candidate)
 
-    def _meeting_place(self, size: int) -> dict[str, str]:
+    def _rendezvous(self, size: int) -> dict[str, str]:
         """Variables with which processes meet as under `horovodrun --gloo`."""
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
@@ -290,41 +290,41 @@ class Reception:
             if process.poll() is None:
                 process.terminate()
 
-    def remove(self, newcomer: Newcomer) -> None:
+    def remove(self, candidate: JoiningSuperLearner) -> None:
         """It has joined, or has failed."""
         with self._lock:
-            self.newcomers.remove(newcomer)
+            self.candidates.remove(candidate)
 
     def close(self) -> None:
         """Nobody comes any more."""
-        if self._door is not None:
-            self._door.close()
-        for newcomer in self.newcomers:
-            newcomer.dismiss(_DISMISSED_S)
+        if self._listener is not None:
+            self._listener.close()
+        for candidate in self.candidates:
+            candidate.dismiss(_DISMISSED_S)
         for server in self._servers:
             server.stop()
 
 
-_reception: Reception | None = None
+_join_server: JoinServer | None = None
 
 
-def reception(world: World) -> Reception:
-    """The newcomers of this learner, until shutdown()."""
-    global _reception
-    if _reception is None:
-        _reception = Reception()
+def join_server(world: World) -> JoinServer:
+    """The joining super learners of this learner, until shutdown()."""
+    global _join_server
+    if _join_server is None:
+        _join_server = JoinServer()
         world.teardown.at_shutdown(_close)
-    return _reception
+    return _join_server
 
 
 def _close() -> None:
-    global _reception
-    if _reception is not None:
-        _reception.close()
-        _reception = None
+    global _join_server
+    if _join_server is not None:
+        _join_server.close()
+        _join_server = None
 
 
-def open_door(world: World) -> None:
+def open_listener(world: World) -> None:
     """Let super learners that come later knock at each leader; all learners call this together.
 
     Raises:
@@ -343,24 +343,24 @@ def open_door(world: World) -> None:
     mine = ""
     if world.is_leader:
         address = choose_address(world.config.nics, network_name(), known)
-        mine = reception(world).open(world.config.failure_timeout_s, address, secret)
-    doors = ",".join(filter(None, world.collectives.gather("init", mine)))
+        mine = join_server(world).open(world.config.failure_timeout_s, address, secret)
+    listeners = ",".join(filter(None, world.collectives.gather("init", mine)))
     if world.rank == 0:
-        log.warning("super learners can join: %s=%s %s=%s", JOIN, doors, JOIN_SECRET_FILE, name)
+        log.warning("super learners can join: %s=%s %s=%s", JOIN, listeners, JOIN_SECRET_FILE, name)
 
 
-def open_own_door(world: World, address: str, secret: bytes) -> None:
-    """Of a newcomer that has joined a job with doors: those of the first learners end with them.
+def open_own_listener(world: World, address: str, secret: bytes) -> None:
+    """On a super learner that has joined a job with listeners: those of the first learners end with them.
 
     Args:
-        world: with the newcomer.
+        world: with this super learner.
         address: on which this learner listens to the others.
         secret: with which it has come.
     """
     if world.is_leader and world.config.join_secret_file is not None:
-        door = reception(world).open(world.config.failure_timeout_s, address, secret)
+        listener = join_server(world).open(world.config.failure_timeout_s, address, secret)
         log.warning(
-            "super learner %d: others can join here too: %s=%s", world.super_rank, JOIN, door
+            "super learner %d: others can join here too: %s=%s", world.super_rank, JOIN, listener
         )
 
 
