@@ -126,7 +126,7 @@ class JoiningSuperLearner:
     """One that is coming.
 
     Args:
-        number: its super_rank; None while it is knocking.
+        number: its super_rank; None while it is requesting.
         ends: of time.monotonic: longest time until it is ready.
         processes: of those that this learner has started.
 
@@ -325,7 +325,7 @@ def _close() -> None:
 
 
 def open_listener(world: World) -> None:
-    """Let super learners that come later knock at each leader; all learners call this together.
+    """Let super learners that come later connect to each leader; all learners call this together.
 
     Raises:
         LaunchError: on all learners, if the secret cannot be read or written.

@@ -1,9 +1,9 @@
-"""Where super learners that come later knock: a listener of a learner, and the conversation over it.
+"""Where super learners that come later connect: a listener of a learner, and the conversation over it.
 
-    joining super learner's first learner                 learner with the listener
+    the first of those that join            learner with the listener
                                        <-    its release, in a form that all releases read
     proves that it knows the secret   <->    proves the same (engine/handshake)
-    JoinRequest                              ->
+    JoinRequest                        ->
                                        <-    what the caller answers
     ...                               <->    ...
 
@@ -225,8 +225,8 @@ def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Con
             problems.append(f"{listener}: {error}")
     raise LaunchError(
         f"init(): HVD_ADPSGD_JOIN={listeners}: the job cannot be joined "
-        f"({'; '.join(problems) or 'no listener'}). Give the listeners that it prints at its start, host:port, "
-        f"and the same secret file, and install the same release: this is {RELEASE}."
+        f"({'; '.join(problems) or 'no listener'}). Give the listeners that it prints at its start, "
+        f"host:port, and the same secret file, and install the same release: this is {RELEASE}."
     )
 
 

@@ -2,8 +2,8 @@
 
 All make a second Hub, communicators and engines beside what they have, agree, and switch to them. What must
 be gathered before there is a connection is relayed over the joining super learner's conversation with one of
-them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of them,
-fails in between, they go on as they were.
+them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of
+them, fails in between, they go on as they were.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class NotReconnectedError(TransportError):
-    """Not all have come to the meeting."""
+    """Not all have connected anew."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,7 +207,7 @@ class Averaging:
         return engine
 
     def make_engine_for(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
-        """As `make_engine`, for the job with a joining super learner, over the memory of the paused engine."""
+        """As `make_engine`, for the job with a joining super learner, in the memory of the paused one."""
         plan = self.spec.strategy.plan(self.world.super_rank, len(offer.groups))
         names = names_of(offer.groups, offer.placements)
         comms, config = new_group.comms, self.spec.config.replace(wire="tcp")

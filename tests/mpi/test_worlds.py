@@ -262,7 +262,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
 
         def threads():
             names = [thread.name for thread in threading.enumerate()]
-            return [name for name in names if name in ("hvd_adpsgd.door", "hvd_adpsgd.watching")]
+            return [name for name in names if name in ("hvd_adpsgd.listener", "hvd_adpsgd.watching")]
 
         refusals = [
             refused(engine_cpus="x"),

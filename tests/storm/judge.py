@@ -44,7 +44,7 @@ def _survives(story: Story) -> list[str]:
         expected += 1
     if script.joins and story.of("down") and present < expected:
         broken.append(
-            f"who is missing is replaced, who knocks joins: {present} of {expected} in the end"
+            f"who is missing is replaced, who asks to join joins: {present} of {expected} in the end"
         )
     return broken
 

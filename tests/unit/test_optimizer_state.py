@@ -74,7 +74,7 @@ def averaging(step: int, value: float) -> Any:
 def test_a_join_gives_the_averaging_too_and_warns_of_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Exchanges owe nothing to what a newcomer has trained before: its engine is new."""
+    """Exchanges owe nothing to what a joining super learner has trained before: its engine is new."""
     monkeypatch.setattr(join_state, "live", lambda: [averaging(step=9, value=2.0)])
     gift = pack(JoinState([used()], b""))
     taker = averaging(step=3, value=0.0)

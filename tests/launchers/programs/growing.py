@@ -101,7 +101,9 @@ def main() -> None:
     parser.add_argument(
         "--adds", action="store_true", help="a parameter group, before the first step"
     )
+    parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     args = parser.parse_args()
+    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     die_at(args.dies)
     if "HVD_ADPSGD_JOIN" in os.environ:
         die_at(args.dies_if_new)
