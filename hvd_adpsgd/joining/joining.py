@@ -114,7 +114,7 @@ class JoiningLearner:
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
     def ready(self, world: World, terms: Any) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
-        """Wait until the job lets this super learner in: the job now, all ranks, and the senders of its state.
+        """Wait until the job lets this super learner in: the job, all ranks, and the senders of its state.
 
         Raises:
             PeerFailedError: if the learner that it talks with is lost.
