@@ -28,7 +28,7 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5
 
 
 class Node:
-    """A communicator of threads: what the learners of a node ask when they make their memory."""
+    """A communicator of threads: what the learners of a super learner ask when they make their memory."""
 
     def __init__(self, size: int):
         self.size = size
@@ -123,7 +123,7 @@ class Learner:
     """A learner whose tensors are on devices.
 
     Args:
-        member: of its node.
+        member: of its super learner.
         place: its devices; they have its tensors in turn.
         strided: one tensor is.
     """

@@ -1,6 +1,6 @@
 """The averaging engine of one super learner, as seen from its learners.
 
-One step on a leader (L) and on the other learners of its node (O):
+One step on a leader (L) and on the other learners of its super learner (O):
 
     L, O: publish()              the corrections gathered so far become the published slot
     L, O: gradient all-reduce    after it all of them may read that slot

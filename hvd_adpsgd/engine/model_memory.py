@@ -63,7 +63,7 @@ class ModelMemory:
     Corrections reach the tensors in three steps, each on every learner:
 
         publish    the corrections gathered so far become the published slot
-        all_met    after an operation of the whole node: all may read it
+        all_met    after an operation of the whole super learner: all may read it
         absorb     parameter += correction; on the leader also mirror = parameter
 
     Parameters on devices are copied beside the training (training/staging.py), so their absorb is split:
@@ -130,7 +130,7 @@ class ModelMemory:
         self._publications = 0  # those of them that were not put off
         self._notes = np.zeros(
             _ROWS, np.uint8
-        )  # were they not? Shared in the node once there is memory
+        )  # were they not? Shared in the super learner once there is memory
 
     @property
     def shards(self) -> list[ModelMemory]:
@@ -144,11 +144,11 @@ class ModelMemory:
 
     @property
     def readable(self) -> bool:
-        """Whether a published slot may be read by all learners of the node, and is not applied."""
+        """Whether a published slot may be read by all learners of the super learner, and is not applied."""
         return self._met
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Average these tensors too, from the next offer on. All learners of the node call it."""
+        """Average these tensors too, from the next offer on. All learners of the super learner call it."""
         part = self.layout.extend(tensors)
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
@@ -232,7 +232,7 @@ class ModelMemory:
         return any(area.mailbox.flags[opened].any() for area in self.areas)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
-        """Call after a gradient all-reduce or a barrier of the node.
+        """Call after a gradient all-reduce or a barrier of the super learner.
 
         Earlier, the leader may not have published, and the slot would still be filled.
 

@@ -2,7 +2,7 @@
 
 A mailbox holds slots of corrections in memory that all learners of a super learner share.
 
-The leader's engine fills one slot while the learners of the node read another, without a lock or an
+The leader's engine fills one slot while the learners of the super learner read another, without a lock or an
 extra barrier. The leader publishes before it submits its last gradient of a step, and learners read
 after that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
 

@@ -216,7 +216,7 @@ class World:
         """Whether this learner is the leader of its super learner."""
         return self.inner_rank == 0
 
-    def failed_in_node(self, seconds: float) -> set[int]:
+    def failed_inside(self, seconds: float) -> set[int]:
         """Ranks of the failed learners of this super learner; waits until there are any.
 
         Args:

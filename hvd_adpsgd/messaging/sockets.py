@@ -58,7 +58,7 @@ class Hub:
         self.heard = {rank}
         self._lock = (
             threading.Lock()
-        )  # operations, shutdown and the node may be on different threads
+        )  # operations, shutdown and the super learner may be on different threads
         self._inboxes: dict[int, _Inbox] = defaultdict(deque)
         self._made = 0
         self._freed: set[int] = set()

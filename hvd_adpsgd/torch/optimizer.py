@@ -3,7 +3,7 @@
 As in Horovod, the wrapped object gets a class made at run time: its base is the user's class, its
 methods are Horovod's, overridden by those of `_METHODS` below. One step is
 
-    gradient all-reduce in the node, the user's optimizer, then Averaging.finish_step:
+    gradient all-reduce in the super learner, the user's optimizer, then Averaging.finish_step:
     apply the corrections of the last exchanges, offer the model to the engine.
 """
 
@@ -46,9 +46,9 @@ from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.averaging import Averaging, live, stop_dropped
 from hvd_adpsgd.training.consistency import agree, require_same_sets
 from hvd_adpsgd.training.gradients import Gradients
-from hvd_adpsgd.training.node import in_node
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, require_shareable, stand_in
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.super_learner import inside_super_learner
 from hvd_adpsgd.training.supported import require_models, require_supported
 from hvd_adpsgd.training.timeline import StepRecord
 
@@ -81,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wire_dtype: str | None = None,
     buffers: torch.nn.Module | NamedTensors | None = None,
 ) -> torch.optim.Optimizer:
-    """Wrap `optimizer`: gradients are averaged in the node, models between nodes.
+    """Wrap `optimizer`: gradients are averaged in the super learner, models between super learners.
 
     Inside the super learner every argument up to `process_set` means what it means in Horovod. All
     learners of the job must call this together, with the same arguments. With several super learners,
@@ -522,7 +522,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Average gradients in the node, step the optimizer, apply corrections, offer the model.
+    """Average gradients in the super learner, step the optimizer, apply corrections, offer the model.
 
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
@@ -574,7 +574,7 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
     _before_gradient(self, parameters)
     for parameter in parameters:
         _lay_out_gradient(parameter)
-    with in_node(self._averaging):
+    with inside_super_learner(self._averaging):
         handle = submit(self._horovod)
     is_last = self._gradients.submit(parameters, self._requires_update)
     in_backward = any(p.requires_grad for p in parameters)  # else it is one that synchronize() adds
@@ -869,7 +869,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
 
 
 def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Average these gradients in the node as soon as backward has computed them."""
+    """Average these gradients in the super learner as soon as backward has computed them."""
     for parameter in parameters:
         if parameter.requires_grad:
             self._requires_update.add(parameter)
@@ -977,7 +977,7 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
     self._averaging.before_update()
-    with in_node(self._averaging):
+    with inside_super_learner(self._averaging):
         handle = self._horovod._allreduce_grad_async(self, parameter)
     self._gradients.submit((parameter,), self._requires_update)
     return handle

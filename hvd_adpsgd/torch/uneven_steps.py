@@ -23,7 +23,7 @@ from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging, live
-from hvd_adpsgd.training.node import in_node, node_failures
+from hvd_adpsgd.training.super_learner import inner_failures, inside_super_learner
 
 __all__ = ["joined"]
 
@@ -53,10 +53,10 @@ def joined(device: int) -> Iterator[None]:
     yield
     with contextlib.ExitStack() as stack:
         for averaging in averagings:
-            stack.enter_context(in_node(averaging))
+            stack.enter_context(inside_super_learner(averaging))
         waiting.result()
     for averaging in averagings:
-        with node_failures(averaging), mpi_failures("join"):
+        with inner_failures(averaging), mpi_failures("join"):
             _end(averaging)
 
 
@@ -102,7 +102,7 @@ def _end(averaging: Averaging) -> None:
     for i, memory in enumerate(memories):
         memory.go_to([its[i] for _, _, its in told])
     averaging.engine.publish(averaging.step)
-    averaging.meet_in_node()
+    averaging.inner_barrier()
     averaging.absorb()
 
 

@@ -38,14 +38,19 @@ from hvd_adpsgd.joining.reconnect import NewGroup
 from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.strategies.plan import AFTER, Plan
-from hvd_adpsgd.training.consistency import require_known, require_same_in_node, unanimous
+from hvd_adpsgd.training.consistency import require_known, require_same_inside, unanimous
 from hvd_adpsgd.training.cores import engine_cores, pass_threads
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
-from hvd_adpsgd.training.node import horovods, in_node, node_failures, wrapping_failures
 from hvd_adpsgd.training.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.shard_staging import ShardStaging
+from hvd_adpsgd.training.super_learner import (
+    horovods,
+    inner_failures,
+    inside_super_learner,
+    wrapping_failures,
+)
 from hvd_adpsgd.training.supported import require_no_ddp
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
@@ -305,8 +310,8 @@ class Averaging:
     def before_gradient(self, count: int, total: int) -> None:
         """`count` of the step's `total` gradients are passed to Horovod next.
 
-        The leader publishes before the last one: that all-reduce tells every learner of the node that the
-        slot may be read. Published after it, the slot could change while a learner reads it.
+        The leader publishes before the last one: that all-reduce tells every learner of the super learner
+        that the slot may be read. Published after it, the slot could change while a learner reads it.
         """
         if self._submitted == 0:
             self.require_running()
@@ -358,7 +363,7 @@ class Averaging:
         again: bool = False,
         are_averaged: Callable[[], bool] | None = None,
     ) -> Iterator[None]:
-        """Inside, wait for the node's all-reduces.
+        """Inside, wait for the super learner's all-reduces.
 
         Args:
             gradients: how many.
@@ -375,7 +380,7 @@ class Averaging:
         with self.record.part("inner_allreduce", self.step):
             if are_averaged is not None:
                 self._await_mates(are_averaged)
-            with in_node(self):
+            with inside_super_learner(self):
                 yield
         self._submitted = 0
         self.mates.averaged()
@@ -433,7 +438,7 @@ class Averaging:
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:
-        """The node's gradients are averaged. False if there is nothing to step with."""
+        """The super learner's gradients are averaged. False if there is nothing to step with."""
         if not self._averages_gradients:
             return True
         if any(p.grad is not None and p.grad.is_sparse for p in self.rule.model):
@@ -465,7 +470,7 @@ class Averaging:
         """Apply pending corrections, then refresh the mirror. True if all parameters are finite."""
         if self._averages_gradients:  # applied before the optimizer; these are for the next step
             return self.absorb()
-        self._publish_in_node()
+        self._publish_inside()
         self.rule.pass_time()
         self.rule.before_corrections()
         finite = self.absorb(waits=not self._lands_later)
@@ -537,10 +542,10 @@ class Averaging:
     def take_in(self) -> bool:
         """Publish and apply. True if every parameter is finite."""
         self.settle()  # else the publication is put off
-        self._publish_in_node()
+        self._publish_inside()
         return self.absorb()
 
-    def _publish_in_node(self) -> None:
+    def _publish_inside(self) -> None:
         """Publish, unless this step's gradient all-reduce has made a published slot readable.
 
         A learner that has called join() does not come: corrections wait in the open slot.
@@ -548,12 +553,12 @@ class Averaging:
         if not self.engine.memory.readable and not self.mates.someone_has_joined():
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
-                self.meet_in_node()
+                self.inner_barrier()
 
-    def meet_in_node(self) -> None:
-        """Barrier in the node: afterwards the published slot is readable, the other one is not read."""
+    def inner_barrier(self) -> None:
+        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
         self.settle()  # devices read it too
-        with node_failures(self), mpi_failures("in the node"):
+        with inner_failures(self), mpi_failures("in the super learner"):
             barrier(self.world.inner)
         self.engine.memory.all_met()
 
@@ -615,13 +620,13 @@ class Averaging:
     # ---- beside the step ---------------------------------------------------------------------
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Average these tensors too, from the next step on. All learners of the node call it.
+        """Average these tensors too, from the next step on. All learners of the super learner call it.
 
         Raises:
-            ModelMismatchError: on every learner of the node, if they add different tensors.
+            ModelMismatchError: on every learner of the super learner, if they add different tensors.
         """
         named = list(named)
-        require_same_in_node(self.world, "add_param_group", named)
+        require_same_inside(self.world, "add_param_group", named)
         self.trained.update(id(tensor) for _, tensor in named)
         self.settle()
         self.specs.append(self.parameters.add(named))

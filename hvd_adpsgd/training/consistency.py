@@ -20,7 +20,7 @@ __all__ = [
     "described",
     "require_known",
     "require_same",
-    "require_same_in_node",
+    "require_same_inside",
     "require_same_sets",
     "unanimous",
 ]
@@ -127,8 +127,8 @@ def _first_difference(
     return first, other, by_rank[first], by_rank[other]
 
 
-def require_same_in_node(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise ModelMismatchError on every learner of the node if the tensors differ on one."""
+def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelMismatchError on every learner of the super learner if the tensors differ on one."""
     told = allgather_object(world.inner, described(named))
     for inner_rank, other in enumerate(told):
         if other != told[0]:

@@ -17,9 +17,10 @@ def metrics() -> dict[str, Any]:
     """Numbers of this learner since the optimizer was wrapped.
 
     Always: steps, steps_per_s, and the seconds of steps by part: inner_allreduce_s (backward() or step()
-    waits for the node's gradients), optimizer_s (the user's), collect_s (corrections in, model into the
-    mirror), offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps. Of the process:
-    global_operations (over all learners, such as allreduce) and global_operations_s, with their waits.
+    waits for the super learner's gradients), optimizer_s (the user's), collect_s (corrections in, model into
+    the mirror), offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps. Of the
+    process: global_operations (over all learners, such as allreduce) and global_operations_s, with their
+    waits.
 
     Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
     and declined questions, parked peers, bytes_sent and bytes_received, staleness (chunks by age

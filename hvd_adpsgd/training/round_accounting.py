@@ -9,15 +9,15 @@ __all__ = ["Steps"]
 
 class _Place(enum.Enum):
     BETWEEN = enum.auto()  # the last step has ended
-    AVERAGED = enum.auto()  # the node's gradients are averaged, step() has not begun
+    AVERAGED = enum.auto()  # the super learner's gradients are averaged, step() has not begun
     INSIDE = enum.auto()  # step() runs
 
 
 class Steps:
     """The steps of one super learner. With strategies in step its peers expect a round for each.
 
-    A round belongs to the gradients averaged in the node, not to step(). If step() is skipped after them
-    (GradScaler does on overflow) or raises, peers still wait for the round, and it is owed. The next
+    A round belongs to the gradients averaged in the super learner, not to step(). If step() is skipped after
+    them (GradScaler does on overflow) or raises, peers still wait for the round, and it is owed. The next
     gradients, or the next operation over all learners, show that the step was skipped.
 
     Attributes:
@@ -30,7 +30,7 @@ class Steps:
         self._ahead = False  # the round of the next step is over
 
     def averaged(self) -> None:
-        """The node's gradients are averaged. Inside step() (a closure) this changes nothing."""
+        """The super learner's gradients are averaged. Inside step() (a closure) this changes nothing."""
         if self._place is _Place.INSIDE:
             return
         self.owed += self._place is _Place.AVERAGED

@@ -23,13 +23,13 @@ Parameters go to the mirror without the corrections that are added to them meanw
 the one before it by local updates only, and the engine may read the mirror while it is coming in. What
 rounding to 16 bits holds back is computed from the mirror in `land`, by the leader alone.
 
-Other learners of the super learner add the same corrections from the node's shared memory, by the same
-operation, and copy nothing down.
+Other learners of the super learner add the same corrections from the super learner's shared memory, by the
+same operation, and copy nothing down.
 
-A slot is filled again only when every device of the node has read it. The leader publishes after the copy
-of the last publication has come. That copy was behind an all-reduce of the node, the all-reduce behind the
-gradients of all learners, and those behind the corrections of the publication before, which the forward
-pass waited for.
+A slot is filled again only when every device of the super learner has read it. The leader publishes after the
+copy of the last publication has come. That copy was behind an all-reduce of the super learner, the all-reduce
+behind the gradients of all learners, and those behind the corrections of the publication before, which the
+forward pass waited for.
 """
 
 from __future__ import annotations

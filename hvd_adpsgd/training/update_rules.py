@@ -1,6 +1,6 @@
 """How a super learner updates its own model after averaging, on torch tensors.
 
-All learners of a node apply the same update to bitwise equal tensors, so their models stay equal.
+All learners of a super learner apply the same update to bitwise equal tensors, so their models stay equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class UpdateRule:
         """Reset to the model: before the first step, and after other parameters are loaded."""
 
     def before_optimizer(self) -> None:
-        """The step's gradients are averaged in the node; the optimizer steps next."""
+        """The step's gradients are averaged in the super learner; the optimizer steps next."""
 
     def pass_time(self) -> None:
         """The optimizer has stepped: advance by one unit of time."""

@@ -51,7 +51,7 @@ def test_a_script_sees_the_same(launcher: str, wire: str) -> None:
         }
         for averaging in ("random_pairs", "delay_by_one"):
             assert fact[averaging]["drift"] < 1e-6
-            assert fact[averaging]["same_in_node"] and fact[averaging]["same_mean"]
+            assert fact[averaging]["same_inside"] and fact[averaging]["same_mean"]
         assert fact["again"] == 4.0
         assert fact["forked"] == 0
     assert sum(f["random_pairs"]["averagings"] for f in facts) > 0

@@ -410,7 +410,7 @@ def test_operations_continue_without_a_learner_that_has_left(
     ],
 )
 def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
-    """The others go on, in the node and over all learners, and the job ends well."""
+    """The others go on, in the super learner and over all learners, and the job ends well."""
     program = f"""
         import torch
         import hvd_adpsgd.torch as hvd

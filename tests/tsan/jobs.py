@@ -37,7 +37,7 @@ LONGEST_S = 120.0
 CHUNK_KIB = 64
 SIZES = (1, 70_000, 257)  # elements of the tensors, float64: nine chunks and two small ones
 ADDED = 9000  # ... of a parameter group that is added
-SLOTS = 3  # of corrections, of a node of several learners
+SLOTS = 3  # of corrections, of a super learner of several learners
 
 
 class Rank:
@@ -54,7 +54,7 @@ class Rank:
 
 
 class Node(Rank):
-    """What the memory of a node asks of the communicator of its learners, all in this process."""
+    """What the memory of a super learner asks of the communicator of its learners, all in this process."""
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         return value

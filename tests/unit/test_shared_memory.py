@@ -1,4 +1,4 @@
-"""Shared memory of a node, where one process stands for all."""
+"""Shared memory of a super learner, where one process stands for all."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Parameters on devices: exact, the same in the node, and in order, with devices that lag behind the host.
+"""Parameters on devices: exact, in order, and the same in a super learner; devices lag behind the host.
 
 Each learner has devices of its own, whose operations are done late and in a seeded order (tests/lagging.py).
 Where a GPU needs an event they need it too: without it an operation comes too early.
@@ -22,7 +22,7 @@ from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging,
 
 
 def require_exact(job: Job) -> None:
-    """The mean has moved by local updates only; in a node all have seen the same bits; mirrors are models."""
+    """Local updates alone move the mean; learners of a super learner saw the same bits; mirrors are models."""
     assert job.off() < ROUNDING[job.dtype]
     for node in job.nodes:
         np.testing.assert_array_equal(node[0].mirror(), node[0].values)
@@ -64,7 +64,7 @@ def test_tensors_of_the_host_and_of_a_device_share_chunks(dtype):
 
 
 def test_the_host_waits_for_nothing_and_only_the_leader_copies():
-    """Steps are given to the devices of a node, which have done nothing of it yet."""
+    """Steps are given to the devices of a super learner, which have done nothing of it yet."""
     leader, follower = make_node(np.ones(COUNT), "float32", 2, 5, OnLagging, strided=True)
     for learner in (leader, follower):
         learner.place.scheduler.eager = 0.0

@@ -27,8 +27,8 @@ class Learner:
     Args:
         values: of the model.
         dtype: of its parameters.
-        node: it is the leader of a node of several learners.
-        leader: of its node, if it is not the leader itself.
+        node: it is the leader of a super learner of several learners.
+        leader: of its super learner, if it is not the leader itself.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ def test_local_updates_made_meanwhile_are_kept():
     np.testing.assert_array_equal(a.model, 11.0)
 
 
-# ---- a node of several learners ------------------------------------------------------------------
+# ---- a super learner of several learners ------------------------------------------------------------------
 
 
 def test_a_follower_reads_what_its_leader_published():
@@ -261,7 +261,7 @@ def test_the_mean_moves_only_by_local_updates(dtype, data):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_mean_of_16_bit_models_is_kept_over_a_thousand_exchanges(dtype):
-    """To rounding of float32, and the learners of a node take the same bits.
+    """To rounding of float32, and the learners of a super learner take the same bits.
 
     Each exchange moves the models by less than half a unit in the last place in most elements."""
     rng = np.random.default_rng(7)

@@ -40,7 +40,7 @@ cdef class SmallJob:
 
     Args:
         scripts: of each trainer: what it does, in this order, at any time. `o`: the step's update, corrections and
-            offer of the model; `p`: the open slot is published, and the all-reduce of the node begins; the next `o`
+            offer of the model; `p`: the open slot is published, and the all-reduce of the super learner begins; the next `o`
             ends it; `z`: averaging is paused; `r`: it continues, once the engine is at rest; `l`: it leaves; `b`:
             ... as failed.
         schedules: of each engine: whom it asks.

@@ -56,7 +56,7 @@ cdef void watch(JobState job, int i):
 
 
 cdef void begin_step(JobState job, int i):
-    """The corrections gathered so far become readable; then the gradient all-reduce of the node."""
+    """The corrections gathered so far become readable; then the gradient all-reduce of the super learner."""
     cdef Actor* a = &job.actors[i]
     if a.in_round:
         wait_for(job, i, WAIT)
@@ -156,13 +156,13 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
 
 
 cdef int follow(JobState job, int i) except -1:
-    """Another learner of the node applies the slot of the step before, as late as it may."""
+    """Another learner of the super learner applies the slot of the step before, as late as it may."""
     if job.late[i] is None:
         return 0
     model, n, slot, leaders = job.late[i]
     job.followers[i].absorb(spans_of(n, model.shape[1]), addresses_of(model, n), slot, 0)
     if model.tobytes() != leaders.tobytes():
-        job.fail("promise 5 (same in the node)", f"a late learner of super learner {i} has applied another correction "
+        job.fail("promise 5 (same in the super learner)", f"a late learner of super learner {i} has applied another correction "
                  "than its leader")
     return 0
 

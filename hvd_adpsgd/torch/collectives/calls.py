@@ -11,7 +11,7 @@ from hvd_adpsgd.collectives.collectives import Call
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
-from hvd_adpsgd.training.node import horovods
+from hvd_adpsgd.training.super_learner import horovods
 
 __all__ = [
     "bytes_of",

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hvd_adpsgd.launch.world import World
     from hvd_adpsgd.training.averaging import Averaging
 
-__all__ = ["horovods", "in_node", "node_failures", "wrapping_failures"]
+__all__ = ["horovods", "inner_failures", "inside_super_learner", "wrapping_failures"]
 
 
 @contextlib.contextmanager
-def in_node(averaging: Averaging) -> Iterator[None]:
+def inside_super_learner(averaging: Averaging) -> Iterator[None]:
     """Inside, operations need all learners of the super learner.
 
     If one of them has failed, the super learner leaves: its engine stops, and its peers count it as
@@ -32,13 +32,13 @@ def in_node(averaging: Averaging) -> Iterator[None]:
         yield
     except HorovodInternalError as error:
         preemption.hold()  # a learner that was sent SIGTERM has ended first
-        failed = averaging.world.failed_in_node(averaging.spec.config.deadline_s)
+        failed = averaging.world.failed_inside(averaging.spec.config.deadline_s)
         if not failed and "shut down" not in str(error):
             raise
         raise _broken(averaging, failed) from None
 
 
-def node_failures(averaging: Averaging) -> contextlib.AbstractContextManager[None]:
+def inner_failures(averaging: Averaging) -> contextlib.AbstractContextManager[None]:
     """Inside, the learners of the super learner meet over MPI.
 
     Raises:
@@ -49,7 +49,7 @@ def node_failures(averaging: Averaging) -> contextlib.AbstractContextManager[Non
 
 
 def wrapping_failures(world: World, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """As node_failures, where there is no engine yet.
+    """As inner_failures, where there is no engine yet.
 
     Args:
         world: of this learner.
@@ -67,7 +67,7 @@ def _if_a_learner_failed(
         yield
     except PeerFailedError:
         preemption.hold()
-        failed = world.failed_in_node(seconds)
+        failed = world.failed_inside(seconds)
         if not failed:
             raise
         raise error(failed) from None

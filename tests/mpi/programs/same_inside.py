@@ -1,6 +1,6 @@
-"""Trains one small model after another; after every step the learners of a node compare their bits.
+"""Trains one small model after another; after every step the learners of a super learner compare their bits.
 
-Arguments: names of the cases to run, all without any. Says for each: steps, whether the node's
+Arguments: names of the cases to run, all without any. Says for each: steps, whether the super learner's
 learners were identical after every one, and what the case found out besides.
 """
 
@@ -17,7 +17,7 @@ from learner import (
     generator,
     pauses,
     retired,
-    same_in_node,
+    same_inside,
     say,
     until_all,
     wait_exchanged,
@@ -37,7 +37,7 @@ class Case:
     """A model, its optimizer, and what happens in each step.
 
     Attributes:
-        model: initialised differently on each super learner, alike in the node.
+        model: initialised differently on each super learner, alike in the super learner.
         facts: what is said besides.
     """
 
@@ -515,7 +515,7 @@ def train(case: Case, pause: Iterator[None]) -> Iterator[bool]:
     for step in until_all(case.settled, STEPS, every=1):
         next(pause)
         case.step(step)
-        yield same_in_node(case.averaged())
+        yield same_inside(case.averaged())
         if step == STEPS // 2:  # on a busy machine the other super learner may not have begun
             engine = case.optimizer._averaging.engine  # type: ignore[attr-defined]
             idle = engine.loop is None or engine.memory.layout.nchunks == 0
