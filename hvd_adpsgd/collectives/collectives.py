@@ -18,8 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from hvd_adpsgd import errors
-from hvd_adpsgd.collectives.global_operations import Caller, counted
-from hvd_adpsgd.collectives.turns import Turns
+from hvd_adpsgd.collectives.fifo_lock import FifoLock
+from hvd_adpsgd.collectives.usage import Caller, counted
 from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import (
     AdpsgdError,
@@ -167,7 +167,7 @@ class Collectives:
         steps: of each optimizer the thread that makes its steps, and for how many the gradients are averaged
             in the super learner; where super learners wait for steps of each other, once more, and how many
             steps are made. In the same order on all learners.
-        turns: of operations; for those that another thread runs later.
+        lock: orders the operations of several threads; for those that another thread runs later.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
         repeats over shrunk communicators).
@@ -191,7 +191,7 @@ class Collectives:
         self.before: list[Callable[[], object]] = []
         self.steps: list[Callable[[], tuple[int, int]]] = []
         self._rank, self._size, self._membership = rank, size, membership
-        self.turns = Turns()
+        self.lock = FifoLock()
         self._quorum = quorum
         self._left = ""  # why this learner takes part no more
         self._sharing = Sharing(None if shares else alone())
@@ -229,11 +229,11 @@ class Collectives:
 
     def finish(self, seconds: float) -> bool:
         """Wait for the operations that threads have asked for; False if they take longer."""
-        number = self.turns.take()
+        number = self.lock.take()
         try:
-            return self.turns.wait(number, seconds)
+            return self.lock.wait(number, seconds)
         finally:
-            self.turns.leave(number)
+            self.lock.leave(number)
 
     def close(self, seconds: float) -> Any | None:
         """The private communicator, with nothing more on its way, to be freed; None if it is in use.
@@ -241,13 +241,13 @@ class Collectives:
         All learners call this together, after their last operation.
         """
         ends = time.monotonic() + seconds
-        number = self.turns.take()
+        number = self.lock.take()
         try:
-            if not self.turns.wait(number, seconds):  # a thread is in an operation
+            if not self.lock.wait(number, seconds):  # a thread is in an operation
                 return None
             return self.messages.comm if self.messages.close(ends) else None
         finally:
-            self.turns.leave(number)
+            self.lock.leave(number)
 
     def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
         """Run an operation; all learners call this. `ranks` shrinks when learners have failed.
@@ -275,7 +275,7 @@ class Collectives:
         )
         with counted(call.kind) as caller:
             self.prepare()
-            with self.blocking(), self.turns.turn():
+            with self.blocking(), self.lock.turn():
                 self._inside = threading.get_ident()
                 self._caller, self._late = caller, time.monotonic() + _LATE_S
                 try:
@@ -285,7 +285,7 @@ class Collectives:
 
     def prepare(self) -> None:
         """Do what must come before an operation; not in one that was prepared where it was asked for."""
-        if self.turns.is_taken():
+        if self.lock.is_taken():
             return
         self.asks()
         with self._preparing:
@@ -358,11 +358,11 @@ class Collectives:
     @contextlib.contextmanager
     def _between(self) -> Iterator[bool]:
         """Whether no thread of this learner is in an operation; inside, none enters one."""
-        number = self.turns.take()
+        number = self.lock.take()
         try:
-            yield self.turns.wait(number, 0)
+            yield self.lock.wait(number, 0)
         finally:
-            self.turns.leave(number)
+            self.lock.leave(number)
 
     def _require_step(self, which: int, step: int, ranks: Collection[int]) -> None:
         core = self.messages.agreement
@@ -447,7 +447,7 @@ class Collectives:
         try:
             return self.messages.decision(number, ends)
         except LearnerFailedError:
-            preemption.hold()  # after SIGTERM, of which its peers know
+            preemption.block_if_leaving()  # after SIGTERM, of which its peers know
             raise
 
     def _require_quorum(self, doing: str) -> None:
@@ -538,7 +538,7 @@ class Collectives:
         gone = sorted(failed.intersection(self.ranks))
         if not gone:
             return False
-        preemption.hold()  # a mate that was sent SIGTERM has ended first
+        preemption.block_if_leaving()  # a mate that was sent SIGTERM has ended first
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
         self._membership.mates_ended(set(gone) - self._note_left())
         self._membership.look()

@@ -130,7 +130,7 @@ def enter(world: World, process_sets: Any = None) -> World:
 def _watch_preemption(world: World) -> None:
     """Plain Horovod is ended by SIGTERM."""
     preemption.watch(None if world.is_plain else world.departure)
-    world.collectives.before.append(preemption.hold)
+    world.collectives.before.append(preemption.block_if_leaving)
 
 
 def _describe() -> dict[str, Any] | None:
@@ -372,7 +372,7 @@ def undone_on_failure() -> Iterator[None]:
 
 def watch_exit() -> None:
     """From now on the process exits as lifecycle/shutdown describes."""
-    shutdown.mark(True)
+    shutdown.set_running(True)
     shutdown.at_exit(shut_down, _leave_deadline_s)
 
 
@@ -400,7 +400,7 @@ def shut_down() -> None:
         plain = world.collectives.close(seconds) if finished else None
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)
-        shutdown.mark(False)
+        shutdown.set_running(False)
     elif finished:
         shutdown.leave_behind(world.collectives.messages)
     preemption.unwatch()
@@ -433,7 +433,7 @@ def _stop_horovod(seconds: float) -> bool:
     """
     import horovod.torch as horovod
 
-    stopped = shutdown.returns(horovod.shutdown, seconds)
+    stopped = shutdown.finishes_within(horovod.shutdown, seconds)
     if not stopped:
         exit_state.stuck = "Horovod, which waits for a learner that has stopped or died"
         log.warning(

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.lifecycle import shutdown, signal_pipe, signals
 
-__all__ = ["Departure", "hold", "unwatch", "watch"]
+__all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -103,7 +103,7 @@ class Departure:
         """From now on SIGTERM to this learner changes nothing; no return if its super learner leaves."""
         with self._turn:
             self._in_shutdown = not self.is_asked
-        hold()
+        block_if_leaving()
 
     def has_said(self) -> None:
         """The leader's goodbyes are said: its mates do not wait for them."""
@@ -117,7 +117,7 @@ class Departure:
         if self._is_leader:
             rest = "no other trains" if self._is_alone() else "the others train on without it"
             log.warning("SIGTERM: super learner %s leaves; %s.", self._name, rest)
-        shutdown.returns(self._act, SAID_S - SPREAD_S)
+        shutdown.finishes_within(self._act, SAID_S - SPREAD_S)
         if self._is_leader:
             time.sleep(SPREAD_S)
             self.has_said()
@@ -163,7 +163,7 @@ def unwatch() -> None:
         watch(None)
 
 
-def hold() -> None:
+def block_if_leaving() -> None:
     """Keep the calling thread here if its super learner leaves; the process ends meanwhile."""
     departure = _departure
     if departure is not None and departure.is_asked:
@@ -202,8 +202,8 @@ def _take() -> bool:
 
 def _end(status: int = 0) -> None:
     """End with what the script has printed: by SIGTERM, or with this status if it is not 0."""
-    shutdown.returns(shutdown.flush_output, _FLUSH_S)
-    shutdown.mark(False)
+    shutdown.finishes_within(shutdown.flush_output, _FLUSH_S)
+    shutdown.set_running(False)
     if status:
         os._exit(status)
     signal_pipe.end_by(signal.SIGTERM)

@@ -54,12 +54,12 @@ __all__ = [
     "Teardown",
     "at_exit",
     "exit_state",
+    "finishes_within",
     "flush_output",
     "free",
     "leave_behind",
-    "mark",
-    "returns",
     "script_fails",
+    "set_running",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
@@ -349,7 +349,7 @@ def free(*communicators: Any) -> None:
                 comm.Free()
 
 
-def returns(call: Callable[[], object], seconds: float) -> bool:
+def finishes_within(call: Callable[[], object], seconds: float) -> bool:
     """Whether a call, made on a thread of its own, returns in time."""
     thread = threading.Thread(target=call, daemon=True, name=f"hvd_adpsgd.{call.__name__}")
     thread.start()
@@ -453,7 +453,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
         if last and ulfm_enabled():
             _release_launcher()
         _end_without_finalize(last, last)
-    mark(False)
+    set_running(False)
 
 
 def _leave_as_child(leave: Callable[[], object]) -> None:
@@ -500,7 +500,7 @@ def _ended_mpi(seconds: float) -> bool:
     ):  # MPI_Finalize under a thread that uses MPI ends the job
         return False
     if exit_state.goodbye is None:
-        return returns(_finalize, seconds)
+        return finishes_within(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:
         return False
     MPI.Finalize()
@@ -601,7 +601,7 @@ def _launcher() -> tuple[int, str] | None:
     return None
 
 
-def mark(working: bool) -> None:
+def set_running(running: bool) -> None:
     """Tell the shell above this process whether its exit counts as a failure.
 
     Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
@@ -611,8 +611,8 @@ def mark(working: bool) -> None:
         return
     with contextlib.suppress(OSError):  # the shell has ended, or has no room: as without it
         if name.startswith("/proc/"):
-            os.truncate(name, int(working))
-        elif working:  # below the shell of an older build, which looks for a file
+            os.truncate(name, int(running))
+        elif running:  # below the shell of an older build, which looks for a file
             Path(name).touch()
         else:
             Path(name).unlink(missing_ok=True)

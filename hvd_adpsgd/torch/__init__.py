@@ -120,7 +120,7 @@ from hvd_adpsgd.torch.membership import (
 )
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance
-from hvd_adpsgd.training.pausing import averaging_paused
+from hvd_adpsgd.training.pause import averaging_paused
 from hvd_adpsgd.training.reports import metrics
 from hvd_adpsgd.training.watching import log, log_to
 

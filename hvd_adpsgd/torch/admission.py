@@ -32,7 +32,7 @@ from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.averaging import live
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model
-from hvd_adpsgd.training.pausing import averaging_paused, resume
+from hvd_adpsgd.training.pause import averaging_paused, resume
 
 __all__ = ["admit", "replace_failed"]
 

@@ -26,7 +26,7 @@ import torch
 from torch.amp import grad_scaler
 
 from hvd_adpsgd import strategies
-from hvd_adpsgd.collectives.global_operations import counted
+from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
     AdpsgdError,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.collectives import global_operations
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.collectives.collectives import barrier
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
@@ -99,7 +99,7 @@ class Averaging:
         mates: where the other learners of the super learner are.
         replacements: whether they step with the same gradients, where these replace averaged ones.
         pauses: depth of nested pauses.
-        lent: depth of nested `averaged` blocks, in which the tensors hold the mean.
+        holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
 
     def __init__(self, world: World, spec: AveragingSpec):
@@ -119,7 +119,7 @@ class Averaging:
         self.dropped = False
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
-        self.pauses = self.lent = 0
+        self.pauses = self.holds_mean = 0
         self._alone_in_model = (
             False  # no DistributedDataParallel averages it: known at the first step
         )
@@ -281,14 +281,14 @@ class Averaging:
         Args:
             also_before_joining: a super learner that has not joined yet may do this.
         """
-        preemption.hold()
+        preemption.block_if_leaving()
         stop_dropped()
         if self.stopped:
             raise NotInitializedError(
                 f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
                 "optimizer that was wrapped after that."
             )
-        if self.lent:
+        if self.holds_mean:
             raise WorldError(
                 "the parameters hold the mean of all super learners inside `with hvd.averaged(...)`, and "
                 "get their own values back after it. Leave the block before backward(), step(), "
@@ -462,7 +462,7 @@ class Averaging:
             self._offer(finite, in_step=self._steps.due)
         self._steps.end()
         self.record.end_step(self.engine)
-        global_operations.end_step(self.world.rank == self.world.collectives.ranks[0])
+        usage.end_step(self.world.rank == self.world.collectives.ranks[0])
         if not finite:
             _report_nonfinite(self)
 

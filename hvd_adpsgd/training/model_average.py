@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adpsgd.collectives.collectives import Call
-from hvd_adpsgd.collectives.global_operations import counted
+from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
@@ -22,7 +22,7 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging, live
 from hvd_adpsgd.training.consistency import described, require_same
 from hvd_adpsgd.training.parameters import shares_elements, statistics
-from hvd_adpsgd.training.pausing import at_rest, paused
+from hvd_adpsgd.training.pause import paused, quiesced
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
@@ -179,21 +179,21 @@ def averaged(
             a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
         ]
         for averaging in concerned:
-            averaging.lent += 1
+            averaging.holds_mean += 1
             left.callback(_give_back, averaging)
         yield
 
 
 def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
     """With what is pending, and nothing under way. In a nested block the tensors hold that mean already."""
-    pending = [a for a in live() if not a.lent and any(t in a.parameters for t in named)]
+    pending = [a for a in live() if not a.holds_mean and any(t in a.parameters for t in named)]
     if world.collectives.joining:  # alone until it has joined
         pending = []
     cut = [
         a for a in pending if a.shards > 1
     ]  # the leader does not have what is pending of all shards
     whole = [a for a in pending if a.shards == 1]
-    with paused("averaged", cut), at_rest("averaged", whole):
+    with paused("averaged", cut), quiesced("averaged", whole):
         return _finite_means(world, "averaged", named, pending=whole)
 
 
@@ -212,7 +212,7 @@ def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -
 
 
 def _give_back(averaging: Averaging) -> None:
-    averaging.lent -= 1
+    averaging.holds_mean -= 1
 
 
 def _finite_means(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hvd_adpsgd.collectives import global_operations
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
 from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging, live
@@ -36,7 +36,7 @@ def metrics() -> dict[str, Any]:
     if not every:
         nothing = Counters(time.monotonic).to_dict()
         every = [{**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None)}]
-    mine = {**every[0], **global_operations.totals()}
+    mine = {**every[0], **usage.totals()}
     return mine if len(every) < 2 else {**mine, "optimizers": every}
 
 

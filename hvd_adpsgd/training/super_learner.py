@@ -31,7 +31,7 @@ def inside_super_learner(averaging: Averaging) -> Iterator[None]:
     try:
         yield
     except HorovodInternalError as error:
-        preemption.hold()  # a learner that was sent SIGTERM has ended first
+        preemption.block_if_leaving()  # a learner that was sent SIGTERM has ended first
         failed = averaging.world.failed_inside(averaging.spec.config.deadline_s)
         if not failed and "shut down" not in str(error):
             raise
@@ -66,7 +66,7 @@ def _if_a_learner_failed(
     try:
         yield
     except PeerFailedError:
-        preemption.hold()
+        preemption.block_if_leaving()
         failed = world.failed_inside(seconds)
         if not failed:
             raise

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.collectives import global_operations
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError, NotInitializedError
 from hvd_adpsgd.launch import world as worlds
@@ -418,7 +418,7 @@ def _about(world: World) -> dict[str, Any]:
 
 def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> Sample:
     """The counters of this moment."""
-    parts = {"global_operations": global_operations.totals()["global_operations_s"]}
+    parts = {"global_operations": usage.totals()["global_operations_s"]}
     if averaging is None:  # nobody counts steps, but the script may
         logged = _logged()
         step = logged.get("step", 0.0)

@@ -87,7 +87,7 @@ def test_a_mate_ends_once_the_leader_has_said_goodbye(start):
         done.wait()  # and then for SAID
         print("later", flush=True)
         flags[1] = 1  # SAID
-        preemption.hold()
+        preemption.block_if_leaving()
         print("not here", flush=True)
     """)
     assert rest(process) == ["last", "first", "later"]
@@ -142,7 +142,7 @@ def test_a_handler_of_the_script_is_left_alone(start):
         signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
         preemption.watch(departure())
         flags[0] = 1
-        preemption.hold()  # nothing holds it either
+        preemption.block_if_leaving()  # nothing holds it either
         os.kill(os.getpid(), signal.SIGTERM)
         print(0, flush=True); print(heard, flush=True)
     """)

@@ -72,9 +72,9 @@ def test_other_waits_are_none_of_its_business(collectives, network, place, numbe
 
 def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(collectives, network):
     network.arrives_pickled(1, WAITS, (CALLER, (3,)))
-    number = collectives.turns.take()
+    number = collectives.lock.take()
     collectives.require_step(count, 4, [1])
-    collectives.turns.leave(number)
+    collectives.lock.leave(number)
     assert network.sent == []
 
 
@@ -102,10 +102,10 @@ def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
     membership = collectives._membership
     network.arrives(2, LEAVES, np.array([1, 2], dtype=np.int32).tobytes())
-    number = collectives.turns.take()
+    number = collectives.lock.take()
     collectives.look_for_departures()
     assert membership.states == [PeerState.ALIVE] * 3
-    collectives.turns.leave(number)
+    collectives.lock.leave(number)
     collectives.look_for_departures()
     assert membership.states == [PeerState.ALIVE, PeerState.LEFT, PeerState.LEFT]
     membership.update([(1, PeerState.FAILED)])

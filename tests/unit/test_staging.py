@@ -22,7 +22,7 @@ from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging,
 
 
 def require_exact(job: Job) -> None:
-    """Local updates alone move the mean; learners of a super learner saw the same bits; mirrors are models."""
+    """Local updates alone move the mean; a super learner sees the same bits; mirrors are models."""
     assert job.off() < ROUNDING[job.dtype]
     for node in job.nodes:
         np.testing.assert_array_equal(node[0].mirror(), node[0].values)

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from hvd_adpsgd.collectives import global_operations
-from hvd_adpsgd.collectives.global_operations import LIMIT, WINDOW, counted, end_step, totals
+from hvd_adpsgd.collectives import usage
+from hvd_adpsgd.collectives.usage import LIMIT, WINDOW, counted, end_step, totals
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_operations, "_tally", global_operations._Tally())
+    monkeypatch.setattr(usage, "_tally", usage._Tally())
 
 
 def train(steps: int, operations: int, warns: bool = True) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["Turns"]
+__all__ = ["FifoLock"]
 
 
-class Turns:
+class FifoLock:
     """Numbers that are served one after the other, in the order in which they were taken."""
 
     def __init__(self) -> None:

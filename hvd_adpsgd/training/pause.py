@@ -41,7 +41,7 @@ def paused(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_rest(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
+def quiesced(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
     """Inside, no exchange of these runs, and what is pending stays pending. All learners enter together."""
     with contextlib.ExitStack() as stack:
         for averaging in list(averagings):
