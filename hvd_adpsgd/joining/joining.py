@@ -107,9 +107,9 @@ class JoiningLearner:
     def make_world(self) -> World:
         """Of this super learner alone, with the job's ranks."""
         told, everyone = self.offer, self.everyone
-        plain, goodbye = communicators.duplicate(everyone), communicators.duplicate(everyone)
+        plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
         inner = communicators.duplicate(everyone)
-        comms = Communicators(everyone, plain, goodbye, self._host, inner, None)
+        comms = Communicators(everyone, plain, departures, self._host, inner, None)
         rank = told.groups[told.super_rank][everyone.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 

@@ -80,7 +80,7 @@ class NewGroup:
         told, comms = self.offer, self.comms
         old = world.collectives
         used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
-        world.teardown.join(ShutdownBarrier(comms.goodbye, self.ranks), *used)
+        world.teardown.join(ShutdownBarrier(comms.departures, self.ranks), *used)
         world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
         world.membership.meet(self.members)
@@ -136,11 +136,11 @@ def connect_anew(
     mine = offer.placements[world.rank].host
     on_host = [r for r in ranks if offer.placements[r].host == mine]
     new = groups[offer.super_rank]
-    everyone, plain, goodbye = (hub.communicator(ranks) for _ in range(3))
+    everyone, plain, departures = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
     outer = counterparts(hub, [groups[i] for i in members], world.rank, world.shards)
     transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
-    comms = Communicators(everyone, plain, goodbye, host, inner, outer)
+    comms = Communicators(everyone, plain, departures, host, inner, outer)
     new_group = NewGroup(offer, hub, comms, members, tuple(ranks), transfers)
     new_group.end_by(ends)
     return new_group

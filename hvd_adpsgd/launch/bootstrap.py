@@ -301,8 +301,8 @@ def _cut(
 ) -> World:
     rank = everyone.Get_rank()
     inner, outer = communicators.split(everyone, groups, shards_of(config, groups))
-    plain, goodbye = communicators.duplicate(everyone), communicators.duplicate(everyone)
-    comms = Communicators(everyone, plain, goodbye, host, inner, outer)
+    plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
+    comms = Communicators(everyone, plain, departures, host, inner, outer)
     return World.make(config, placements, groups, rank, comms)
 
 

@@ -56,8 +56,8 @@ class Communicators:
     """The communicators of a learner: mpi4py's, errors returned.
 
     Attributes:
-        all, plain, goodbye: all learners; until it has joined, only those of a joining super learner.
-            Operations over all learners alone use `plain`, shutdown alone uses `goodbye`: their messages
+        all, plain, departures: all learners; until it has joined, only those of a joining super learner.
+            Operations over all learners alone use `plain`, shutdown alone uses `departures`: their messages
             never match another operation.
         host: the learners of this host.
         inner: the learners of this super learner.
@@ -67,7 +67,7 @@ class Communicators:
 
     all: Any
     plain: Any
-    goodbye: Any
+    departures: Any
     host: Any
     inner: Any
     outer: Any
@@ -153,7 +153,7 @@ class World:
         membership = Membership(groups, names, super_rank, left, minority)
         is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
-            ShutdownBarrier(comms.goodbye, ranks), membership, groups[super_rank], done
+            ShutdownBarrier(comms.departures, ranks), membership, groups[super_rank], done
         )
         collectives = Collectives(
             comms.all,

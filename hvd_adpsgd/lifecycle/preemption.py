@@ -3,8 +3,8 @@
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        ASKED in memory that the super learner shares
     the same thread of its mates        sees ASKED within LOOK_S
-    leader                              engines finish their exchanges and say goodbye; operations over all
-                                        learners continue without this super learner; then SAID
+    leader                              engines finish their exchanges and announce their departure; operations
+                                        over all learners continue without this super learner; then SAID
     all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
@@ -37,11 +37,13 @@ __all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-GOODBYE_S = 2.5  # longest wait for exchanges, and for the answers to goodbyes
+DEPARTURE_S = 2.5  # longest wait for exchanges, and for the answers to departures
 SAID_S = 3.5  # longest wait for SAID, whatever the leader does
 LAST_S = 1.0  # longest wait of the first learner for the end of all others
 LOOK_S = 0.1  # between two looks whether a mate has asked
-SPREAD_S = 0.5  # the goodbye reaches all peers: seen before it, the end of the process is a failure
+SPREAD_S = (
+    0.5  # the departure reaches all peers: seen before it, the end of the process is a failure
+)
 _FLUSH_S = 0.2
 _HELD_S = 10.0  # the thread of this module has ended the process long before
 _ASKED, _SAID = 0, 1
@@ -106,12 +108,12 @@ class Departure:
         block_if_leaving()
 
     def has_said(self) -> None:
-        """The leader's goodbyes are said: its mates do not wait for them."""
+        """The leader's departures are said: its mates do not wait for them."""
         if self._is_leader:
             self._flags[_SAID] = 1
 
     def leave(self) -> None:
-        """Ask the mates to leave too, say goodbye to the peers, end; bounded by 5 s."""
+        """Ask the mates to leave too, announce their departure to the peers, end; bounded by 5 s."""
         ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:

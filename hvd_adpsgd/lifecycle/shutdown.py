@@ -124,7 +124,7 @@ class ExitState:
         stuck: in what a thread of this process is left behind, and what it waits for; "" if none is.
         failed: learners known here to have failed, or to leave because of a failure.
         has_failures: whether any learner has, known here or to another learner.
-        goodbye: the barrier that the last shutdown, or init(), did not complete; None if it did.
+        barrier: the barrier that the last shutdown, or init(), did not complete; None if it did.
         ends: deadline of that shutdown, of time.monotonic.
         is_over: the script has ended; exit handlers run.
         exit_status: the last argument of sys.exit, exit or quit.
@@ -140,7 +140,7 @@ class ExitState:
     stuck: str = ""
     failed: tuple[int, ...] = ()
     has_failures: bool = False
-    goodbye: ShutdownBarrier | None = None
+    barrier: ShutdownBarrier | None = None
     ends: float = 0.0
     is_over: bool = False
     exit_status: object = None
@@ -150,8 +150,8 @@ class ExitState:
 
     def lacks_others(self, everyone: Any) -> None:
         """init() failed: freeing and finalizing would wait for the failed learners."""
-        self.goodbye = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
-        self.failed = tuple(self.goodbye.ended())
+        self.barrier = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
+        self.failed = tuple(self.barrier.ended())
         self.has_failures = bool(self.failed)
 
 
@@ -248,7 +248,7 @@ class Teardown:
         exit_state.has_failures = bool(exit_state.failed) or not stopped
         if not clean:
             exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
-        exit_state.goodbye, exit_state.ends = None if clean else barrier, ends
+        exit_state.barrier, exit_state.ends = None if clean else barrier, ends
         return clean
 
     def ends_last(self, seconds: float) -> bool:
@@ -473,7 +473,7 @@ def flush_output() -> None:
 
 def _leave_hub(hub: Hub) -> None:
     """Close the connections; after a failure the first surviving learner ends last, and its status tells."""
-    is_clean = exit_state.goodbye is None and not exit_state.stuck
+    is_clean = exit_state.barrier is None and not exit_state.stuck
     last = not is_clean and _ends_last()
     hub.close()
     if not is_clean:  # handlers of exit() that come later may wait for a thread that is left behind
@@ -499,7 +499,7 @@ def _ended_mpi(seconds: float) -> bool:
         exit_state.stuck and ulfm_enabled()
     ):  # MPI_Finalize under a thread that uses MPI ends the job
         return False
-    if exit_state.goodbye is None:
+    if exit_state.barrier is None:
         return finishes_within(_finalize, seconds)
     if ulfm_enabled() or exit_state.stuck:
         return False
@@ -521,17 +521,17 @@ def _ends_last() -> bool:
     itself waits until the deadline of its shutdown, because all peers may fail with it. It must not wait
     longer: its peers may still train, and a mean of all waits for its exit.
     """
-    goodbye = exit_state.goodbye
-    if goodbye is None:
+    barrier = exit_state.barrier
+    if barrier is None:
         return False
     # init() fails on all learners alike, and one status must become the job's. A survivor of a failed super
     # learner fails too: the first survivor of the job waits for it, so it must not wait for that one.
-    fails = goodbye.rank in exit_state.failed or (exit_state.has_begun and script_fails())
+    fails = barrier.rank in exit_state.failed or (exit_state.has_begun and script_fails())
     passed_over = () if fails else exit_state.failed
     ends = exit_state.ends
     if exit_state.has_failures and not fails:
         ends = time.monotonic() + _LAST_S
-    while (last := _is_last(goodbye.rank, goodbye.ranks, goodbye.ended(), passed_over)) is None:
+    while (last := _is_last(barrier.rank, barrier.ranks, barrier.ended(), passed_over)) is None:
         if time.monotonic() > ends:
             break
         time.sleep(_LOOK_S)
@@ -539,7 +539,7 @@ def _ends_last() -> bool:
         log.warning(
             "learners %s have not ended %g s after this one: the status of the job may not tell that "
             "%s failed.",
-            sorted(set(goodbye.ranks) - goodbye.ended() - {goodbye.rank}),
+            sorted(set(barrier.ranks) - barrier.ended() - {barrier.rank}),
             _LAST_S,
             f"learners {list(exit_state.failed)}" if exit_state.failed else "a learner",
         )

@@ -149,7 +149,7 @@ class Averaging:
             self.engine.release()
             raise
         world.teardown.at_shutdown(self.stop)
-        world.departure.at_leave(self._say_goodbye)
+        world.departure.at_leave(self._depart)
         world.membership.sources.append(self._peer_news)
         if stop_dropped not in world.collectives.before:
             world.collectives.before.append(stop_dropped)
@@ -654,7 +654,7 @@ class Averaging:
         _remove(world.collectives.steps, self.averaged_sets)
         _remove(world.collectives.steps, self.made)
         world.teardown.forget(self.stop)
-        world.departure.forget(self._say_goodbye)
+        world.departure.forget(self._depart)
         _remove(world.membership.sources, self._peer_news)
         _remove(_live, self)
         self.engine.stop(broken=world.teardown.fails)
@@ -673,9 +673,9 @@ class Averaging:
             self.world.collectives.look_for_departures()  # of one that has left without an engine
         return news
 
-    def _say_goodbye(self) -> None:
+    def _depart(self) -> None:
         """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
-        self.engine.stop(within_s=preemption.GOODBYE_S)
+        self.engine.stop(within_s=preemption.DEPARTURE_S)
 
 
 def _remove(items: list[Any], item: Any) -> None:

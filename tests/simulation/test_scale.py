@@ -28,7 +28,7 @@ def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     return job, network
 
 
-def goodbyes(network: Network, n: int) -> dict[int, np.ndarray]:
+def departures(network: Network, n: int) -> dict[int, np.ndarray]:
     """Messages of each kind that each engine has sent."""
     sent = {kind: np.zeros(n, int) for kind in (BYE, NEWS, BYE_SEEN)}
     for _, _, src, _, channel, _, kind, _ in network.messages():
@@ -43,7 +43,7 @@ def test_a_departure_costs_each_engine_log2_n_messages(n: int) -> None:
     steps[n // 2] = 3
     job, network = leaving(n, steps)
     job.run_for(0.04)  # the others have some steps left
-    sent = goodbyes(network, n)
+    sent = departures(network, n)
     hops = math.ceil(math.log2(n))
     assert sent[BYE][n // 2] == sent[BYE].sum() <= hops
     assert sent[NEWS].max() <= hops
@@ -57,7 +57,7 @@ def test_engines_that_leave_together_say_it_few_times_and_soon(n: int) -> None:
     """In 2 ms, which is some twenty hops of the news; nobody waits for one that has ended already."""
     job, network = leaving(n, [20] * n)
     job.run(30)
-    sent = sum(goodbyes(network, n).values())
+    sent = sum(departures(network, n).values())
     assert sent.mean() < 12 * math.log2(n)  # to each other: 2 (n - 1)
     assert job.summary()["seconds"] < 0.1  # deadline: 5 s
 

@@ -59,7 +59,7 @@ class Fault:
         place: step: behind it; gradient: in its all-reduce; exchange: some chunks are merged, others not;
             before: the others are at the checkpoint; rest: at the checkpoint, all exchanges are over;
             moment: at any moment of a step; collective: of operations over all learners; wrap: of
-            DistributedOptimizer; admit: of hvd.admit; shutdown: in it, before the engine's goodbye.
+            DistributedOptimizer; admit: of hvd.admit; shutdown: in it, before the engine's departure.
         value: seconds of a stop, a cut and a partition; factor of slow.
         hosts: of a cut, a partition: those that are apart from the others.
     """

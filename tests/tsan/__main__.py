@@ -60,7 +60,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "orders are read without the gate",
-        "look.pyx",
+        "inspect.pyx",
         "    pthread_mutex_lock(&e.port.gate)\n    given = e.port.given\n"
         "    pthread_mutex_unlock(&e.port.gate)\n",
         "    given = e.port.given\n",
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "a look while the thread goes on",
-        "look.pyx",
+        "inspect.pyx",
         "    while load(&e.port.look_over) < number:\n        sched_yield()\n",
         "",
         "shared",

@@ -268,7 +268,7 @@ class Job:
         def fail() -> None:
             victim.lead()
             self.threads.fail(victim.engine.rank.rank)
-            victim.engine.loop = None  # ends the thread, without a goodbye
+            victim.engine.loop = None  # ends the thread, without a departure
 
         watcher = threading.Thread(target=self.watch)
         watcher.start()

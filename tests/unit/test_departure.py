@@ -68,7 +68,7 @@ def rest(process: subprocess.Popen) -> list[str]:
 
 
 @pytest.mark.parametrize(("last", "status"), [(False, -signal.SIGTERM), (True, 75)])
-def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status):
+def test_a_leader_that_is_blocked_in_c_departs_and_ends(start, last, status):
     process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
     os.kill(pid, signal.SIGTERM)
     # in reverse order, also after one that raises
@@ -79,7 +79,7 @@ def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status
     assert "ZeroDivisionError" in said
 
 
-def test_a_mate_ends_once_the_leader_has_said_goodbye(start):
+def test_a_mate_ends_once_the_leader_has_departed(start):
     process, _ = start("""
         preemption.watch(departure(is_leader=False))
         print(os.getpid(), flush=True)

@@ -98,7 +98,7 @@ from hvd_adpsgd.lifecycle import shutdown
 
 def learner():
     shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
-    shutdown.exit_state.goodbye = {goodbye}
+    shutdown.exit_state.barrier = {barrier}
     shutdown.exit_state.has_failures = True
     shutdown.at_exit(lambda: print(shutdown.script_fails()), lambda: 1.0)
     {end}
@@ -112,7 +112,7 @@ ALONE = "SimpleNamespace(rank=0, ranks=(0,), ended=lambda: set())"
 
 
 @pytest.mark.parametrize(
-    ("end", "goodbye", "expected"),
+    ("end", "barrier", "expected"),
     [
         ("pass", None, ["False", "0"]),
         ("pass", ALONE, ["False", "75"]),
@@ -120,8 +120,8 @@ ALONE = "SimpleNamespace(rank=0, ranks=(0,), ended=lambda: set())"
         ("1 / 0", ALONE, ["True", "1"]),
     ],
 )
-def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, goodbye, expected):
-    script = AS_CHILD.format(end=end, goodbye=goodbye)
+def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, barrier, expected):
+    script = AS_CHILD.format(end=end, barrier=barrier)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert said.stdout.split() == expected, said.stderr
 
@@ -131,7 +131,7 @@ import os, sys
 from types import SimpleNamespace
 from hvd_adpsgd.lifecycle import shutdown
 shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
-shutdown.exit_state.goodbye = {ALONE}
+shutdown.exit_state.barrier = {ALONE}
 shutdown.exit_state.has_failures = True
 shutdown.at_exit(lambda: None, lambda: 1.0)
 """

@@ -114,7 +114,7 @@ cdef class JobState:
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
     cdef dict parked_at         # (engine, peer) -> when it parked its last exchange with it
     cdef dict asked             # (engine, peer) -> number of the last exchange that it asked for, which is over there
-    cdef set unheard            # engines that have left without knowing whether a peer has their goodbye
+    cdef set unheard            # engines that have left without knowing whether a peer has their departure
     cdef double calm_from       # nothing disturbs the news of departures any more
     cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
     cdef public dict met        # faults x phases that were met

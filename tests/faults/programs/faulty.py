@@ -7,7 +7,7 @@ Places: `before_init` (before hvd.init), `in_init` (MPI is up, the worlds are no
 `between_steps`, `asking` and `answering` (at --step or soon after, inside an exchange that this learner
 asked for, or was asked for: chunks have been merged, others are to come), `inner_allreduce` (some
 gradients of the step are with Horovod, others never come), `last_step`, `shutdown` (the victims go there
-at --step, before the goodbye of their engine).
+at --step, before the departure of their engine).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main() -> None:
     facts = train(args, script)
     worlds.current().teardown.at_shutdown(
         lambda: script.here("shutdown")
-    )  # before the engine's goodbye
+    )  # before the engine's departure
     script.leave("json", **facts)
     hvd.shutdown()
 

@@ -79,7 +79,7 @@ def main() -> None:
     model, drift = drawn(args.seed, hvd.super_rank())
     if hvd.size() == hvd.super_size():
         departure = worlds.current().departure
-        departure.at_leave(lambda: save(args.folder, optimizer))  # after the engine's goodbye
+        departure.at_leave(lambda: save(args.folder, optimizer))  # after the engine's departure
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([model], lr=1.0),
         named_parameters=[("model", model)],

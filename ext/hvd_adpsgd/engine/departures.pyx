@@ -1,12 +1,12 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Goodbyes: BYE of an engine that leaves, NEWS of departures from one that stays, and their answers.
+"""Departures: BYE of an engine that leaves, NEWS of departures from one that stays, and their answers.
 
     BYE, NEWS  ------------->     all departures that the sender knows of
                <-------------     BYE_SEEN: this engine stays, and tells its listeners
                <-------------     BYE: it has left itself; choose another listener
 
-An engine may end once a listener that stays has answered: it tells the rest. So an engine has log2(n) goodbyes to
+An engine may end once a listener that stays has answered: it tells the rest. So an engine has log2(n) departures to
 send, and each departure costs every other engine at most as many messages: fewer if several come together, because a
 listener is sent no NEWS before it has answered the last. A listener that has ended answers nothing: after a while
 (PATIENCE) another one is chosen beside it. An engine also ends if no peer that may be there has answered in half of the
@@ -18,15 +18,15 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport (Listener, Membership, choose_listeners, give_up_listeners, has_departed,
                                            hops, is_taken_over, knows_no_more, listener_of, note_departure)
 
-cdef double PATIENCE = 0.04         # for the answer to a goodbye, times leave_deadline_s
+cdef double PATIENCE = 0.04         # for the answer to a departure, times leave_deadline_s
 
 
-cdef void say_goodbye(Core* e) noexcept nogil:
+cdef void announce_departure(Core* e) noexcept nogil:
     """Tell the listeners that this engine leaves, and what other departures it knows of."""
     cdef Membership* m = &e.membership
-    m.said_goodbye = True
+    m.departing = True
     m.said_at = now(e)
-    note_departure(m, m.own, e.port.orders.broken)
+    note_departure(m, m.own, e.mailbox.orders.broken)
     m.owed = m.known
     pass_on(e)
 
@@ -42,15 +42,15 @@ cdef void pass_on(Core* e) noexcept nogil:
     choose_listeners(m)
     for i in range(m.nlisteners):
         listener = &m.listeners[i]
-        if m.said_goodbye:
+        if m.departing:
             if listener.sent < m.owed:
                 tell(e, listener, BYE)
         elif listener.sent < m.known and listener.acknowledged == listener.sent:
             tell(e, listener, NEWS)
 
 
-cdef bint has_said_goodbye(Core* e) noexcept nogil:
-    """Whether one that stays has taken over the goodbye of this engine, and others had the time to learn of it.
+cdef bint departure_is_taken_over(Core* e) noexcept nogil:
+    """Whether one that stays has taken over the departure of this engine, and others had the time to learn of it.
 
     For that time, log2(n) answers, it answers peers that have chosen it as a listener: they would wait in vain."""
     cdef Membership* m = &e.membership
@@ -78,7 +78,7 @@ cdef void answer(Core* e, int peer, Message* message) noexcept nogil:
     """Answer BYE or NEWS: only an engine that stays takes over the telling."""
     cdef Membership* m = &e.membership
     cdef Listener* listener = listener_of(m, peer)
-    if not m.said_goodbye:
+    if not m.departing:
         send_control(e, peer, BYE_SEEN, message.exchange, 0)
     elif not has_departed(departed_in(message), m.own):
         send_departures(e, peer, BYE)

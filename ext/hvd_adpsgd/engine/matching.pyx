@@ -10,7 +10,7 @@ which they were sent.
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.posts cimport *
+from hvd_adpsgd.engine.matching cimport *
 
 
 # ---- the pool ------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 # Why compiled: it copies what only the engine's thread writes, while that thread stands still.
 """The state of the engine's thread, as Python sees it.
 
-The thread looks after each turn whether a look is wanted. If so it stands still until the copy is made:
+The thread looks after each turn whether an inspection is wanted. If so it stands still until the copy is made:
 
     trainer                                 thread
-    look_wanted = k
-                                            end of a turn: look_begun = k, stands still
-    copies the state; look_over = k
+    inspection_wanted = k
+                                            end of a turn: inspection_begun = k, stands still
+    copies the state; inspection_over = k
                                             next turn
 """
 
@@ -17,7 +17,7 @@ from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.doorbell cimport ring
 from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.port cimport *
+from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
 
 cdef extern from "<pthread.h>" nogil:
@@ -34,11 +34,11 @@ cdef double LOOK_S = 1.0            # longest wait for the end of a turn
 
 cdef void stand_still(Core* e) noexcept nogil:
     """Between two turns: wait while the trainer looks at the state of the thread."""
-    cdef int64_t number = load(&e.port.look_wanted)
-    if number == load(&e.port.look_over):
+    cdef int64_t number = load(&e.mailbox.inspection_wanted)
+    if number == load(&e.mailbox.inspection_over):
         return
-    store(&e.port.look_begun, number)
-    while load(&e.port.look_over) < number:
+    store(&e.mailbox.inspection_begun, number)
+    while load(&e.mailbox.inspection_over) < number:
         sched_yield()
 
 
@@ -57,7 +57,7 @@ cdef struct ExchangeLook:   # of an exchange, without its transfers and their bu
     double began
     double moved
 
-cdef struct Look:           # a copy of what only the thread writes
+cdef struct Inspection:           # a copy of what only the thread writes
     int asking
     int serving
     bint sending
@@ -74,7 +74,7 @@ cdef struct Look:           # a copy of what only the thread writes
     int nexchanges
 
 
-cdef bint take_look(Core* e, bint running, Look* seen) noexcept nogil:
+cdef bint take_inspection(Core* e, bint running, Inspection* seen) noexcept nogil:
     """Copy the state of the thread between two of its turns; free(seen.exchanges). False without memory.
 
     A thread that does not end its turn in LOOK_S, in a call of the wire's library, is copied as it is. Without the
@@ -82,19 +82,19 @@ cdef bint take_look(Core* e, bint running, Look* seen) noexcept nogil:
     cdef bint copied
     cdef int64_t number
     cdef double until = now(e) + LOOK_S
-    pthread_mutex_lock(&e.port.looks)
-    number = load(&e.port.look_wanted) + 1
-    store(&e.port.look_wanted, number)
-    ring(e.port.doorbell)               # it may sleep
-    while running and load(&e.port.look_begun) < number and not load(&e.port.ended) and now(e) < until:
+    pthread_mutex_lock(&e.mailbox.inspections)
+    number = load(&e.mailbox.inspection_wanted) + 1
+    store(&e.mailbox.inspection_wanted, number)
+    ring(e.mailbox.doorbell)               # it may sleep
+    while running and load(&e.mailbox.inspection_begun) < number and not load(&e.mailbox.ended) and now(e) < until:
         e.clock.sleep(e.clock, 20e-6)
     copied = copy_state(e, seen)
-    store(&e.port.look_over, number)
-    pthread_mutex_unlock(&e.port.looks)
+    store(&e.mailbox.inspection_over, number)
+    pthread_mutex_unlock(&e.mailbox.inspections)
     return copied
 
 
-cdef bint copy_state(Core* e, Look* seen) noexcept nogil:
+cdef bint copy_state(Core* e, Inspection* seen) noexcept nogil:
     cdef Mean* m = &e.mean
     cdef Exchange* x = e.pairs.running
     cdef int most = 0
@@ -121,12 +121,12 @@ cdef bint copy_state(Core* e, Look* seen) noexcept nogil:
     return True
 
 
-cdef Look state_of(Core* e, bint running) except *:
+cdef Inspection state_of(Core* e, bint running) except *:
     """The same for Python; the caller frees `exchanges`."""
-    cdef Look seen
+    cdef Inspection seen
     cdef bint copied
     with nogil:
-        copied = take_look(e, running, &seen)
+        copied = take_inspection(e, running, &seen)
     if not copied:
         raise MemoryError("engine")
     return seen
@@ -134,9 +134,9 @@ cdef Look state_of(Core* e, bint running) except *:
 
 cdef Orders orders_given(Core* e) noexcept nogil:
     cdef Orders given
-    pthread_mutex_lock(&e.port.gate)
-    given = e.port.given
-    pthread_mutex_unlock(&e.port.gate)
+    pthread_mutex_lock(&e.mailbox.gate)
+    given = e.mailbox.given
+    pthread_mutex_unlock(&e.mailbox.gate)
     return given
 
 
@@ -147,7 +147,7 @@ cdef exchange_view(ExchangeLook* x, double t):
             "age_s": t - x.began, "silent_s": t - x.moved}
 
 
-cdef mean_view(Core* e, Look* seen, double t):
+cdef mean_view(Core* e, Inspection* seen, double t):
     return {"wanted": load(&e.mean.wanted), "finished": load(&e.mean.finished), "running": bool(seen.averaging),
             "super_learners": seen.members, "stage": ("summing", "agreeing")[seen.stage],
             "chunks": seen.nchunks, "begun": seen.next, "merged": seen.done,
@@ -157,7 +157,7 @@ cdef mean_view(Core* e, Look* seen, double t):
 
 cdef exchanges_under_way(Core* e, bint running):
     """See Loop.under_way."""
-    cdef Look seen = state_of(e, running)
+    cdef Inspection seen = state_of(e, running)
     cdef ExchangeLook* x
     out = []
     for i in range(seen.nexchanges):
@@ -172,7 +172,7 @@ cdef exchanges_under_way(Core* e, bint running):
 
 cdef counters_of(Core* e):
     """Counters that the thread keeps, read without waiting for it."""
-    cdef Counters* c = &e.port.counters
+    cdef Counters* c = &e.mailbox.counters
     return {
         "exchanges_active": load(&c.exchanges_active), "exchanges_passive": load(&c.exchanges_passive),
         "refused": load(&c.refused), "declined": load(&c.declined), "parked": load(&c.parked),
@@ -183,27 +183,27 @@ cdef counters_of(Core* e):
         "exchange_s": load_double(&c.exchange_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
         "mean_square": load_double(&c.mean_square),
         "staleness": [load(&c.staleness[i]) for i in range(HISTOGRAM)],
-        "met": [load_count(&e.port.met[i]) for i in range(e.wire.size)],
+        "met": [load_count(&e.mailbox.met[i]) for i in range(e.wire.size)],
     }
 
 
 cdef view_of(Core* e, bint running):
     """The thread's state between two of its turns; ages in seconds."""
     cdef Orders given = orders_given(e)
-    cdef Look seen = state_of(e, running)
+    cdef Inspection seen = state_of(e, running)
     cdef double t = now(e)
     states = ("alive", "suspect", "left", "failed")
     exchanges = {seen.exchanges[i].peer: exchange_view(&seen.exchanges[i], t) for i in range(seen.nexchanges)}
     idle = {"exchange": "idle", "we_asked": False, "parked": False, "number": 0, "chunks": 0, "begun": 0,
             "merged": 0, "age_s": None, "silent_s": None}
-    peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load_count(&e.port.met[i]),
+    peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load_count(&e.mailbox.met[i]),
               **exchanges.get(i, idle)} for i in range(e.wire.size)]
     free(seen.exchanges)
     return {
-        "ended": bool(load(&e.port.ended)), "step": given.step, "fit": bool(given.fit),
+        "ended": bool(load(&e.mailbox.ended)), "step": given.step, "fit": bool(given.fit),
         "paused": bool(given.paused), "leaving": bool(given.leaving),
         "asking": seen.asking, "serving": seen.serving, "wanted": given.wanted,
         "round": given.round, "credit": given.credit,
-        "sending": bool(seen.sending), "fault": load(&e.port.fault),
+        "sending": bool(seen.sending), "fault": load(&e.mailbox.fault),
         "mean": mean_view(e, &seen, t), "peers": peers, "counters": counters_of(e),
     }

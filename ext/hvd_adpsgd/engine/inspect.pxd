@@ -1,6 +1,6 @@
 # The state of the engine's thread, as Python sees it.
 from hvd_adpsgd.engine.core cimport Core
-from hvd_adpsgd.engine.port cimport Orders
+from hvd_adpsgd.engine.mailbox cimport Orders
 
 # Called by the thread between two turns.
 cdef void stand_still(Core* e) noexcept nogil

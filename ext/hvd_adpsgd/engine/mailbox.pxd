@@ -1,4 +1,4 @@
-# The trainer's port: what the trainer tells the engine's thread, and what the thread tells the trainer.
+# The trainer's mailbox: what the trainer tells the engine's thread, and what the thread tells the trainer.
 from libc.stdint cimport int64_t, uint32_t
 
 from hvd_adpsgd.engine.doorbell cimport Doorbell
@@ -105,7 +105,7 @@ cdef struct Orders:         # of the trainer
     double credit           # exchanges that are due
     double leave_within     # s: leave_deadline_s is no more than that; 0: as it is
 
-cdef struct Port:
+cdef struct Mailbox:
     pthread_mutex_t gate    # of `given`
     Doorbell* doorbell      # wakes the thread: rung by the trainer, and by peers that share memory
     Doorbell own_doorbell   # ... if there are none
@@ -114,10 +114,10 @@ cdef struct Port:
     double rate             # exchanges that are due per step
     int64_t halted          # end the thread at once, without BYE
     # looks at the thread's state, between two of its turns
-    pthread_mutex_t looks   # one at a time
-    int64_t look_wanted     # number of the newest one
-    int64_t look_begun      # the thread stands still until it is over
-    int64_t look_over
+    pthread_mutex_t inspections   # one at a time
+    int64_t inspection_wanted     # number of the newest one
+    int64_t inspection_begun      # the thread stands still until it is over
+    int64_t inspection_over
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # step of the oldest snapshot in flight, NO_STEP if none
@@ -134,13 +134,13 @@ cdef struct Port:
     int64_t events_read
 
 
-cdef inline void read_orders(Port* p) noexcept nogil:
+cdef inline void read_orders(Mailbox* p) noexcept nogil:
     pthread_mutex_lock(&p.gate)
     p.orders = p.given
     pthread_mutex_unlock(&p.gate)
 
 
-cdef inline void spend_credit(Port* p, int peer) noexcept nogil:
+cdef inline void spend_credit(Mailbox* p, int peer) noexcept nogil:
     """An exchange has begun; `peer`: with the peer that the trainer wanted, NO_PEER for another."""
     pthread_mutex_lock(&p.gate)
     p.given.credit = p.orders.credit = max(p.given.credit - 1.0, -2.0 * max(p.rate, 1.0))
@@ -158,7 +158,7 @@ cdef inline void add_double(double* counter, double more) noexcept nogil:
     store_double(counter, counter[0] + more)
 
 
-cdef inline void latch(Port* p, Fault fault, int code, int peer) noexcept nogil:
+cdef inline void latch(Mailbox* p, Fault fault, int code, int peer) noexcept nogil:
     """Keep the first cause; the trainer raises it at its next check()."""
     if p.fault == FAULT_NONE:
         p.fault_code = code
@@ -166,7 +166,7 @@ cdef inline void latch(Port* p, Fault fault, int code, int peer) noexcept nogil:
         store(&p.fault, fault)
 
 
-cdef inline void record(Port* p, Event event) noexcept nogil:
+cdef inline void record(Mailbox* p, Event event) noexcept nogil:
     if p.events == NULL or p.events_written - load(&p.events_read) >= EVENTS:
         return
     p.events[p.events_written % EVENTS] = event
