@@ -3,8 +3,9 @@
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        ASKED in memory that the super learner shares
     the same thread of its mates        sees ASKED within LOOK_S
-    leader                              engines finish their exchanges and announce their departure; operations
-                                        over all learners continue without this super learner; then SAID
+    leader                              engines finish their exchanges and announce their departure;
+                                        operations over all learners continue without this super learner;
+                                        then SAID
     all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
