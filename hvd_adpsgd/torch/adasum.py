@@ -44,7 +44,7 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
-    self._averaging.before_update()
+    self._averaging.tensors.before_update()
     with inside_super_learner(self._averaging):
         handle = self._horovod._allreduce_grad_async(self, parameter)
     self._gradients.submit((parameter,), self._requires_update)

@@ -29,10 +29,10 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
-from hvd_adpsgd.training.averaging import live
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model
 from hvd_adpsgd.training.pause import averaging_paused, resume
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["admit", "replace_failed"]
 
@@ -374,7 +374,9 @@ def _prepare(
     try:
         new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
         for averaging in live():
-            engines.append(averaging.make_engine_for(offer, new_group))
+            engines.append(
+                averaging.engines.for_new_group(world, offer, new_group, averaging.engine.memory)
+            )
     except AdpsgdError as error:
         log.info("a joining super learner could not be connected: %s", error)
         for engine in engines:
@@ -423,7 +425,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     """Join the others. Returns their state."""
     candidate = joining.this_learner()
     for averaging in live():
-        averaging.prepare_memory()
+        averaging.engines.make_memory_ahead(world)
     offer, ranks, senders = candidate.ready(world, terms())
     ends = time.monotonic() + 2 * RECONNECT_S  # the others give up first
     gather = reconnect.gather_as_candidate(

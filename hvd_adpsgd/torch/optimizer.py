@@ -46,7 +46,7 @@ from hvd_adpsgd.torch.plain_optimizer import (
     say_nothing_to_average,
 )
 from hvd_adpsgd.training import checkpoint
-from hvd_adpsgd.training.averaging import Averaging, live, stop_dropped
+from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import agree, require_same_sets
 from hvd_adpsgd.training.gradients import Gradients
 from hvd_adpsgd.training.inner_averaging import (
@@ -62,6 +62,7 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
+from hvd_adpsgd.training.presence import live, stop_dropped
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]

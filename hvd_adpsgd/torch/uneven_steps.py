@@ -22,7 +22,8 @@ from hvd_adpsgd.collectives.collectives import allgather_object
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
 from hvd_adpsgd.torch.collectives.calls import bytes_of
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import inner_failures, inside_super_learner
 
 __all__ = ["joined"]
@@ -109,7 +110,7 @@ def _end(averaging: Averaging) -> None:
 def _copy_model(averaging: Averaging, root: int) -> None:
     """Overwrite the averaged tensors and the optimizer's state with those of one learner."""
     rules = itertools.chain(*averaging.rule.tensors().values())
-    tensors = [*averaging.parameters.tensors, *rules]
+    tensors = [*averaging.tensors.parameters.tensors, *rules]
     optimizer = averaging.optimizer()
     if optimizer is not None:
         tensors += _state_tensors(optimizer, root)

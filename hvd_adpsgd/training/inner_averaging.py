@@ -120,7 +120,7 @@ def _average_after_backward(self: Any) -> None:
     """Average, unless another learner of the super learner lacks gradients and waits for this one."""
     if not self._handles:  # a hook has called step() or synchronize()
         return
-    if self._averaging.all_submit(completion_of(self)):
+    if self._averaging.order.all_submit(completion_of(self)):
         _average(self, by_backward=True)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.training import checkpoint
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described
 from hvd_adpsgd.training.optimizer_state import load_in_place
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
@@ -24,7 +25,7 @@ def terms() -> list[str]:
 
 def _terms_of(averaging: Averaging) -> list[str]:
     """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
-    _, *added = averaging.specs
+    _, *added = averaging.tensors.specs
     shards = "a model that is not cut"
     if averaging.shards > 1:
         shards = (

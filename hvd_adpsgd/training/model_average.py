@@ -19,10 +19,11 @@ from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described, require_same
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused, quiesced
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
@@ -56,13 +57,13 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     if world.super_size == 1:
         return
     tensors = _floating(world, "average_model", [model])
-    concerned = [a for a in live() if any(t in a.parameters for t in tensors)]
+    concerned = [a for a in live() if any(t in a.tensors.parameters for t in tensors)]
     with paused("average_model", concerned):
         means = _finite_means(world, "average_model", tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
         for averaging in concerned:
-            averaging.forget(tensors)
+            averaging.tensors.forget(tensors)
 
 
 def _require_weights(world: World, weight: Any) -> None:
@@ -176,7 +177,9 @@ def averaged(
                 tensor.data.copy_(mean)
             del means
         concerned = [
-            a for a in live() if any(t in a.parameters or id(t) in a.trained for t in tensors)
+            a
+            for a in live()
+            if any(t in a.tensors.parameters or id(t) in a.trained for t in tensors)
         ]
         for averaging in concerned:
             averaging.holds_mean += 1
@@ -186,7 +189,9 @@ def averaged(
 
 def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
     """With what is pending, and nothing under way. In a nested block the tensors hold that mean already."""
-    pending = [a for a in live() if not a.holds_mean and any(t in a.parameters for t in named)]
+    pending = [
+        a for a in live() if not a.holds_mean and any(t in a.tensors.parameters for t in named)
+    ]
     if world.collectives.joining:  # alone until it has joined
         pending = []
     cut = [
@@ -328,11 +333,11 @@ def _with_pending(
     """The tensors on the host, with the corrections that they lack; copies of those that are averaged."""
     copies = {id(t): h for t, h in zip(tensors, hosts, strict=True)}
     for averaging in pending:
-        for t in averaging.parameters.tensors:
+        for t in averaging.tensors.parameters.tensors:
             if (h := copies.get(id(t))) is not None:
                 copies[id(t)] = h.clone() if h.data_ptr() == t.data_ptr() else h
                 copies[id(t)] = copies[id(t)].contiguous()
-        averaging.add_pending(copies)
+        averaging.tensors.add_pending(copies)
     return list(copies.values())
 
 

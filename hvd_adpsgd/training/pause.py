@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["averaging_paused", "paused", "resume"]
 
@@ -73,7 +74,7 @@ def _come_to_rest(doing: str, averaging: Averaging) -> None:
     engine = averaging.engine
     patience_s = 2 * averaging.spec.config.deadline_s
     averaging.require_running()
-    averaging.parameters.check()
+    averaging.tensors.parameters.check()
     averaging.catch_up()
     engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
     engine.pause(patience_s)
@@ -89,7 +90,7 @@ def _come_to_rest(doing: str, averaging: Averaging) -> None:
             doing,
             patience_s,
         )
-    averaging.settle()
+    averaging.tensors.settle()
 
 
 def resume(averaging: Averaging) -> None:

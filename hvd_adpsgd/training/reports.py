@@ -8,7 +8,8 @@ from typing import Any
 from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
 from hvd_adpsgd.lifecycle import state_dump
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["metrics", "metrics_of"]
 

@@ -22,8 +22,9 @@ from hvd_adpsgd.errors import ConfigError, NotInitializedError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import script_fails
-from hvd_adpsgd.training.averaging import Averaging, live
+from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import unanimous
+from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Dashboard

@@ -28,7 +28,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
 from hvd_adpsgd.collectives.collectives import wait
 from hvd_adpsgd.launch import world as worlds
-from hvd_adpsgd.training.averaging import live
+from hvd_adpsgd.training.presence import live
 
 HELD_OUT = 512
 TEACHER = 32  # its hidden units

@@ -23,7 +23,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.collectives.collectives import wait
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.tools.bench import report, settings, spread_of
-from hvd_adpsgd.training.averaging import live
+from hvd_adpsgd.training.presence import live
 
 SIZES = (512, 2048, 2048, 2048, 10)
 BATCH = 32

@@ -26,7 +26,7 @@ class ByHand:
         plan = dataclasses.replace(averaging.plan, schedule=np.empty((1, 0)))
         config = averaging.engine.config
         self.engine = Engine(inner=world.inner, outer=world.outer, plan=plan, config=config)
-        for specs in averaging.specs:
+        for specs in averaging.tensors.specs:
             self.engine.memory.extend(specs)
         self.engine.start()
         averaging.replace_engine(self.engine)
