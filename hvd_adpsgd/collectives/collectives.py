@@ -300,7 +300,7 @@ class Collectives:
     def gather(self, doing: str, value: Any) -> list[Any]:
         """The values of the learners in `ranks`, in that order; a collective, see `run`.
 
-        Without that of a learner that gave one and is among the failed of the same decision.
+        Values of learners that the same decision declares failed are omitted.
         """
         told = self.run(
             Call(doing, private=value),

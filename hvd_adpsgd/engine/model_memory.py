@@ -90,10 +90,10 @@ class ModelMemory:
         layout: where each element lies.
         inner: see the arguments.
         store: the chunks, for the engine.
-        published: `publish` was called, and not yet `absorb`; maybe it was put off.
+        published: `publish` was called since the last `absorb`; the publication may be deferred.
         areas: the memory of each part of the layout.
         landing: a copy of the parameters that is on its way to the mirror (leader only).
-        put_off: a publication was put off with corrections in it, and none came since.
+        put_off: a publication with corrections was deferred, and none was made since.
         step: the trainer's step of the mirror, -1 before the first one.
         filled: parts of the layout whose mirror has been filled.
     """
@@ -127,7 +127,7 @@ class ModelMemory:
         self._slot = NO_SLOT  # readable by all and not applied
         self._met = False
         self._calls = 0  # of publish, alike on all learners
-        self._publications = 0  # those of them that were not put off
+        self._publications = 0  # those of them that were not deferred
         self._notes = np.zeros(
             _ROWS, np.uint8
         )  # were they not? Shared in the super learner once there is memory

@@ -219,8 +219,8 @@ class Sharing:
     """The memory that learners share from one operation to the next, as long as all of them are there.
 
     Args:
-        host: those with the same one may share memory; None: those of one system. Whether they can map it is
-            tried.
+        host: learners with equal keys try to map one segment, and use messages if that fails; None: learners
+            of one system do.
     """
 
     def __init__(self, host: Any = None) -> None:
@@ -271,7 +271,7 @@ def _met(attempt: _Member, host: Any) -> Hosts | None:
 
 
 def _host() -> Any:
-    """Learners with the same one may share memory; those without any are alone."""
+    """The key of this host: learners with equal keys may share memory; alone() is equal to none."""
     with contextlib.suppress(OSError):
         return host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev
     return alone()

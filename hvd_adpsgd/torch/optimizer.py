@@ -111,8 +111,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         averaging: a strategy or its name; default HVD_ADPSGD_AVERAGING, else RandomPairs().
         exchanges_per_step: in how many exchanges a super learner takes part per step on average,
             active and passive together; default 1.
-        exchange_share: in (0, 1]: an exchange moves that share of the model's chunks, each in its turn.
-            The mean stays exact. Default 1.
+        exchange_share: in (0, 1]: fraction of the model's chunks per exchange; successive exchanges
+            cycle through the model. The mean stays exact. Default 1.
         max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
             an older snapshot. Default: never waits.
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits; the mean is kept exactly.

@@ -164,7 +164,7 @@ class _CudaStream:
             operation()
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # who waits sleeps
+        event = torch.cuda.Event(blocking=True)  # synchronize() sleeps instead of spinning
         event.record(self._stream)
         return _CudaEvent(event)
 

@@ -1,4 +1,4 @@
-"""What needs every learner of the super learner; errors that are Horovod's too."""
+"""Converts failures inside a super learner to LearnerFailedError, which is also a HorovodInternalError."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ cdef void listen(Core* e) noexcept nogil:
 cdef Message* take_message(Core* e, int* peer) noexcept nogil:
     """The next message that has arrived, until the next call; NULL if there is none.
 
-    Reports are kept on the way to it, and what no engine sends is ignored. Neither is work: else an engine at rest would
-    poll often after each."""
+    Reports are kept on the way to it, and what no engine sends is ignored. Neither counts as work, so an idle engine keeps
+    its long sleep."""
     cdef Message* message = next_message(e, peer)
     while message != NULL and (message.kind == REPORT or message.kind == NONE):
         message = next_message(e, peer)

@@ -194,7 +194,7 @@ cdef struct Mean:
     Sums* sums
     Sums* abandoned
     int64_t seen            # changes of the membership
-    int64_t searched        # ... with which members that left were last looked for, and 1
+    int64_t searched        # `seen` at the last search for departed members, and 1
     MeanStage stage
     int64_t vote            # number of the decision that this engine has voted for
     int64_t wanted          # means that the trainer has asked for; finished: those that are over

@@ -271,8 +271,8 @@ cdef bint advance(Core* e, Exchange* x) noexcept nogil:
     over = x.phase == CLOSING and closed(e, x)
     if moved or over:
         x.moved = now(e)
-    if x.heard or over:         # a chunk that the wire has taken says nothing of the peer, unless it ends the
-        answers_again(e, x.peer)    # exchange: nothing else may come from the peer then, nor be asked of it
+    if x.heard or over:         # only received bytes prove that the peer lives, except at the last chunk:
+        answers_again(e, x.peer)    # nothing else may come from the peer then, nor be asked of it
     elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > patience(e):
         park(e, x)                          # again, if it was parked and answered in between
     if over:
