@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.collectives.collectives import Collectives, failed_comm_ranks
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.shared_memory import Mailbox
+from hvd_adpsgd.engine.shared_memory import SharedSlots
 from hvd_adpsgd.errors import NotInitializedError, TopologyError
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.preemption import Departure
@@ -257,7 +257,7 @@ def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
             np.ones(sizes[0], dtype=np.uint8),
             *(np.zeros(n, dtype=np.uint8) for n in sizes[1:]),
         ]
-    bytes_ = Mailbox(0, sum(sizes), inner).flags[0]
+    bytes_ = SharedSlots(0, sum(sizes), inner).flags[0]
     return np.split(bytes_, np.cumsum(sizes)[:-1])
 
 

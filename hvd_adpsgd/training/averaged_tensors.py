@@ -10,12 +10,11 @@ import torch
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.engine.model_shards import ModelShards
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.consistency import require_same_inside, unanimous
 from hvd_adpsgd.training.cores import pass_threads
 from hvd_adpsgd.training.parameters import Parameters
-from hvd_adpsgd.training.shard_staging import ShardStaging
+from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
 
 __all__ = ["AveragedTensors"]
 
@@ -37,7 +36,7 @@ class AveragedTensors:
         memory: of the engine, once it is bound.
     """
 
-    memory: ModelMemory | ModelShards
+    memory: ModelMemory
 
     def __init__(self, world: World, named: Named, shards: int):
         self.world, self._shards = world, shards
@@ -45,12 +44,13 @@ class AveragedTensors:
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
-        self._staging: ShardStaging | None = None  # of parameters on devices
+        # of parameters on devices, one for each shard; the own one last: it sees all corrections applied
+        self._stagings: list[Staging] = []
 
     @property
     def are_staged(self) -> bool:
         """Whether they are on devices, which copy them."""
-        return self._staging is not None
+        return bool(self._stagings)
 
     def add(self, named: Named) -> None:
         """Average these too, from the next step on. All learners of the super learner call it.
@@ -65,33 +65,38 @@ class AveragedTensors:
         self.memory.extend(self.specs[-1])
         self.bind(self.memory)
 
-    def bind(self, memory: ModelMemory | ModelShards) -> None:
+    def bind(self, memory: ModelMemory) -> None:
         """Copy parameters on devices from and to this memory of an engine, from now on."""
         self.memory = memory
         if self.parameters.staged:
             own = min(self.world.inner_rank, self._shards - 1)
-            self._staging = self._staging or ShardStaging(self._shards, own)
-            self._staging.bind(memory, self.parameters.tensors)
+            numbers = [*(i for i in range(self._shards) if i != own), own]
+            self._stagings = self._stagings or [
+                Staging(piece_nbytes=PIECE_NBYTES // self._shards, checks=number == own)
+                for number in numbers
+            ]
+            for number, staging in zip(numbers, self._stagings, strict=True):
+                staging.bind(memory.shards[number], self.parameters.tensors)
 
     def release(self) -> None:
         """The memory is not used from now on, until another one is bound."""
-        if self._staging is not None:
-            self._staging.release()
+        for staging in self._stagings:
+            staging.release()
 
     def close(self) -> None:
         """The memory is freed next."""
-        if self._staging is not None:
-            self._staging.close()
+        for staging in self._stagings:
+            staging.close()
 
     def before_update(self) -> None:
         """They change next: their devices wait for copies of them, the host does not."""
-        if self._staging is not None:
-            self._staging.before_update()
+        for staging in self._stagings:
+            staging.before_update()
 
     def settle(self) -> None:
         """Wait until devices have applied the last corrections, and the mirror holds its copy."""
-        if self._staging is not None:
-            self._staging.settle()
+        for staging in self._stagings:
+            staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
         """Apply the readable slot, if there is one, and copy the tensors to the mirror.
@@ -105,16 +110,20 @@ class AveragedTensors:
             The last step whose parameters were found not to be finite, None if all are; without `waits` of
             the steps that devices know of.
         """
-        if self._staging is None:
+        if not self._stagings:
             return self._absorb_in_place(step)
+        *others, own = self._stagings
         if waits:
-            self._staging.settle()
-            self._staging.absorb(step, True)
-            self._staging.settle()
-            found = self._staging.nonfinite()
+            self.settle()
+        for staging in others:
+            staging.absorb(step, False)
+        if waits:
+            own.absorb(step, True)
+            self.settle()
+            found = own.nonfinite()
         else:
-            self._staging.absorb(step, engine.wants_copy(step), engine.offer)
-            found = self._staging.nonfinite(step if self.world.inner_size > 1 else None)
+            own.absorb(step, engine.wants_copy(step), engine.offer)
+            found = own.nonfinite(step if self.world.inner_size > 1 else None)
         return max(found, default=None)
 
     def _absorb_in_place(self, step: int) -> int | None:
@@ -133,7 +142,6 @@ class AveragedTensors:
         places = [
             copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
         ]
-        assert isinstance(self.memory, ModelMemory), "with shards nothing is pending then"
         self.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:

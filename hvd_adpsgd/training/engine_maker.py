@@ -10,7 +10,6 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.joining.candidates import JoinOffer
 from hvd_adpsgd.joining.reconnect import NewGroup
 from hvd_adpsgd.launch.world import World, names_of
@@ -39,7 +38,7 @@ class EngineMaker:
         look: Callable[..., None],
     ):
         self._spec, self._specs, self._shards, self._look = spec, specs, shards, look
-        self._ahead: ModelMemory | ModelShards | None = None
+        self._ahead: ModelMemory | None = None
 
     def first(self, world: World) -> Engine:
         """The engine of an optimizer that is wrapped, started.
@@ -61,7 +60,7 @@ class EngineMaker:
         )
 
     def for_new_group(
-        self, world: World, offer: JoinOffer, new_group: NewGroup, memory: ModelMemory | ModelShards
+        self, world: World, offer: JoinOffer, new_group: NewGroup, memory: ModelMemory
     ) -> Engine:
         """An engine for the job with a joining super learner, in the memory of the paused one.
 
@@ -82,7 +81,7 @@ class EngineMaker:
         """On a joining super learner, whose engine has had no thread: make its memory before others wait."""
         config, has_shard = self._spec.config, self._has_shard(world)
         shows = has_shard and config.same_host == "memory"
-        self._ahead = make_memory(
+        self._ahead = ModelMemory(
             config.chunk_kib * 1024, world.inner, has_shard, shows, self._shards
         )
         for specs in self._specs:
@@ -104,7 +103,7 @@ class EngineMaker:
         outer: Any,
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
-        memory: ModelMemory | ModelShards | None = None,
+        memory: ModelMemory | None = None,
         **options: Any,
     ) -> Engine:
         engine = Engine(

@@ -58,7 +58,7 @@ def _views() -> list[dict[str, Any]]:
             "step": averaging.step,
             "published": averaging.engine.memory.published,
             "readable": averaging.engine.memory.readable,
-            "landing": averaging.engine.memory.landing is not None,
+            "landing": averaging.engine.memory.own.landing is not None,
             "stopped": averaging.stopped,
             "engine": averaging.engine.view(),
         }

@@ -15,7 +15,7 @@ One step of a leader, per device; `down` and `up` are streams of our own:
     the next optimizer
 
 The host waits for none of it. A thread waits until the copy has come, adds the same corrections to the
-mirror (`ModelMemory.land`) and offers the model. While a copy is on its way no other one begins, and
+mirror (`ShardMemory.land`) and offers the model. While a copy is on its way no other one begins, and
 nothing is published: with a host far ahead of its device, or slow copies, models are offered, and
 corrections applied, every few steps.
 
@@ -45,7 +45,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hvd_adpsgd.engine.model_memory import NO_SLOT, Area, ModelMemory
+from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
 from hvd_adpsgd.training.devices import Device, Event, Host, device_of
 
 __all__ = ["PIECE_NBYTES", "Staging"]
@@ -86,7 +86,7 @@ class Staging:
         self._fit = True  # the model in the mirror
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
 
-    def bind(self, memory: ModelMemory, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
         """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
         where = [self._devices(tensor) for tensor in tensors]
         self._table = _Table(memory, tensors, self._piece_nbytes)
@@ -97,11 +97,11 @@ class Staging:
             self._lanes[device].bind(self._table, mine)
         self._pin(memory)
 
-    def _pin(self, memory: ModelMemory) -> None:
+    def _pin(self, memory: ShardMemory) -> None:
         """Lock the memory that copies reach, once; it need not be known to each device."""
         away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
         for area in memory.areas:
-            for part in (area.mailbox.memory, area.mirror if area.mailbox.front is None else None):
+            for part in (area.shared.memory, area.mirror if area.shared.front is None else None):
                 if away and part is not None and part.ctypes.data not in self._pinned:
                     self._pinned[part.ctypes.data] = away[0].pin(part), away[0], part
 
@@ -144,7 +144,7 @@ class Staging:
 
     def _land(
         self,
-        memory: ModelMemory,
+        memory: ShardMemory,
         busy: list[Event],
         check: _Check,
         offer: Callable[[int, bool], None] | None,
@@ -262,7 +262,7 @@ class _Span(NamedTuple):
 class _Table:
     """The memory of a model as torch tensors, and what lies where."""
 
-    def __init__(self, memory: ModelMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
+    def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
         self.memory = memory
         self._piece_nbytes = piece_nbytes
         self.tensors = tensors
@@ -270,7 +270,7 @@ class _Table:
         self._mirrors = [
             None if a.mirror is None else torch.from_numpy(a.mirror) for a in memory.areas
         ]
-        self._slots = [[torch.from_numpy(slot) for slot in a.mailbox.slots] for a in memory.areas]
+        self._slots = [[torch.from_numpy(slot) for slot in a.shared.slots] for a in memory.areas]
         self._pieces = [piece for part in range(len(self.parts)) for piece in self._cut(part)]
 
     def area(self, run: _Run) -> Area:
@@ -306,7 +306,7 @@ class _Table:
         return [run for piece in self._pieces for run in self._split(piece, slot)]
 
     def _split(self, piece: _Run, slot: int) -> Iterator[_Run]:
-        kinds = self.area(piece).mailbox.flags[slot][piece.first : piece.last]
+        kinds = self.area(piece).shared.flags[slot][piece.first : piece.last]
         edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
         for a, b in itertools.pairwise(edges):
             yield _Run(piece.part, piece.first + a, piece.first + b, int(kinds[a]))

@@ -119,10 +119,10 @@ class SuperLearner:
         self.sums.append(float(model.sum()))
         self.leader.append(model)
         self.follower.append(model.copy())
-        mailbox = memory.areas[-1].mailbox
+        shared = memory.own.areas[-1].shared
         for i, chunk in enumerate(memory.layout.parts[-1].chunks):
-            slots = [slot.ctypes.data + chunk.offset for slot in mailbox.slots]
-            flags = [row.ctypes.data + i for row in mailbox.flags]
+            slots = [slot.ctypes.data + chunk.offset for slot in shared.slots]
+            flags = [row.ctypes.data + i for row in shared.flags]
             if self.follows:
                 self.store.add_chunk(0, slots, flags, chunk.count, 1)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.training.devices import Host
 from hvd_adpsgd.training.staging import Staging
 from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
@@ -220,7 +220,7 @@ def test_a_copy_lands_while_the_host_does_something_else():
 def test_memory_is_locked_once_and_until_it_is_freed():
     learner = alone(places=partial(OnLagging, devices=2))
     area = learner.memory.areas[0]
-    expected = [area.mailbox.memory.ctypes.data, area.mirror.ctypes.data]
+    expected = [area.shared.memory.ctypes.data, area.mirror.ctypes.data]
     learner.staging.bind(learner.memory, learner.tensors)  # as after add_param_group
     assert learner.devices[0].pinned == expected
     assert learner.devices[1].pinned == []
@@ -230,7 +230,7 @@ def test_memory_is_locked_once_and_until_it_is_freed():
 
 def test_when_it_is_closed_it_keeps_no_memory():
     learner = alone()
-    memory = ModelMemory(CHUNK_NBYTES, None, True)
+    memory = ShardMemory(CHUNK_NBYTES, None, True)
     memory.extend(learner.memory.layout.tensors)
     staging = Staging(devices=lambda tensor: learner.devices[0])
     staging.bind(memory, learner.tensors)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
-from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
+from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from tests.unit.test_kernels import DTYPES, decode, encode, wide
 from tests.unit.test_shared_memory import TwoLearners
@@ -45,14 +45,14 @@ class Learner:
         self.spans, self.chunks = layout.spans, part.chunks
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         inner = TwoLearners() if node or leader else None
-        self.mailbox = leader.mailbox if leader else Mailbox(places[-1], len(self.chunks), inner)
+        self.shared = leader.shared if leader else SharedSlots(places[-1], len(self.chunks), inner)
         self.mirror = None if leader else private_memory(part.nbytes)
-        self.store = Store(len(self.mailbox.slots))
+        self.store = Store(len(self.shared.slots))
         for i, chunk in enumerate(self.chunks):
             self.store.add_chunk(
                 0 if self.mirror is None else self.mirror.ctypes.data + chunk.offset,
-                [slot.ctypes.data + places[i] for slot in self.mailbox.slots],
-                [flags.ctypes.data + i for flags in self.mailbox.flags],
+                [slot.ctypes.data + places[i] for slot in self.shared.slots],
+                [flags.ctypes.data + i for flags in self.shared.flags],
                 chunk.count,
                 DTYPES[dtype],
             )
@@ -199,8 +199,8 @@ def test_chunks_stay_where_they_are_while_others_are_added():
     for _ in range(1000):
         a.store.add_chunk(
             a.mirror.ctypes.data,
-            [slot.ctypes.data for slot in a.mailbox.slots],
-            [flags.ctypes.data for flags in a.mailbox.flags],
+            [slot.ctypes.data for slot in a.shared.slots],
+            [flags.ctypes.data for flags in a.shared.flags],
             8,
             DTYPES["float64"],
         )
@@ -349,7 +349,7 @@ def test_a_16_bit_model_that_gets_no_correction_holds_nothing_back():
     for _ in range(3):
         finite, corrected = a.store.absorb(a.spans, a.addresses, a.store.publish(), 0)
         assert finite and not corrected
-    assert not any(flags.any() for flags in a.mailbox.flags)
+    assert not any(flags.any() for flags in a.shared.flags)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -135,10 +135,10 @@ def has_averaged(optimizer: Any) -> bool:
 def save(folder: Path, optimizer: Any) -> None:
     """The model of a learner that is alone in its super learner, and its corrections."""
     wait_for_trainer()
-    memory = optimizer._averaging.engine.memory
-    [(mailbox, mirror, _)] = memory.areas
+    memory = optimizer._averaging.engine.memory.own
+    [(shared, mirror, _)] = memory.areas
     i = memory._publications % memory._nslots  # the open slot
-    slot, flags = mailbox.slots[i].view(np.float32), mailbox.flags[i]
+    slot, flags = shared.slots[i].view(np.float32), shared.flags[i]
     model = mirror.view(np.float32).astype(np.float64)
     model += slot * np.repeat(flags != 0, model.size // flags.size)
     np.save(folder / f"{RANK}.left.npy", model)
