@@ -1,23 +1,16 @@
-"""Operations over all learners: they wait asleep, and continue over the surviving learners.
-
-mpi4py does not keep the buffers of a non-blocking collective alive. The caller holds them in variables
-until the request completes; with a temporary array MPI reads or writes freed memory, without an error.
-"""
+"""Operations over all learners, which continue over the surviving learners."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, Generic, TypeVar
 
 from hvd_adpsgd import errors
+from hvd_adpsgd.collectives.call import Call, compare
 from hvd_adpsgd.collectives.fifo_lock import FifoLock
 from hvd_adpsgd.collectives.usage import Caller, counted
 from hvd_adpsgd.engine.agreement import Decision
@@ -40,94 +33,17 @@ from hvd_adpsgd.messaging.messages import (
     Messages,
 )
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks, is_failure, is_of_mpi
-from hvd_adpsgd.messaging.sockets import Communicator
 
-__all__ = ["Call", "Collectives", "allgather_object", "barrier", "failed_comm_ranks", "wait"]
+__all__ = ["Collectives"]
 
 T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 _FLUSH_S = 1.0
 _LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
 _PUSHES, _PUSH_S = 20, 5e-3  # calls of MPI until it has opened connections; between two
 _TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
-
-
-def wait(request: Any, ends: float | None = None) -> bool:
-    """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.
-
-    Args:
-        request: its buffers must be held by the caller.
-        ends: deadline, of time.monotonic; polls at least once. None: no deadline.
-
-    Returns:
-        Whether the request is complete.
-    """
-    pause = _SHORTEST_PAUSE_S
-    while not request.Test():
-        if ends is not None and time.monotonic() > ends:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return True
-
-
-def barrier(comm: Any) -> None:
-    """Wait until all learners of `comm` are here; sleeps between polls."""
-    if isinstance(comm, Communicator):
-        comm.allgather(None)
-    else:
-        wait(comm.Ibarrier())
-
-
-def allgather_object(comm: Any, value: Any) -> list[Any]:
-    """The values of all learners of `comm`, by rank, through pickle."""
-    if isinstance(comm, Communicator):
-        return comm.allgather(value)
-    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-    count = np.array([data.size], dtype=np.int64)
-    counts = np.empty(comm.Get_size(), dtype=np.int64)
-    wait(comm.Iallgather(count, counts))
-    everything = np.empty(int(counts.sum()), dtype=np.uint8)
-    wait(comm.Iallgatherv(data, [everything, counts]))
-    ends = np.cumsum(counts)
-    return [
-        pickle.loads(everything[end - n : end].tobytes())
-        for end, n in zip(ends, counts, strict=True)
-    ]
-
-
-class Call(NamedTuple):
-    """What one learner calls; must be equal on all, but for `private`.
-
-    Attributes:
-        kind: name of the operation.
-        name: the user's name for it.
-        tensors: (name, dtype, shape) of each; of an allgather without the first dimension.
-        root: whose value counts, if the operation has a root.
-        op: how values are combined, if they are.
-        factors: prescale_factor, postscale_factor.
-        private: values that are not compared with those of peers.
-    """
-
-    kind: str
-    name: str | None = None
-    tensors: tuple[tuple[str | None, str, tuple[int, ...]], ...] = ()
-    root: int | None = None
-    op: str | None = None
-    factors: tuple[float, float] = (1.0, 1.0)
-    private: Any = None
-
-
-class _Header(NamedTuple):
-    """What each learner sends first: its call, with a digest in place of the tensors, and who calls."""
-
-    call: Call
-    tensors: int  # how many
-    digest: bytes
-    caller: str
 
 
 class Collectives:
@@ -469,7 +385,7 @@ class Collectives:
         attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
         try:
             self._require_all_learners(call.kind)
-            _compare(attempt, call, caller)
+            compare(attempt, call, caller)
             outcome.result = operation(attempt)
             attempt.flush()
         except CollectiveMismatchError as error:  # on all alike
@@ -603,9 +519,6 @@ class _Outcome(Generic[T]):
         return self.result  # type: ignore[return-value]
 
 
-# ---- what all learners call -----------------------------------------------------------------------
-
-
 def _crossed(
     rank: int, caller: Sequence[Any], made: int, own: int, step: int
 ) -> CollectiveMismatchError:
@@ -617,71 +530,3 @@ def _crossed(
         "Make the same number of steps before each operation over all learners: on all learners of a super "
         "learner, and with a strategy that waits for steps on all super learners."
     )
-
-
-def _compare(attempt: Attempt, call: Call, caller: Caller) -> None:
-    """Exchange the calls of all learners, into attempt.calls.
-
-    Raises:
-        CollectiveMismatchError: on all learners alike, if they differ.
-    """
-    described = hashlib.blake2b(repr(call.tensors).encode(), digest_size=8).digest()
-    where = f"{caller.file}:{caller.line}"
-    mine = _Header(call._replace(tensors=()), len(call.tensors), described, where)
-    headers: list[_Header] = [_Header(Call(*h[0]), *h[1:]) for h in attempt.gather(_plain(mine))]
-    first = headers[0]
-    for i, other in enumerate(headers):
-        what = _difference(first, other)
-        if what is not None:
-            told = attempt.gather(call.tensors) if what == "tensors" else None
-            raise _mismatch(what, attempt.ranks, headers, i, told)
-    attempt.calls = tuple(header.call for header in headers)
-
-
-def _plain(header: _Header) -> tuple[Any, ...]:
-    """For pickle, which is faster with tuples of its own."""
-    return (tuple(header.call), *header[1:])
-
-
-def _difference(first: _Header, other: _Header) -> str | None:
-    for what in ("kind", "name", "root", "op", "factors"):
-        if getattr(first.call, what) != getattr(other.call, what):
-            return what
-    if first.tensors != other.tensors:
-        return "number of tensors"
-    return None if first.digest == other.digest else "tensors"
-
-
-def _mismatch(
-    what: str,
-    ranks: Sequence[int],
-    headers: Sequence[_Header],
-    i: int,
-    tensors: list[Any] | None,
-) -> CollectiveMismatchError:
-    first, other = headers[0], headers[i]
-    callers = (
-        f"Called at {first.caller} on learner {ranks[0]}, at {other.caller} on learner {ranks[i]}."
-    )
-    if what == "kind":
-        return CollectiveMismatchError(
-            f"operations over all learners differ: learner {ranks[0]} is in {first.call.kind}, "
-            f"learner {ranks[i]} in {other.call.kind}. {callers} Call the same operations in the same order "
-            "on all learners; from several threads, from one at a time."
-        )
-    if tensors is not None:
-        k = next(k for k, (a, b) in enumerate(zip(tensors[0], tensors[i], strict=True)) if a != b)
-        what, mine, theirs = f"tensor {k}", _text(tensors[0][k]), _text(tensors[i][k])
-    elif what == "number of tensors":
-        mine, theirs = str(first.tensors), str(other.tensors)
-    else:
-        mine, theirs = str(getattr(first.call, what)), str(getattr(other.call, what))
-    return CollectiveMismatchError(
-        f"{first.call.kind}: {what} differs: {mine} on learner {ranks[0]}, {theirs} on learner {ranks[i]}. "
-        f"{callers} Call the same operations in the same order, with equal arguments, on all learners."
-    )
-
-
-def _text(described: tuple[str | None, str, tuple[int, ...]]) -> str:
-    name, dtype, shape = described
-    return f"{name or 'a tensor'} of {dtype}, shape {list(shape)}"

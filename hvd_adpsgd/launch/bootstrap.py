@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adpsgd import strategies
-from hvd_adpsgd.collectives.collectives import allgather_object
+from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.handshake import RELEASE

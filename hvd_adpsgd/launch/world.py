@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.collectives.collectives import Collectives, failed_comm_ranks
+from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.shared_memory import SharedSlots
 from hvd_adpsgd.errors import NotInitializedError, TopologyError
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.preemption import Departure
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
+from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 
 __all__ = [
     "Communicators",

@@ -18,7 +18,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_adpsgd.collectives.collectives import allgather_object
+from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
 from hvd_adpsgd.torch.collectives.calls import bytes_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives import usage
-from hvd_adpsgd.collectives.collectives import barrier
+from hvd_adpsgd.collectives.of_communicator import barrier
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hvd_adpsgd import errors
-from hvd_adpsgd.collectives.collectives import allgather_object
+from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.launch.world import World

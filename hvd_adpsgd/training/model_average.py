@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_adpsgd.collectives.collectives import Call
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
 from hvd_adpsgd.launch import world as worlds

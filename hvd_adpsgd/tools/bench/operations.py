@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.collectives.collectives import Call, Collectives, barrier
+from hvd_adpsgd.collectives.call import Call
+from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.collectives.of_communicator import barrier
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.attempt import Attempt

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.collectives.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.training.presence import live

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from horovod.torch import Average
 
-from hvd_adpsgd.collectives.collectives import Call
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_adpsgd.collectives.collectives import Call
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt

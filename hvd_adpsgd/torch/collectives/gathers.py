@@ -10,7 +10,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import Average
 
-from hvd_adpsgd.collectives.collectives import Call
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt

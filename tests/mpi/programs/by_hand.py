@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.collectives.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.launch import world as worlds
 

@@ -19,7 +19,7 @@ import os
 import numpy as np
 from mpi4py import MPI
 
-from hvd_adpsgd.collectives.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec

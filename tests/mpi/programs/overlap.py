@@ -15,7 +15,7 @@ import torch
 from learner import retired, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.collectives.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.launch import world as worlds
 
