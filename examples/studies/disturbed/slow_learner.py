@@ -20,7 +20,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
-from hvd_adpsgd.collectives.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.launch import world as worlds
 
 
