@@ -324,7 +324,7 @@ class Collectives:
 
     def _note_left(self) -> set[int]:
         """The learners that have left in order."""
-        left = {self._ranks[place] for place in self.messages.left}
+        left = {self._ranks[place] for place in self.messages.left - self.messages.failing}
         self._membership.note_left(left)
         return left
 

@@ -315,8 +315,12 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
     return mine or (decision is not None and not decision.flag)
 
 
-def leave_behind(messages: Messages) -> None:
+def leave_behind(messages: Messages, fails: bool = False) -> None:
     """Leave operations over all learners to the peers that are still in them, until this process ends.
+
+    Args:
+        messages: of the operations.
+        fails: whether this learner ends because of a failure.
 
     A thread receives what they have sent before they know, and drops it: else their sends never complete.
     """
@@ -331,7 +335,7 @@ def leave_behind(messages: Messages) -> None:
 
     if not messages.agreement.excluded:  # else it has failed for its peers, and has not left
         with contextlib.suppress(TransportError), mpi_failures("shutdown"):
-            messages.leave(time.monotonic() + _FLUSH_S)
+            messages.leave(time.monotonic() + _FLUSH_S, fails)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
     exit_state.at_end += [

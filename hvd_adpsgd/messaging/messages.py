@@ -76,8 +76,9 @@ class Messages:
     Attributes:
         agreement: of all learners of `comm`.
         failed: places believed failed: reported by the transport, or told by a peer; or that have left.
-        left: places of learners that leave in order: they have returned from shutdown(), or their super
-            learner was sent SIGTERM. Their processes may still run.
+        left: places of learners that take part in nothing more: they have returned from shutdown(), or their
+            super learner was sent SIGTERM. Their processes may still run.
+        failing: those of them that leave because of a failure.
         abandoned: attempts that peers have left, by number: (class name, text, rank) of the error, or None.
         waiting: by place the number of the attempt in which that learner waits, and what it has sent with it.
         at_wait: called while this learner waits and nothing arrives.
@@ -90,6 +91,7 @@ class Messages:
         self.agreement = Agreement(self.size, self.place, direct=self.size <= FEW)
         self.failed: set[int] = set()
         self.left: set[int] = set()
+        self.failing: set[int] = set()
         self.waiting: dict[int, tuple[int, Any]] = {}
         self.at_wait: Callable[[], object] = lambda: None
         self.abandoned: dict[int, tuple[str, str, int] | None] = {}
@@ -172,9 +174,10 @@ class Messages:
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
         elif channel == _LEAVES:
-            leaving = set(np.frombuffer(buffer, dtype=np.int32).tolist())
-            self.left |= leaving
-            self.believe_failed(leaving)
+            fails, *leaving = np.frombuffer(buffer, dtype=np.int32).tolist()
+            self.left.update(leaving)
+            self.failing.update(leaving if fails else ())
+            self.believe_failed(set(leaving))
         elif channel == _WAITS:
             self.waiting[source] = number, pickle.loads(buffer.tobytes())
         elif channel == _ABANDON and number >= current - 1:
@@ -308,15 +311,20 @@ class Messages:
             )
         return core.decision(number)
 
-    def leave(self, ends: float) -> None:
+    def leave(self, ends: float, fails: bool = False) -> None:
         """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
-        self.say_left([self.place])
+        self.say_left([self.place], fails)
         self.flush(ends=ends)
 
-    def say_left(self, places: Sequence[int]) -> None:
-        """Tell all others that these learners leave; on any thread, also beside an operation."""
+    def say_left(self, places: Sequence[int], fails: bool = False) -> None:
+        """Tell all others that these learners leave; on any thread, also beside an operation.
+
+        Args:
+            places: of them.
+            fails: because of a failure.
+        """
         tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
-        message = np.array(places, dtype=np.int32).tobytes()
+        message = np.array([fails, *places], dtype=np.int32).tobytes()
         for place in range(self.size):
             if place not in places:
                 self.transport.send(place, tag, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,3 +202,18 @@ def test_a_learner_that_its_peers_count_as_failed_does_not_say_that_it_leaves(
         act()
     says = [place for place, channel, _ in network.sent if channel == LEAVES]
     assert says == ([] if is_excluded else [1, 2])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_learner_that_leaves_tells_whether_it_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown.exit_state, "at_end", [])
+    network = SilentNetwork()
+    shutdown.leave_behind(Messages(network), fails)
+    for act in shutdown.exit_state.at_end:
+        act()
+    told = [
+        np.frombuffer(data, np.int32)[0] for _, channel, data in network.sent if channel == LEAVES
+    ]
+    assert told == [fails, fails]

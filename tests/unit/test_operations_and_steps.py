@@ -101,7 +101,7 @@ def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monke
 def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
     membership = collectives._membership
-    network.arrives(2, LEAVES, np.array([1, 2], dtype=np.int32).tobytes())
+    network.arrives(2, LEAVES, np.array([0, 1, 2], dtype=np.int32).tobytes())
     number = collectives.lock.take()
     collectives.look_for_departures()
     assert membership.states == [PeerState.ALIVE] * 3
@@ -112,9 +112,18 @@ def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     assert membership.failed_ranks(ended={1, 2}) == ()
 
 
+def test_who_leaves_because_of_a_failure_has_failed(collectives, network):
+    """Operations continue without it, and it counts as failed, also on learners that no engine tells."""
+    network.arrives(2, LEAVES, np.array([1, 1, 2], dtype=np.int32).tobytes())
+    collectives.look_for_departures()
+    assert collectives.messages.failed == {1, 2}
+    assert collectives._membership.states == [PeerState.ALIVE] * 3
+    assert collectives._membership.failed_ranks(ended={1, 2}) == (1, 2)
+
+
 def test_a_super_learner_says_of_all_its_learners_that_they_leave(
     collectives, network, monkeypatch
 ):
     monkeypatch.setattr(module, "_PUSHES", 0)
     collectives.say_left([0, 1])
-    assert network.sent == [(2, LEAVES, np.array([0, 1], dtype=np.int32).tobytes())]
+    assert network.sent == [(2, LEAVES, np.array([0, 0, 1], dtype=np.int32).tobytes())]
