@@ -28,6 +28,8 @@ OF_THE_CHECKOUT = (
     "test_setup",
     "test_cimports",
     "test_doctor_findings",
+    "test_handshake",
+    "test_mutants",
 )
 WITHOUT_TORCH = (
     "test_agreement test_config test_errors test_kernels test_layout test_limits test_mixing test_strategies "

@@ -7,6 +7,7 @@ models before and after each hvd.admit that lets somebody in, with no step betwe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -42,8 +43,11 @@ def averages() -> bool:
 
 def epolls() -> int:
     """Sets of connections that are watched: descriptors of this process."""
-    places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum(os.path.lexists(p) and "eventpoll" in os.readlink(p) for p in places)
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            count += "eventpoll" in os.readlink(f"/proc/self/fd/{name}")
+    return count
 
 
 def unpicklable() -> Any:
