@@ -83,7 +83,15 @@ schedules("random_pairs", n)
 before = used()
 clusters = [planner.Cluster(n, 1e6, 0.35, 1.25e9, 50e-6, seed=seed) for seed in range(jobs)]
 made = [planner._job(cluster)[0] for cluster in clusters]
-decays = [planner._decay(planner._decay_phase(job, c)) for job, c in zip(made, clusters)]
+def decay(job, c):
+    found = []
+    for part_s, is_measured in planner._parts(c):
+        if not is_measured:
+            break
+        job.run_for(part_s)
+        found.append(planner._distance(job, n))
+    return planner._decay(planner._relative(found))
+decays = [decay(job, c) for job, c in zip(made, clusters)]
 turns = lambda: sum(job.summary()["turns"] for job in made)
 first, began = turns(), time.process_time()
 for _ in range(300 * steps):
