@@ -370,6 +370,7 @@ class Averaging:
         self.record.events(self.engine)
         self.tensors.close()
         self.engine.release()
+        self.tensors.memory = self.engine.memory  # an empty one: the other is freed
 
 
 def _report_nonfinite(averaging: Averaging) -> None:

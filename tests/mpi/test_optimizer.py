@@ -623,10 +623,10 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
             once()
         say(rank=hvd.rank(), first=first, last=held())
 
-        from hvd_adpsgd.training.averaging import Averaging
-        def fails(self):
+        from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+        def fails(self, memory):
             raise MemoryError("no page can be locked")
-        Averaging._stage = fails
+        AveragedTensors.bind = fails
         tasks = len(os.listdir("/proc/self/task"))
         try:
             once()

@@ -150,7 +150,7 @@ def wait_for_trainer() -> None:
     ends = time.monotonic() + LONG_S
     while time.monotonic() < ends:
         frame = sys._current_frames()[threading.main_thread().ident]
-        if frame.f_code.co_name == "hold":
+        if frame.f_code.co_name == "block_if_leaving":
             return
         time.sleep(1e-3)
     raise AssertionError("the trainer goes on without its engine")
