@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_adpsgd.torch.devices import Event, Host, Stream
+from hvd_adpsgd.training.devices import Event, Host, Stream
 
 
 class Scheduler:

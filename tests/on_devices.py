@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hvd_adpsgd.torch import devices
+from hvd_adpsgd.training import devices
 from tests.lagging import Lagging, Scheduler
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.runtime.messages import CHANNELS
+from hvd_adpsgd.messaging.messages import CHANNELS
 
-AGREEMENT, ABANDON, LEAVES, WAITS = 0, 1, 3, 4  # channels, as in runtime/messages
+AGREEMENT, ABANDON, LEAVES, WAITS = 0, 1, 3, 4  # channels, as in messaging/messages
 
 
 class SilentNetwork:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch.devices import Device
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.training.devices import Device
+from hvd_adpsgd.training.staging import Staging
 from tests.lagging import Lagging, Scheduler
 
 SHAPES = [(7, 5), (), (0, 3), (40,), (6, 4), (3,)]
@@ -28,7 +28,7 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5
 
 
 class Node:
-    """A communicator of threads: what the learners of a node ask when they make their memory."""
+    """A communicator of threads: what the learners of a super learner ask when they make their memory."""
 
     def __init__(self, size: int):
         self.size = size
@@ -123,7 +123,7 @@ class Learner:
     """A learner whose tensors are on devices.
 
     Args:
-        member: of its node.
+        member: of its super learner.
         place: its devices; they have its tensors in turn.
         strided: one tensor is.
     """
@@ -133,7 +133,7 @@ class Learner:
         self.dtype = dtype
         self.tensors = self.on_devices(tensors_of(values, dtype, strided))
         self.leads = member.rank == 0
-        self.memory = ModelMemory(CHUNK_NBYTES, member, self.leads)
+        self.memory = ShardMemory(CHUNK_NBYTES, member, self.leads)
         specs = [TensorSpec(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
         self.memory.extend(specs)
         self.landing: Deferred | None = None
@@ -230,9 +230,9 @@ class Learner:
         area, parts = self.memory.areas[0], []
         wide = np.float64 if self.dtype == "float64" else np.float32
         for i, chunk in enumerate(self.memory.layout.parts[0].chunks):
-            held = area.mailbox.slots[slot][area.places[i] :].view(np.uint8)
+            held = area.shared.slots[slot][area.places[i] :].view(np.uint8)
             numbers = held[: chunk.count * wide().itemsize].view(wide)
-            parts.append(numbers * bool(area.mailbox.flags[slot][i]))
+            parts.append(numbers * bool(area.shared.flags[slot][i]))
         return np.concatenate(parts).astype(np.float64)
 
     def state(self) -> np.ndarray:

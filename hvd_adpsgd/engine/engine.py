@@ -1,6 +1,6 @@
 """The averaging engine of one super learner, as seen from its learners.
 
-One step on a leader (L) and on the other learners of its node (O):
+One step on a leader (L) and on the other learners of its super learner (O):
 
     L, O: publish()              the corrections gathered so far become the published slot
     L, O: gradient all-reduce    after it all of them may read that slot
@@ -11,7 +11,7 @@ One step on a leader (L) and on the other learners of its node (O):
 The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
 the mirror, and what it returns is a correction, so concurrent local updates are kept.
 
-With shards (model_shards.py) every learner is the leader of its own: its thread averages that shard with the
+With shards (model_memory.py) every learner is the leader of its own: its thread averages that shard with the
 threads of its counterparts, the learners with the same place in the other super learners.
 """
 
@@ -35,7 +35,6 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.engine.model_shards import ModelShards, make_memory
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
@@ -98,14 +97,14 @@ class Engine:
         names: Sequence[str] = (),
         members: Sequence[int] = (),
         has_neighbours: bool = True,
-        memory: ModelMemory | ModelShards | None = None,
+        memory: ModelMemory | None = None,
         shards: int = 1,
         cores: Sequence[int] = (),
     ):
         self.config, self._cores = config, cores
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
-        self.memory = memory or make_memory(
+        self.memory = memory or ModelMemory(
             config.chunk_kib * 1024, inner, outer is not None, shows, shards
         )
         self._outer = outer
@@ -282,7 +281,7 @@ class Engine:
         """
         if self.loop is None or not self.memory.layout.nchunks:
             return  # there may be fewer chunks than shards
-        if self.memory.landing is None:
+        if self.memory.own.landing is None:
             self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)
         if self.loop.void_chunks() != self._seen_void:

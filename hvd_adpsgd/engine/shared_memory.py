@@ -1,8 +1,8 @@
 """Memory shared by processes of one host.
 
-A mailbox holds slots of corrections in memory that all learners of a super learner share.
+A shared holds slots of corrections in memory that all learners of a super learner share.
 
-The leader's engine fills one slot while the learners of the node read another, without a lock or an
+The leader's engine fills one slot while the learners of the super learner read another, without a lock or an
 extra barrier. The leader publishes before it submits its last gradient of a step, and learners read
 after that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
 
@@ -24,7 +24,7 @@ from hvd_adpsgd.errors import WorldError
 
 __all__ = [
     "File",
-    "Mailbox",
+    "SharedSlots",
     "host_name",
     "private_memory",
     "shared_counters",
@@ -64,13 +64,13 @@ def slots_of(inner: Any) -> int:
     return 2 if inner is None or inner.Get_size() == 1 else 3
 
 
-class Mailbox:
+class SharedSlots:
     """Slots of `nbytes`, each with a row of `nflags` flags: three, or two for a learner alone.
 
     Args:
         nbytes: size of one slot.
         nflags: chunks in one slot.
-        inner: communicator of the super learner (mpi4py); all of its learners make the mailbox
+        inner: communicator of the super learner (mpi4py); all of its learners make the shared
             together. None for a learner alone.
         front: bytes before the slots; with them the leader's `file` is kept for peers on the host that map
             it. The leader's choice counts, and the room in SHARED_FOLDER: all takes at most half of it.
@@ -139,7 +139,7 @@ def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
         Shape (learners, columns).
 
     Raises:
-        WorldError: as of Mailbox.
+        WorldError: as of SharedSlots.
     """
     if inner is None or inner.Get_size() == 1:
         return np.zeros((1, columns), np.int64)

@@ -25,7 +25,7 @@ class Exploration:
     Attributes:
         name: of the job.
         scripts: what each trainer does, as of Explorer: `o` offers a step, `p` publishes (the all-reduce
-            of its node begins), `z` pauses, `r` continues, `l` leaves, `b` leaves as failed.
+            of its super learner begins), `z` pauses, `r` continues, `l` leaves, `b` leaves as failed.
         chunks: of the model.
         crashes, suspicions: at most so many; a suspicion takes a living peer for failed.
         deadlines, retries: how often deadlines, and pauses before retries, pass while something else can

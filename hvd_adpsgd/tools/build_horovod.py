@@ -73,7 +73,7 @@ class Change(NamedTuple):
 # exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
 # processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
 # status on (128 + n for signal n). The file named by ADPSGD_LEARNER has a byte from hvd.init() until the
-# learner has left; see runtime/shutdown.py. It has no name in a folder, so nothing is left of it if the
+# learner has left; see lifecycle/shutdown.py. It has no name in a folder, so nothing is left of it if the
 # launcher kills both. Without room for it the name is empty. The launcher signals both: SIGTERM and SIGUSR1
 # are for the learner.
 KEEPER = (
@@ -84,7 +84,7 @@ KEEPER = (
 )
 
 # Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out). They
-# begin where hvd.init() starts MPI (runtime/communicators.py): with them MPI_Finalize does not return between
+# begin where hvd.init() starts MPI (launch/communicators.py): with them MPI_Finalize does not return between
 # hosts, for which plain Horovod and mpi4py would wait without bound.
 # Its launcher would end the whole job when its own keepalive fails, after 8 minutes: switched off.
 SILENCE = {
@@ -94,8 +94,8 @@ SILENCE = {
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
 }
 
-FAILED_STATUS = 75  # as in runtime/shutdown.py
-SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in runtime/rendezvous.py
+FAILED_STATUS = 75  # as in lifecycle/shutdown.py
+SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in launch/rendezvous.py
 FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0  # as in config.py
 
 CHANGES = (

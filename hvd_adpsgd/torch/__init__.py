@@ -118,11 +118,11 @@ from hvd_adpsgd.torch.membership import (
     on_failure,
     on_membership_change,
 )
-from hvd_adpsgd.torch.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
-from hvd_adpsgd.torch.pausing import averaging_paused
-from hvd_adpsgd.torch.reports import metrics
-from hvd_adpsgd.torch.watching import log, log_to
+from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance
+from hvd_adpsgd.training.pause import averaging_paused
+from hvd_adpsgd.training.reports import metrics
+from hvd_adpsgd.training.watching import log, log_to
 
 __all__ = [
     "A2CiD2",

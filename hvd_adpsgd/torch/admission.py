@@ -14,32 +14,32 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
-from hvd_adpsgd.runtime import joining, meeting
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.meeting import MEETING_S, Gather, Merged
-from hvd_adpsgd.runtime.newcomers import (
-    Invitation,
-    Knock,
-    Newcomer,
-    Reception,
-    open_own_door,
-    reception,
+from hvd_adpsgd.joining import joining, reconnect
+from hvd_adpsgd.joining.candidates import (
+    JoiningSuperLearner,
+    JoinOffer,
+    JoinRequest,
+    JoinServer,
+    join_server,
+    open_own_listener,
 )
-from hvd_adpsgd.runtime.replacements import is_minority, lost, starters
-from hvd_adpsgd.runtime.shutdown import exit_state
-from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.averaging import live
-from hvd_adpsgd.torch.join_state import JoinState, pack, shares, terms, unpack
+from hvd_adpsgd.joining.reconnect import RECONNECT_S, Gather, NewGroup
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
-from hvd_adpsgd.torch.model_average import mean_model
-from hvd_adpsgd.torch.pausing import averaging_paused, resume
+from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
+from hvd_adpsgd.training.model_average import mean_model
+from hvd_adpsgd.training.pause import averaging_paused, resume
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["admit", "replace_failed"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "admit"
-GIVERS = 4  # super learners that send a newcomer the model, at most
+SENDERS = 4  # super learners that send a joining super learner the model, at most
 ATTEMPTS = 3  # failed starts, after which a super learner is not replaced
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -114,16 +114,16 @@ replace_failed = admit  # its former name
 
 @dataclass(frozen=True)
 class _Coming:
-    """What a learner tells of one of its newcomers.
+    """What a learner tells of one of its joining super learners.
 
     Attributes:
-        number, state, knock: as of Newcomer.
+        number, state, request: as of JoiningSuperLearner.
         rank: of the learner.
     """
 
     number: int | None
     state: str
-    knock: Knock | None
+    request: JoinRequest | None
     rank: int
 
 
@@ -142,11 +142,11 @@ def _packed(state: Any) -> tuple[bytes, str]:
 
 
 def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
-    """Start what is missing, give numbers to those that knock; the newcomer that is ready, if any."""
-    here = reception(world)
-    mine = list(here.newcomers)
-    states = [newcomer.state() for newcomer in mine]
-    own = [_Coming(n.number, s, n.knock, world.rank) for n, s in zip(mine, states, strict=True)]
+    """Start what is missing, give numbers to those that ask to join; the one that is ready, if any."""
+    here = join_server(world)
+    mine = list(here.candidates)
+    states = [candidate.state() for candidate in mine]
+    own = [_Coming(n.number, s, n.request, world.rank) for n, s in zip(mine, states, strict=True)]
     told = world.collectives.gather(DOING, (own, problem and f"on learner {world.rank}: {problem}"))
     _require_whole(world)
     for _, where in told:
@@ -157,9 +157,9 @@ def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
             )
     _judge_joined(world)
     coming = [one for each, _ in told for one in each if one.rank in world.collectives.ranks]
-    for newcomer, state in zip(mine, states, strict=True):
+    for candidate, state in zip(mine, states, strict=True):
         if state == "failed":
-            _give_up(here, newcomer)
+            _give_up(here, candidate)
     awaited = {
         one.number: one.rank
         for one in coming
@@ -201,7 +201,7 @@ def _require_whole(world: World) -> None:
         )
 
 
-def _start_one(here: Reception, world: World, awaited: dict[int, int], patience_s: float) -> None:
+def _start_one(here: JoinServer, world: World, awaited: dict[int, int], patience_s: float) -> None:
     """Start the first replacement that this learner is to start; each host has one learner that does."""
     living = world.collectives.ranks
     gone = lost(world.groups, living)
@@ -243,32 +243,32 @@ def _say_once(world: World, line: str) -> None:
 
 def _give_number(
     world: World,
-    mine: list[Newcomer],
+    mine: list[JoiningSuperLearner],
     coming: list[_Coming],
     awaited: set[int],
     patience_s: float,
 ) -> None:
-    """Invite the first that knocks, if no other one is on its way to be a new super learner."""
-    knocking = [one for one in coming if one.state == "knocking"]
+    """Invite the first that asks to join, if no other one is on its way to be a new super learner."""
+    requesting = [one for one in coming if one.state == "requesting"]
     number = len(world.groups)
-    if not knocking or number in awaited or knocking[0].rank != world.rank:
+    if not requesting or number in awaited or requesting[0].rank != world.rank:
         return
-    newcomer = next(n for n in mine if n.number is None)
+    candidate = next(n for n in mine if n.number is None)
     ends = time.monotonic() + patience_s
-    newcomer.expect(Invitation.of(world, number, newcomer.knock, world.rank), terms(), ends)
-    newcomer.invite()
+    candidate.expect(JoinOffer.of(world, number, candidate.request, world.rank), terms(), ends)
+    candidate.send_offer()
 
 
-def _give_up(here: Reception, newcomer: Newcomer) -> None:
-    here.remove(newcomer)
-    newcomer.dismiss(why=newcomer.problem)
-    number = newcomer.number
+def _give_up(here: JoinServer, candidate: JoiningSuperLearner) -> None:
+    here.remove(candidate)
+    candidate.dismiss(why=candidate.problem)
+    number = candidate.number
     if number is None:
         return
     log.error(
         "super learner %d has not joined: %s. Training continues%s.",
         number,
-        newcomer.problem,
+        candidate.problem,
         _count_failure(number),
     )
 
@@ -280,57 +280,57 @@ def _admit(
     optimizers: list[torch.optim.Optimizer],
     state: bytes,
 ) -> None:
-    """Meet the newcomer, and give it the state; go on without it if it fails."""
-    here, newcomer = reception(world), None
+    """Meet the joining super learner, and give it the state; go on without it if it fails."""
+    here, candidate = join_server(world), None
     if chosen.rank == world.rank:
-        newcomer = next(n for n in here.newcomers if n.number == chosen.number and n.knock)
-    assert chosen.number is not None and chosen.knock is not None
-    invitation = Invitation.of(world, chosen.number, chosen.knock, chosen.rank)
-    givers = _givers(world, chosen.rank)
-    share = shares(model, len(givers))[givers.index(world.rank)] if world.rank in givers else ()
+        candidate = next(n for n in here.candidates if n.number == chosen.number and n.request)
+    assert chosen.number is not None and chosen.request is not None
+    offer = JoinOffer.of(world, chosen.number, chosen.request, chosen.rank)
+    senders = _senders(world, chosen.rank)
+    share = shares(model, len(senders))[senders.index(world.rank)] if world.rank in senders else ()
     with averaging_paused():
         values = mean_model(model, share)
-        data = _state_for(newcomer, optimizers, state)
-        merged = _met(world, invitation, givers, newcomer)
-        if merged is None:
-            if newcomer is not None:
-                newcomer.problem = newcomer.problem or "it failed, or did not come, when all met"
-                _give_up(here, newcomer)
+        data = _state_for(candidate, optimizers, state)
+        new_group = _met(world, offer, senders, candidate)
+        if new_group is None:
+            if candidate is not None:
+                candidate.problem = candidate.problem or "it failed, or did not come, when all met"
+                _give_up(here, candidate)
             return
         _joined.add(chosen.number)
-        if newcomer is not None:
-            here.remove(newcomer)
-    if world.rank in givers:
-        gift = merged.gifts[givers.index(world.rank)]
-        assert gift is not None
+        if candidate is not None:
+            here.remove(candidate)
+    if world.rank in senders:
+        transfer = new_group.transfers[senders.index(world.rank)]
+        assert transfer is not None
         arrays = [values[i].contiguous().numpy() for i in share]
-        meeting.give(gift, data, arrays, chosen.number)
+        reconnect.give(transfer, data, arrays, chosen.number)
     del values
     _trim()
-    if newcomer is not None:
+    if candidate is not None:
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
 
 
 def _state_for(
-    newcomer: Newcomer | None, optimizers: list[torch.optim.Optimizer], state: bytes
+    candidate: JoiningSuperLearner | None, optimizers: list[torch.optim.Optimizer], state: bytes
 ) -> memoryview | bytes:
-    """What the learner that talks with the newcomer sends it; packed before anything switches."""
-    if newcomer is None:
+    """What the learner that has the conversation sends; packed before anything switches."""
+    if candidate is None:
         return b""
     try:
         return pack(JoinState(optimizers, state))
     except Exception as error:  # pickle's, of many kinds
-        newcomer.problem = f"the state of the optimizer cannot be pickled ({error})"
+        candidate.problem = f"the state of the optimizer cannot be pickled ({error})"
         return b""
 
 
-def _givers(world: World, first: int) -> tuple[int, ...]:
-    """Ranks of leaders that send the newcomer its model, each a part: one has its state, others are few."""
+def _senders(world: World, first: int) -> tuple[int, ...]:
+    """Ranks of leaders that send the model, each a part: `first`, which has the state, and few others."""
     living = set(world.collectives.ranks)
     leaders = [group[0] for group in world.groups if living >= set(group) and group[0] != first]
-    return (first, *leaders[: GIVERS - 1])
+    return (first, *leaders[: SENDERS - 1])
 
 
 def _trim() -> None:
@@ -340,62 +340,64 @@ def _trim() -> None:
 
 
 def _met(
-    world: World, invitation: Invitation, givers: tuple[int, ...], newcomer: Newcomer | None
-) -> Merged | None:
-    """The meeting, on learners of the job; None on all of them if it failed on one."""
-    ranks = tuple(sorted({*world.collectives.ranks, *invitation.groups[invitation.super_rank]}))
+    world: World, offer: JoinOffer, senders: tuple[int, ...], candidate: JoiningSuperLearner | None
+) -> NewGroup | None:
+    """Connect anew, on learners of the job; None on all of them if it failed on one."""
+    ranks = tuple(sorted({*world.collectives.ranks, *offer.groups[offer.super_rank]}))
     before = world.collectives.ranks
-    ends = time.monotonic() + MEETING_S
-    gather = meeting.gather_with(world, len(invitation.placements), newcomer, ends)
-    if newcomer is not None and not newcomer.problem:
-        newcomer.tell((invitation, ranks, givers))
-    prepared = _prepare(world, invitation, ranks, givers, gather, ends)
+    ends = time.monotonic() + RECONNECT_S
+    gather = reconnect.gather_with(world, len(offer.placements), candidate, ends)
+    if candidate is not None and not candidate.problem:
+        candidate.send((offer, ranks, senders))
+    prepared = _prepare(world, offer, ranks, senders, gather, ends)
     # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
     met = all(world.collectives.gather(DOING, prepared is not None))
     if not met or world.collectives.ranks != before or prepared is None:
         _drop(prepared)
         return None
-    if newcomer is not None:
-        newcomer.tell(True)
+    if candidate is not None:
+        candidate.send(True)
     _switch(world, *prepared)
     return prepared[0]
 
 
 def _prepare(
     world: World,
-    invitation: Invitation,
+    offer: JoinOffer,
     ranks: tuple[int, ...],
-    givers: tuple[int, ...],
+    senders: tuple[int, ...],
     gather: Gather,
     ends: float,
-) -> tuple[Merged, list[Engine]] | None:
+) -> tuple[NewGroup, list[Engine]] | None:
     """New connections and engines; None if this learner has none, after as many gathers as on the others."""
-    merged, engines = None, []
+    new_group, engines = None, []
     try:
-        merged = meeting.meet(world, invitation, ranks, givers, gather, ends)
+        new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
         for averaging in live():
-            engines.append(averaging.make_engine_for(invitation, merged))
+            engines.append(
+                averaging.engines.for_new_group(world, offer, new_group, averaging.engine.memory)
+            )
     except AdpsgdError as error:
-        log.info("a newcomer could not be met: %s", error)
+        log.info("a joining super learner could not be connected: %s", error)
         for engine in engines:
             engine.stop()
             engine.release(keeps_memory=True)
-        if merged is not None:
-            merged.hub.close()
-            merged = None
+        if new_group is not None:
+            new_group.hub.close()
+            new_group = None
     try:
-        answers = gather(merged is not None)
+        answers = gather(new_group is not None)
         if not all(answers[rank] for rank in ranks):
-            raise meeting.NotMetError("it failed on another learner")
+            raise reconnect.NotReconnectedError("it failed on another learner")
     except AdpsgdError as error:
-        log.info("a newcomer could not be met: %s", error)
-        if merged is not None:
-            _drop((merged, engines))
+        log.info("a joining super learner could not be connected: %s", error)
+        if new_group is not None:
+            _drop((new_group, engines))
         return None
-    return (merged, engines) if merged is not None else None
+    return (new_group, engines) if new_group is not None else None
 
 
-def _drop(prepared: tuple[Merged, list[Engine]] | None) -> None:
+def _drop(prepared: tuple[NewGroup, list[Engine]] | None) -> None:
     if prepared is not None:
         for engine in prepared[1]:
             engine.stop()
@@ -403,57 +405,59 @@ def _drop(prepared: tuple[Merged, list[Engine]] | None) -> None:
         prepared[0].hub.close()
 
 
-def _switch(world: World, merged: Merged, engines: list[Engine]) -> None:
+def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
     """Go on with the new connections; the old ones end when all have done so."""
     old = exit_state.hub
-    grown = merged.adopt(world)
+    grown = new_group.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
         averaging.replace_engine(engine)
         averaging.move_to(grown)
     grown.collectives.gather(DOING, None)
-    merged.end_by(None)
+    new_group.end_by(None)
     if old is not None:
         old.close()
 
 
-# ---- on a newcomer ------------------------------------------------------------------------------------
+# ---- on a joining super learner -----------------------------------------------------------------------
 
 
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Join the others. Returns their state."""
-    newcomer = joining.this_learner()
+    candidate = joining.this_learner()
     for averaging in live():
-        averaging.prepare_memory()
-    invitation, ranks, givers = newcomer.ready(world, terms())
-    ends = time.monotonic() + 2 * MEETING_S  # the others give up first
-    gather = meeting.gather_as_newcomer(
-        world, len(invitation.placements), newcomer.conversation, ends
+        averaging.engines.make_memory_ahead(world)
+    offer, ranks, senders = candidate.ready(world, terms())
+    ends = time.monotonic() + 2 * RECONNECT_S  # the others give up first
+    gather = reconnect.gather_as_candidate(
+        world, len(offer.placements), candidate.conversation, ends
     )
-    prepared = _prepare(world, invitation, ranks, givers, gather, ends)
-    if not newcomer.is_in(world) or prepared is None:
+    prepared = _prepare(world, offer, ranks, senders, gather, ends)
+    if not candidate.is_in(world) or prepared is None:
         _drop(prepared)
         raise PeerFailedError(
-            f"super learner {world.super_rank} was to join, but the others did not meet it: one of them "
-            f"failed, or did not come within {MEETING_S:g} s. They continue training."
+            f"super learner {world.super_rank} was to join, but the others did not connect to it: one of "
+            f"them failed, or did not come within {RECONNECT_S:g} s. They continue training."
         )
     _switch(world, *prepared)
-    merged = prepared[0]
-    told = _receive(merged, model)
+    new_group = prepared[0]
+    told = _receive(new_group, model)
     told.give(optimizers)
     for averaging in live():
         resume(averaging)
     joining.watch_job(worlds.current())
-    open_own_door(worlds.current(), merged.hub.address, newcomer.secret)
+    open_own_listener(worlds.current(), new_group.hub.address, candidate.secret)
     return unpack(told.state)
 
 
 @torch.no_grad()
-def _receive(merged: Merged, model: torch.nn.Module) -> JoinState:
-    """Overwrite the model with what each giver sends, and return what the first one sends with it."""
+def _receive(new_group: NewGroup, model: torch.nn.Module) -> JoinState:
+    """Overwrite the model with what each sender sends, and return what the first one sends with it."""
     tensors, told = [*model.parameters(), *model.buffers()], []
-    for gift, share in zip(merged.gifts, shares(model, len(merged.gifts)), strict=True):
-        assert gift is not None
-        state, values = meeting.receive(gift)
+    for transfer, share in zip(
+        new_group.transfers, shares(model, len(new_group.transfers)), strict=True
+    ):
+        assert transfer is not None
+        state, values = reconnect.receive(transfer)
         told.append(state)
         for i, value in zip(share, values, strict=True):
             tensors[i].data.copy_(torch.from_numpy(value))

@@ -17,15 +17,15 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import Collectives
-from hvd_adpsgd.runtime.global_operations import Caller, counted, on_behalf, waited
+from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.collectives.usage import Caller, counted, on_behalf, waited
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
 from hvd_adpsgd.torch.collectives.calls import require_tensors
 from hvd_adpsgd.torch.collectives.gathers import gather
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
-from hvd_adpsgd.torch.devices import Stream, device_of
+from hvd_adpsgd.training.devices import Stream, device_of
 
 __all__ = [
     "allgather_async",
@@ -223,7 +223,7 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
         collectives.prepare()  # here: it may change the model, which is this thread's
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
         with _starting:  # the order of the numbers is that of the queue
-            handle, number = Handle(caller, collectives), collectives.turns.take()
+            handle, number = Handle(caller, collectives), collectives.lock.take()
             if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
@@ -253,7 +253,7 @@ def _run(
     for stream in streams:
         operate = functools.partial(stream.do, operate)
     try:
-        with torch.no_grad(), collectives.turns.as_taken(number), on_behalf(handle.caller):
+        with torch.no_grad(), collectives.lock.as_taken(number), on_behalf(handle.caller):
             operate()
     except BaseException as error:
         handle.error = error

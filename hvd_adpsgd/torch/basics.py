@@ -8,11 +8,12 @@ import horovod.torch as horovod
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
-from hvd_adpsgd.runtime import bootstrap, joining, newcomers
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch import cores, watching
+from hvd_adpsgd.joining import candidates, joining
+from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.rendezvous import TcpStore
+from hvd_adpsgd.training import cores, watching
 
 __all__ = [
     "cross_rank",
@@ -48,7 +49,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
     Raises:
         AlreadyInitializedError: again, with other arguments.
-        LaunchError, ConfigError, TopologyError, InnerOnlyError: see hvd_adpsgd.runtime.bootstrap.init.
+        LaunchError, ConfigError, TopologyError, InnerOnlyError: see hvd_adpsgd.launch.bootstrap.init.
     """
     global _given
     given = (comm, process_sets, config)
@@ -64,7 +65,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
             joining.enter(TcpStore, config)
         else:
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
-            newcomers.open_door(worlds.current())
+            candidates.open_listener(worlds.current())
         cores.reserve(worlds.current())
         watching.start(worlds.current())
     _given = given

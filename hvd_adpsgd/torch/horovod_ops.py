@@ -36,8 +36,8 @@ from horovod.torch import (
 )
 
 from hvd_adpsgd.errors import InnerOnlyError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.gloo import places_told
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.gloo import places_told
 from hvd_adpsgd.torch import basics
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 
 __all__ = [
     "failed_ranks",

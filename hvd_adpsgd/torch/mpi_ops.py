@@ -3,7 +3,7 @@
 from horovod.common.util import num_rank_is_power_2  # noqa: F401
 from horovod.torch.mpi_ops import gpu_available, handle_average_backwards_compatibility  # noqa: F401
 
-from hvd_adpsgd.runtime import world as _worlds
+from hvd_adpsgd.launch import world as _worlds
 from hvd_adpsgd.torch.asynchronous import *  # noqa: F403
 from hvd_adpsgd.torch.basics import *  # noqa: F403
 from hvd_adpsgd.torch.collectives import *  # noqa: F403

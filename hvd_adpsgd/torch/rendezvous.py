@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed
 
-from hvd_adpsgd.runtime.rendezvous import Place
+from hvd_adpsgd.launch.rendezvous import Place
 
 __all__ = ["TcpStore"]
 

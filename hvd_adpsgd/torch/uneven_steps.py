@@ -18,12 +18,13 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
+from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
-from hvd_adpsgd.runtime.collectives import allgather_object
-from hvd_adpsgd.torch.averaging import Averaging, live
 from hvd_adpsgd.torch.collectives.calls import bytes_of
-from hvd_adpsgd.torch.node import in_node, node_failures
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.super_learner import inner_failures, inside_super_learner
 
 __all__ = ["joined"]
 
@@ -53,10 +54,10 @@ def joined(device: int) -> Iterator[None]:
     yield
     with contextlib.ExitStack() as stack:
         for averaging in averagings:
-            stack.enter_context(in_node(averaging))
+            stack.enter_context(inside_super_learner(averaging))
         waiting.result()
     for averaging in averagings:
-        with node_failures(averaging), mpi_failures("join"):
+        with inner_failures(averaging), mpi_failures("join"):
             _end(averaging)
 
 
@@ -102,14 +103,14 @@ def _end(averaging: Averaging) -> None:
     for i, memory in enumerate(memories):
         memory.go_to([its[i] for _, _, its in told])
     averaging.engine.publish(averaging.step)
-    averaging.meet_in_node()
+    averaging.inner_barrier()
     averaging.absorb()
 
 
 def _copy_model(averaging: Averaging, root: int) -> None:
     """Overwrite the averaged tensors and the optimizer's state with those of one learner."""
     rules = itertools.chain(*averaging.rule.tensors().values())
-    tensors = [*averaging.parameters.tensors, *rules]
+    tensors = [*averaging.tensors.parameters.tensors, *rules]
     optimizer = averaging.optimizer()
     if optimizer is not None:
         tensors += _state_tensors(optimizer, root)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
@@ -238,7 +238,7 @@ def test_a_death_inside_init_is_an_error_of_all(tmp_path: Path) -> None:
 TRAINED = """
     import signal, torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.runtime import world as worlds
+    from hvd_adpsgd.launch import world as worlds
     hvd.init()
     rank = hvd.rank()
     model = torch.nn.Linear(10, 10)

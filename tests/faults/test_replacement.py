@@ -20,8 +20,11 @@ pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
-MEETING_S = 10.0  # hvd_adpsgd.runtime.meeting.MEETING_S
-MEETING_WITHOUT_END = ("--meeting-s", TIMEOUT_S / 2)  # whoever waits for its deadline is found out
+RECONNECT_S = 10.0  # hvd_adpsgd.joining.reconnect.RECONNECT_S
+RECONNECT_WITHOUT_END = (
+    "--reconnect-s",
+    TIMEOUT_S / 2,
+)  # whoever waits for its deadline is found out
 # Promise 6 is 10 s, on a machine that does nothing else. Whoever waits for a deadline waits 30 s or more.
 ENDS_S = 25.0
 
@@ -113,12 +116,12 @@ def test_replaced_without_mpi(tmp_path, of, launcher):
     [
         ("start", "it ended before it was ready, with status -9"),
         ("wrapped", "it ended before it was ready"),
-        ("meeting", "it failed, or did not come, when all met"),
+        ("reconnect", "it failed, or did not come, when all met"),
         ("met", "it failed, or did not come, when all met"),
     ],
 )
 def test_newcomer_without_mpi_that_dies_keeps_nobody_waiting(tmp_path, where, told):
-    result = train(tmp_path, 3, "2", "--fails", where, *MEETING_WITHOUT_END, launcher="srun")
+    result = train(tmp_path, 3, "2", "--fails", where, *RECONNECT_WITHOUT_END, launcher="srun")
     require_replaced(result, 3, 1, joined=1, new={2})
     assert f"super learner 2 has not joined: {told}" in result.stderr, result.report()
     assert max(f["slowest_s"] for f in result.said) < TIMEOUT_S / 4
@@ -127,7 +130,7 @@ def test_newcomer_without_mpi_that_dies_keeps_nobody_waiting(tmp_path, where, to
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_newcomer_that_dies_as_soon_as_it_has_joined_keeps_nobody_waiting(tmp_path, launcher):
-    result = train(tmp_path, 3, "2", "--fails", "joined", *MEETING_WITHOUT_END, launcher=launcher)
+    result = train(tmp_path, 3, "2", "--fails", "joined", *RECONNECT_WITHOUT_END, launcher=launcher)
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "super learner 2 failed directly after it had joined." in result.stderr
     assert max(f["slowest_s"] for f in result.said) < TIMEOUT_S / 4
@@ -199,7 +202,7 @@ def test_replaced_where_all_average(tmp_path):
         ),
         pytest.param("wrapped", "it ended before it was ready", marks=pytest.mark.extended),
         pytest.param(
-            "meeting", "it failed, or did not come, when all met", marks=pytest.mark.extended
+            "reconnect", "it failed, or did not come, when all met", marks=pytest.mark.extended
         ),
         pytest.param("met", "it failed, or did not come, when all met", marks=pytest.mark.extended),
     ],
@@ -212,18 +215,18 @@ def test_newcomer_that_dies_keeps_nobody_waiting(tmp_path, where, told):
     require_replaced(result, 3, 1, joined=1, new={2})
     assert f"super learner 2 has not joined: {told}" in result.stderr
     slowest = max(f["slowest_s"] for f in result.said if not f["new"])
-    assert slowest < 2 * MEETING_S, slowest
+    assert slowest < 2 * RECONNECT_S, slowest
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("where", ["meeting", "met"])
+@pytest.mark.parametrize("where", ["reconnect", "met"])
 def test_newcomer_that_stops_is_waited_for_no_longer_than_promised(tmp_path, where):
     args = ("--after", 10, "--fails", where, "--stops", "--seconds", 120)
     result = train(tmp_path, 3, "2", *args)
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "super learner 2 has not joined: it failed, or did not come" in result.stderr
     slowest = max(f["slowest_s"] for f in result.said if not f["new"])
-    assert MEETING_S - 1 < slowest < 3 * MEETING_S, slowest
+    assert RECONNECT_S - 1 < slowest < 3 * RECONNECT_S, slowest
 
 
 @pytest.mark.extended

@@ -132,7 +132,7 @@ def test_the_mate_of_one_lost_while_wrapping_takes_part_in_nothing_more() -> Non
 
 
 def test_a_super_learner_that_is_preempted_while_wrapping_has_left() -> None:
-    """It has no engine yet that could say goodbye to its peers."""
+    """It has no engine yet that could announce their departure to its peers."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LOG_LEVEL": "info"}
     result = run_learners(4, GOES_ON, args=[str(int(signal.SIGTERM))], env=env)
     # without MPI's launcher the status is that of the first process that ended

@@ -53,7 +53,7 @@ PROGRAM = """
 def test_the_mean_moves_by_gradients_only(
     learners: int, size: int, dtype: str, bound: float
 ) -> None:
-    """And the learners of a node have the same bits after every step, whether or not they share a GPU."""
+    """And the learners of a super learner have the same bits after every step, sharing a GPU or not."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
     said = run_learners(learners, PROGRAM, args=[dtype], env=env).checked().by_rank()
     assert len(said) == learners

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch.devices import Cuda, Device, Stream
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.training.devices import Cuda, Device, Stream
+from hvd_adpsgd.training.staging import Staging
 from tests.staged import ROUNDING, Job
 
 pytestmark = [
@@ -121,7 +121,7 @@ class Large:
 
     def __init__(self, mib: int = 256):
         self.tensors = [torch.ones(2**18, device="cuda") for _ in range(mib)]
-        self.memory = ModelMemory(256 * 1024, None, True)
+        self.memory = ShardMemory(256 * 1024, None, True)
         specs = [TensorSpec(f"p{i}", (2**18,), "float32") for i in range(mib)]
         self.memory.extend(specs)
         self.nbytes = mib * 2**20

@@ -16,7 +16,7 @@ def require_grown(
     """All have seen the same super learners come, each with the exact mean, and average with them."""
     assert [f["rank"] for f in facts] == list(range(learners))
     if leaders is None:
-        leaders = range(sizes[-1])  # the newcomer that has several learners comes last
+        leaders = range(sizes[-1])  # the joining super learner that has several learners comes last
     for each in facts:
         assert each["size"] == learners and each["sum"] == learners
         assert each["super_size"] == sizes[-1]

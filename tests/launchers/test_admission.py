@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.engine.interfaces import addresses
-from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.faults.test_replacement import joinings
 from tests.launcher import launch
 from tests.launchers.grown import require_grown
@@ -27,9 +27,13 @@ from tests.launchers.grown import require_grown
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
 TIMEOUT_S = 240.0
 ENDS_S = 60.0
-MEETING_WITHOUT_END = ("--meeting-s", TIMEOUT_S / 2)  # whoever waits for its deadline is found out
+RECONNECT_WITHOUT_END = (
+    "--reconnect-s",
+    TIMEOUT_S / 2,
+)  # whoever waits for its deadline is found out
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
-SPARE = {"HVD_ADPSGD_SPARE_SLOTS": "1"}  # for the replacement of a newcomer, whose host is its own
+# For the replacement of a super learner that has joined, whose host is its own.
+SPARE = {"HVD_ADPSGD_SPARE_SLOTS": "1"}
 
 
 class Launches:
@@ -59,7 +63,7 @@ class Launches:
         return self.folder / f"{kind}{len(self.started) if number is None else number}"
 
     def doors_of(self, number: int) -> str:
-        """What a launch says of its doors."""
+        """What a launch says of its listeners."""
         return self.await_line(r"HVD_ADPSGD_JOIN=(\S+)", number)
 
     def await_line(self, pattern: str, number: int = 0) -> str:
@@ -80,7 +84,7 @@ class Launches:
         of: int = 2,
         told: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
-        """Start one `of` learners that ends with `size` super learners; what newcomers must be told."""
+        """Start one `of` learners that ends with `size` super learners; the variables of those that join."""
         self.start(of, launcher, told or {}, "--size", size, *args)
         return {"HVD_ADPSGD_JOIN": self.doors_of(0)}
 
@@ -154,7 +158,7 @@ def test_a_job_of_one_super_learner_becomes_one_of_two(
 
 @pytest.mark.extended
 def test_models_in_shards(launches: Launches) -> None:
-    """A newcomer needs a learner for each shard, and may have more."""
+    """A joining super learner needs a learner for each shard, and may have more."""
     cut = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_SHARD": "auto"}
     args = ("--size", 3, "--inputs", 100_000)
     told = launches.start_job(3, "srun", *args[2:], of=4, told=cut)
@@ -215,7 +219,7 @@ def test_two_come_one_after_the_other(launches: Launches) -> None:
 
 @pytest.mark.extended
 def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
-    """Those that were there at the start may be gone: the next one knocks at its door only."""
+    """Those that were there at the start may be gone: the next one asks to join at its listener only."""
     launches.start_job(4, "srun")
     told = {"HVD_ADPSGD_JOIN": launches.doors_of(0)}
     launches.start(1, None, told, "--size", 4)
@@ -227,11 +231,11 @@ def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "moment",
-    ["start", "connected", "knocked", "invited", "wrapped", "ready", "meeting", "met"],
+    ["start", "connected", "requested", "invited", "wrapped", "ready", "reconnect", "met"],
 )
 def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -> None:
     """The job goes on with what it had, and lets the next one in, which gets the number."""
-    told = launches.start_job(3, "srun", *MEETING_WITHOUT_END)
+    told = launches.start_job(3, "srun", *RECONNECT_WITHOUT_END)
     launches.start(1, None, told, "--size", 3, "--dies", moment)
     assert launches.started[1].wait(TIMEOUT_S) == -signal.SIGKILL, launches.report()
     launches.start(1, None, told, "--size", 3)
@@ -246,7 +250,7 @@ def test_a_newcomer_that_dies_when_all_have_agreed_is_a_member_that_fails(
     launches: Launches, moment: str
 ) -> None:
     """The others train on, start another one in its place, and the job's status tells of it."""
-    told = launches.start_job(3, "srun", *MEETING_WITHOUT_END, told=SPARE)
+    told = launches.start_job(3, "srun", *RECONNECT_WITHOUT_END, told=SPARE)
     launches.start(1, None, told, "--size", 3, "--dies", moment)
     assert launches.started[0].wait(TIMEOUT_S) == FAILED_STATUS, launches.report()
     facts = launches.said(0)

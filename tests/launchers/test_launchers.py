@@ -51,7 +51,7 @@ def test_a_script_sees_the_same(launcher: str, wire: str) -> None:
         }
         for averaging in ("random_pairs", "delay_by_one"):
             assert fact[averaging]["drift"] < 1e-6
-            assert fact[averaging]["same_in_node"] and fact[averaging]["same_mean"]
+            assert fact[averaging]["same_inside"] and fact[averaging]["same_mean"]
         assert fact["again"] == 4.0
         assert fact["forked"] == 0
     assert sum(f["random_pairs"]["averagings"] for f in facts) > 0
@@ -189,9 +189,9 @@ QUORUM = """
             assert time.monotonic() < ends
             if hvd.rank() in victims and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            model(torch.ones(4, 50)).sum().backward()
             before = digest()
+            optimizer.zero_grad()
+            model(torch.ones(4, 50)).sum().backward()  # with several learners it raises here
             optimizer.step()
             time.sleep(5e-3)
         say(rank=hvd.rank(), done=True)

@@ -269,7 +269,7 @@ STATES = """
     facts["lists"] = flat([p.data for _, p in named])
     facts["object"] = flat(hvd.broadcast_object({"a": [rank], "b": "x" * 10000}, 1, name="o"))
     facts["objects"] = flat(hvd.allgather_object(("x" * rank, rank)))
-    facts["in my node"] = hvd.broadcast_object(rank, 0, process_set=hvd.super_learner)
+    facts["in my super learner"] = hvd.broadcast_object(rank, 0, process_set=hvd.super_learner)
     facts["group"] = optimizer.param_groups[0]["lr"]
 
     class Odd(torch.nn.Module):
@@ -356,7 +356,9 @@ def test_states_and_objects(n: int, k: int) -> None:
     said = run_learners(n, STATES, env=env).checked().by_rank()
     facts = [one["facts"] for one in said]
     assert len(facts) == n
-    assert [one.pop("in my node") for one in facts] == [k * (rank // k) for rank in range(n)]
+    assert [one.pop("in my super learner") for one in facts] == [
+        k * (rank // k) for rank in range(n)
+    ]
     for one in facts[1:]:
         assert one == facts[0]
     assert facts[0]["object"] == ["1", "x" * 10000]

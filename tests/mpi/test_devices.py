@@ -15,7 +15,7 @@ SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 
 def test_learners_of_a_node_have_the_same_bits_after_every_step() -> None:
     """Only the leader copies its model down; each adds the corrections on its own device."""
-    cases = by_case(launch(4, "same_in_node.py", *CASES, **SEED, **{SIZE: "2"}))
+    cases = by_case(launch(4, "same_inside.py", *CASES, **SEED, **{SIZE: "2"}))
     assert sorted(cases) == sorted(CASES)
     for said in cases.values():
         require_trained(said, 4)

@@ -82,8 +82,9 @@ def test_tensors_may_be_added_while_exchanges_run(way: tuple[str, ...]) -> None:
 def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
     n: int, k: int, slots: int
 ) -> None:
-    """For each leader: a mirror and two slots of corrections, three in a node of several learners, and at
-    most 64 MiB besides. They are shared with the other learners of the node, and with peers on the host.
+    """For each leader: a mirror and two slots of corrections, three where it is not alone, and at most 64 MiB
+    besides. They are shared with the other learners of the super learner, and with peers
+    on the host.
     """
     mib = 200
     said = learners(n, "memory.py", "--mib", mib, "--k", k)

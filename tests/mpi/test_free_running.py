@@ -1,4 +1,4 @@
-"""Promise 5 with nothing between the steps that would make learners of a node wait for each other.
+"""Promise 5 with nothing between the steps that would make learners of a super learner wait for each other.
 
 A tiny model and many exchanges: the leader is often a step ahead of the others, which still read the
 corrections of the step before. Comparing after every step would hide what goes wrong then.
@@ -139,10 +139,10 @@ LATE = f"""
 
 
 def test_a_late_learner_does_not_silence_its_super_learner(tmp_path: Path) -> None:
-    """Its node waits in the all-reduce of gradients, longer than deadline_s, and goes on exchanging.
+    """Its super learner waits in the all-reduce of gradients, longer than deadline_s, and goes on exchanging.
 
-    The late learner waits until the others have seen that; a node that its all-reduce silences is parked
-    after deadline_s, and they never see it.
+    The late learner waits until the others have seen that; a super learner that its all-reduce silences is
+    parked after deadline_s, and they never see it.
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S)}
     result = run_learners(4, LATE, args=[str(tmp_path)], env=env).checked()

@@ -1,4 +1,4 @@
-"""A2CiD2 in the real engine: the law event by event, its gain, its mean, and the node's bits."""
+"""A2CiD2 in the real engine: the law event by event, its gain, its mean, and the super learner's bits."""
 
 from __future__ import annotations
 

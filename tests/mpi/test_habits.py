@@ -72,7 +72,7 @@ def require_twelve(learners: list[dict[str, Any]]) -> None:
     for facts in learners:
         assert facts["rounds"] == 12
         assert facts["error"] < 1e-12
-        assert facts["same"], "learners of a node differ"
+        assert facts["same"], "learners of a super learner differ"
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -37,7 +37,7 @@ def trained(np: int, size: int, cases: tuple[str, ...]) -> dict[str, list[Facts]
 
 
 def require_trained(said: list[Facts], learners: int) -> None:
-    """The mean model's loss falls; in the node all are equal; gradients are means of own natural ones."""
+    """The mean model's loss falls; in a super learner all are equal; gradients are means of natural ones."""
     assert [facts["rank"] for facts in said] == list(range(learners))
     for facts in said:
         assert facts["finite"] and facts["is_instance"] and all(facts["same"]), facts

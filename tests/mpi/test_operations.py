@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
@@ -136,7 +136,7 @@ def test_an_error_of_one_learner_is_an_error_of_all() -> None:
     """Ours keeps its class; another one is named. No learner blocks, and the next operation works."""
     program = """
         from hvd_adpsgd.errors import ConfigError
-        from hvd_adpsgd.runtime import world as worlds
+        from hvd_adpsgd.launch import world as worlds
         from mpi4py import MPI
         collectives = worlds.current().collectives
 
@@ -210,7 +210,7 @@ def test_a_learner_that_its_peers_declared_failed_raises() -> None:
     """It is alive: MPI would say so of one that was cut off. It decides nothing on its own."""
     program = """
         from hvd_adpsgd.errors import LearnerFailedError
-        from hvd_adpsgd.runtime import world as worlds
+        from hvd_adpsgd.launch import world as worlds
         messages = worlds.current().collectives.messages
         hvd.barrier()
         if rank == 1:
@@ -246,7 +246,7 @@ def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_
         def interrupt():
             me = threading.main_thread().ident
             inside = lambda: [f.name for f in traceback.extract_stack(sys._current_frames()[me])]
-            while "_compare" not in inside():
+            while "compare" not in inside():
                 time.sleep(0.01)
             signal.pthread_kill(me, signal.SIGALRM)
 
@@ -285,9 +285,9 @@ def test_collectives_against_numpy(n: int) -> None:
         mpi4py.rc.finalize = True
         from mpi4py import MPI
         import numpy as np
-        from hvd_adpsgd.runtime.host_memory import Sharing
-        from hvd_adpsgd.runtime.attempt import Attempt
-        from hvd_adpsgd.runtime.messages import COMPLETE, Messages
+        from hvd_adpsgd.messaging.host_memory import Sharing
+        from hvd_adpsgd.messaging.attempt import Attempt
+        from hvd_adpsgd.messaging.messages import COMPLETE, Messages
         comm = MPI.COMM_WORLD.Dup()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         messages = Messages(comm)
@@ -345,7 +345,7 @@ def test_collectives_against_numpy(n: int) -> None:
 AGREEMENTS = """
     import sys, threading
     from mpi4py import MPI
-    from hvd_adpsgd.runtime.messages import Messages
+    from hvd_adpsgd.messaging.messages import Messages
     count = int(sys.argv[1])
     comms = [MPI.COMM_WORLD.Dup() for _ in range(4)]
     for comm in comms:

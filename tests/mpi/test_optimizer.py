@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
-from hvd_adpsgd.torch.parameters import Parameters
+from hvd_adpsgd.training.parameters import Parameters
 from hvd_adpsgd.watching.trace import merge
 from tests.launcher import Result, run_learners
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROGRAMS = Path(__file__).with_name("programs")
 SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 OPTIMIZERS = "SGD nesterov Adam AdamW RMSprop Adagrad Adadelta NAdam RAdam".split()
-STEPS = 12  # of same_in_node.py
+STEPS = 12  # of same_inside.py
 BY_HAND = {"as_by_hand": True, "apart": False}
 
 Facts = dict[str, Any]
@@ -47,21 +47,21 @@ def by_case(result: Result) -> dict[str, list[Facts]]:
     return cases
 
 
-# ---- the same in the node -----------------------------------------------------------------------
+# ---- the same in the super learner -----------------------------------------------------------------------
 
 
 @functools.cache
 def trained_in_pairs() -> dict[str, list[Facts]]:
-    return by_case(launch(4, "same_in_node.py", **{SIZE: "2"}))
+    return by_case(launch(4, "same_inside.py", **{SIZE: "2"}))
 
 
 @functools.cache
 def trained_in_threes() -> dict[str, list[Facts]]:
-    return by_case(launch(6, "same_in_node.py", *OPTIMIZERS, "growing", **{SIZE: "3"}))
+    return by_case(launch(6, "same_inside.py", *OPTIMIZERS, "growing", **{SIZE: "3"}))
 
 
 def require_trained(said: Sequence[Facts], learners: int) -> None:
-    """Identical in the node after every step; the engines exchanged meanwhile."""
+    """Identical in the super learner after every step; the engines exchanged meanwhile."""
     assert [facts["rank"] for facts in said] == list(range(learners))
     for facts in said:
         assert len(facts["same"]) >= STEPS and all(facts["same"]), facts
@@ -71,7 +71,7 @@ def require_trained(said: Sequence[Facts], learners: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_in_the_node_with_every_optimizer(name: str) -> None:
+def test_same_inside_with_every_optimizer(name: str) -> None:
     require_trained(trained_in_pairs()[name], 4)
     assert all(facts["is_instance"] for facts in trained_in_pairs()[name])
 
@@ -115,7 +115,7 @@ def test_same_in_super_learners_of_three(name: str) -> None:
         ("sparse_as_dense", {}),
     ],
 )
-def test_same_in_the_node(name: str, found: Mapping[str, Any]) -> None:
+def test_same_inside(name: str, found: Mapping[str, Any]) -> None:
     said = trained_in_pairs()[name]
     require_trained(said, 4)
     for facts in said:
@@ -179,7 +179,7 @@ def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -
             assert facts["later"] < bounds.get(name, 1e-6), facts
             assert facts["alike"], "average_model left learners apart"
             assert facts["again"], "average_model changed equal models"
-            assert facts["same"], "learners of a node differ"
+            assert facts["same"], "learners of a super learner differ"
 
 
 # ---- one super learner --------------------------------------------------------------------------
@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "other_names": ("ModelMismatchError", ("tensor 0", "weightx", "learner 3", "same names")),
     "other_shapes": ("ModelMismatchError", ("weight float32[2, 3]", "learner 2", "[3, 3]")),
-    "other_shapes_in_the_node": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),
+    "other_shapes_inside": ("ModelMismatchError", ("learner 1", "[3, 3]", "Build the same")),
     "other_dtypes": ("ModelMismatchError", ("float32", "learner 1", "float64")),
     "other_count": ("ModelMismatchError", ("2 tensors", "learner 3", "bias", "only on learner 0")),
     "other_frozen": ("ModelMismatchError", ("bias", "only on learner 0")),
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "part_of_the_learners": ("InnerOnlyError", ("process_set", "2 super learners", "Leave")),
     "value_on_one": ("ConfigError", ("exchanges_per_step", "-1", "> 0")),
     "synchronous_beside_another": ("StrategyMismatchError", ("synchronous", "one strategy")),
-    "other_group_in_the_node": ("ModelMismatchError", ("add_param_group", "[2]", "[3]")),
+    "other_group_inside": ("ModelMismatchError", ("add_param_group", "[2]", "[3]")),
     "average_other_models": ("ModelMismatchError", ("average_model", "learner 1", "[3, 3]")),
     "no_exchanges": ("ConfigError", ("exchanges_per_step", "is 0", "> 0 and <= 64")),
     "no_staleness": ("ConfigError", ("max_staleness", "is 0", ">= 1")),
@@ -623,10 +623,10 @@ def test_an_optimizer_that_averages_no_longer_gives_its_memory_back() -> None:
             once()
         say(rank=hvd.rank(), first=first, last=held())
 
-        from hvd_adpsgd.torch.averaging import Averaging
-        def fails(self):
+        from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+        def fails(self, memory):
             raise MemoryError("no page can be locked")
-        Averaging._stage = fails
+        AveragedTensors.bind = fails
         tasks = len(os.listdir("/proc/self/task"))
         try:
             once()

@@ -345,7 +345,7 @@ def test_one_learner_is_the_plain_optimizer(name: str) -> None:
     assert said[f"1x1/{name}"][0]["digest"] == said["1x1/torch"][0]["digest"]
 
 
-# ---- the same in the node -----------------------------------------------------------------------
+# ---- the same in the super learner -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ONE_OF_A_KIND)

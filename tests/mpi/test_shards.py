@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 SHARDS = """
     import torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.torch.averaging import live
+    from hvd_adpsgd.training.presence import live
     hvd.init()
     dtype = getattr(torch, sys.argv[1])
     model = torch.nn.ModuleDict({
@@ -96,7 +96,7 @@ KILLED = """
     import torch
     import hvd_adpsgd.torch as hvd
     from hvd_adpsgd.engine.peers import PeerState
-    from hvd_adpsgd.torch.averaging import live
+    from hvd_adpsgd.training.presence import live
     hvd.init()
     model = torch.nn.Linear(1000, 100, bias=False).double()
     torch.manual_seed(hvd.super_rank())
@@ -149,7 +149,7 @@ def test_where_there_are_no_shards_the_log_says_why() -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.torch.averaging import live
+        from hvd_adpsgd.training.presence import live
         hvd.init()
         model = torch.nn.BatchNorm1d(3)
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging=sys.argv[1],

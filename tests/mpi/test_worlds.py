@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvd_adpsgd.errors import TopologyError
-from hvd_adpsgd.runtime.world import Placement, form_super_learners
+from hvd_adpsgd.launch.world import Placement, form_super_learners
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
@@ -18,7 +18,7 @@ SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 PLACES = """
     import torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.runtime import world as worlds
+    from hvd_adpsgd.launch import world as worlds
     try:
         hvd.init()
     except Exception as error:
@@ -87,7 +87,7 @@ def refused(result: Result, kind: str, n: int, *words: str) -> None:
 
 
 REFUSED = """
-    from hvd_adpsgd.runtime import bootstrap
+    from hvd_adpsgd.launch import bootstrap
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
     if "DIFFERENT" in os.environ:
         os.environ["HVD_ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
@@ -131,7 +131,7 @@ def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> N
 
 UNEQUAL = (
     """
-    from hvd_adpsgd.runtime import communicators
+    from hvd_adpsgd.launch import communicators
     # two hosts, one with learners 0, 2, 4 and one with 1, 3: as MPI's shared-memory split would say
     communicators.of_host = lambda comm: comm.Split(comm.Get_rank() % 2, comm.Get_rank())
 """
@@ -191,8 +191,8 @@ def test_shutdown_init_and_merge() -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.runtime import bootstrap
-        from hvd_adpsgd.runtime import world as worlds
+        from hvd_adpsgd.launch import bootstrap
+        from hvd_adpsgd.launch import world as worlds
         from hvd_adpsgd.config import Config
 
         def kind(call):
@@ -262,7 +262,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
 
         def threads():
             names = [thread.name for thread in threading.enumerate()]
-            return [name for name in names if name in ("hvd_adpsgd.door", "hvd_adpsgd.watching")]
+            return [name for name in names if name in ("hvd_adpsgd.listener", "hvd_adpsgd.watching")]
 
         refusals = [
             refused(engine_cpus="x"),
@@ -410,7 +410,7 @@ def test_operations_continue_without_a_learner_that_has_left(
     ],
 )
 def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
-    """The others go on, in the node and over all learners, and the job ends well."""
+    """The others go on, in the super learner and over all learners, and the job ends well."""
     program = f"""
         import torch
         import hvd_adpsgd.torch as hvd

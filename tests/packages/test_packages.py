@@ -28,6 +28,8 @@ OF_THE_CHECKOUT = (
     "test_setup",
     "test_cimports",
     "test_doctor_findings",
+    "test_handshake",
+    "test_mutants",
 )
 WITHOUT_TORCH = (
     "test_agreement test_config test_errors test_kernels test_layout test_limits test_mixing test_strategies "
@@ -221,7 +223,7 @@ def test_wheel_without_torch_and_mpi(wheel, tests, tmp_path, version):
         "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
     )
     code = (
-        "from hvd_adpsgd.runtime import communicators, deadline; "
+        "from hvd_adpsgd.launch import communicators, deadline; "
         "communicators.load_mpi(deadline.Deadline(60))"
     )
     error = here.run("python", "-c", code)

@@ -92,14 +92,14 @@ MUTANTS = (
     Mutant(
         "a passive exchange takes no credit",
         "exchange.pyx",
-        "    spend_credit(&e.port, x.peer if active else NOBODY)",
-        "    if active:\n        spend_credit(&e.port, x.peer)",
+        "    spend_credit(&e.mailbox, x.peer if active else NOBODY)",
+        "    if active:\n        spend_credit(&e.mailbox, x.peer)",
     ),
     Mutant(
         "a NO takes credit",
         "exchange.pyx",
-        "    add(&e.port.counters.refused, 1)\n",
-        "    add(&e.port.counters.refused, 1)\n    spend_credit(&e.port, NOBODY)\n",
+        "    add(&e.mailbox.counters.refused, 1)\n",
+        "    add(&e.mailbox.counters.refused, 1)\n    spend_credit(&e.mailbox, NOBODY)\n",
     ),
     Mutant(
         "buffers of a broken exchange are recycled while the wire uses them",
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "a trainer does not know that its peer reads the model",
         "lanes.pyx",
-        "lane.step = NO_STEP if lane.way == COMPARES else e.port.orders.step",
+        "lane.step = NO_STEP if lane.way == COMPARES else e.mailbox.orders.step",
         "lane.step = NO_STEP",
     ),
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "an ASK of another round gets a YES",
         "exchange.pyx",
-        "m.round == e.port.orders.round and ",
+        "m.round == e.mailbox.orders.round and ",
         "",
     ),
     Mutant(
@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant(
         "a farewell is not awaited",
         "loop.pyx",
-        "return has_said_goodbye(e) and not owes_answers(e)",
+        "return departure_is_taken_over(e) and not owes_answers(e)",
         "return True",
     ),
     Mutant(
@@ -273,14 +273,14 @@ MUTANTS = (
     Mutant(
         "rest is told with exchanges under way",
         "loop.pyx",
-        "e.port.orders.paused and not any_under_way(e) and",
-        "e.port.orders.paused and",
+        "e.mailbox.orders.paused and not any_under_way(e) and",
+        "e.mailbox.orders.paused and",
     ),
     Mutant(
         "an engine that reaches its deadline of leaving says no BYE",
         "loop.pyx",
-        "            say_goodbye(e)\n        return True",
-        "            m.said_goodbye = True\n        return True",
+        "            announce_departure(e)\n        return True",
+        "            m.departing = True\n        return True",
     ),
     Mutant(
         "a BYE is taken for a failure",
@@ -302,19 +302,19 @@ MUTANTS = (
     ),
     Mutant(
         "a departure is not passed on",
-        "goodbye.pyx",
+        "departures.pyx",
         "            tell(e, listener, NEWS)",
         "            pass",
     ),
     Mutant(
         "an engine that leaves takes over the telling",
-        "goodbye.pyx",
-        "    if not m.said_goodbye:\n        send_control",
+        "departures.pyx",
+        "    if not m.departing:\n        send_control",
         "    if True:\n        send_control",
     ),
     Mutant(
         "a departure that a peer may know is taken for known",
-        "goodbye.pyx",
+        "departures.pyx",
         "knows_no_more(m, departed_in(message))",
         "True",
     ),

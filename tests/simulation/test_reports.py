@@ -78,7 +78,7 @@ def test_reports_cost_one_message_per_second() -> None:
 
 
 def test_reports_under_way_hold_nobody_who_leaves() -> None:
-    """Nothing arrives at 1 from 0, which leaves: 2 takes its goodbye over."""
+    """Nothing arrives at 1 from 0, which leaves: 2 takes its departure over."""
     network = Network(3, 1, 1e-4, 1.0, 1e9, eager=0.0)
     job = Job(network, 2, checks=False, reports_s=0.1)
     for _ in range(3):

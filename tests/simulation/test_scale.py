@@ -28,7 +28,7 @@ def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     return job, network
 
 
-def goodbyes(network: Network, n: int) -> dict[int, np.ndarray]:
+def departures(network: Network, n: int) -> dict[int, np.ndarray]:
     """Messages of each kind that each engine has sent."""
     sent = {kind: np.zeros(n, int) for kind in (BYE, NEWS, BYE_SEEN)}
     for _, _, src, _, channel, _, kind, _ in network.messages():
@@ -43,7 +43,7 @@ def test_a_departure_costs_each_engine_log2_n_messages(n: int) -> None:
     steps[n // 2] = 3
     job, network = leaving(n, steps)
     job.run_for(0.04)  # the others have some steps left
-    sent = goodbyes(network, n)
+    sent = departures(network, n)
     hops = math.ceil(math.log2(n))
     assert sent[BYE][n // 2] == sent[BYE].sum() <= hops
     assert sent[NEWS].max() <= hops
@@ -57,7 +57,7 @@ def test_engines_that_leave_together_say_it_few_times_and_soon(n: int) -> None:
     """In 2 ms, which is some twenty hops of the news; nobody waits for one that has ended already."""
     job, network = leaving(n, [20] * n)
     job.run(30)
-    sent = sum(goodbyes(network, n).values())
+    sent = sum(departures(network, n).values())
     assert sent.mean() < 12 * math.log2(n)  # to each other: 2 (n - 1)
     assert job.summary()["seconds"] < 0.1  # deadline: 5 s
 
@@ -83,7 +83,15 @@ schedules("random_pairs", n)
 before = used()
 clusters = [planner.Cluster(n, 1e6, 0.35, 1.25e9, 50e-6, seed=seed) for seed in range(jobs)]
 made = [planner._job(cluster)[0] for cluster in clusters]
-decays = [planner._decay(planner._decay_phase(job, c)) for job, c in zip(made, clusters)]
+def decay(job, c):
+    found = []
+    for part_s, is_measured in planner._parts(c):
+        if not is_measured:
+            break
+        job.run_for(part_s)
+        found.append(planner._distance(job, n))
+    return planner._decay(planner._relative(found))
+decays = [decay(job, c) for job, c in zip(made, clusters)]
 turns = lambda: sum(job.summary()["turns"] for job in made)
 first, began = turns(), time.process_time()
 for _ in range(300 * steps):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.runtime.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.storm.script import drift
 from tests.storm.story import Story
 
@@ -40,11 +40,11 @@ def _survives(story: Story) -> list[str]:
                 f"survives: learner {note['rank']} of {note['who']} has not trained to its end"
             )
     present, expected = len(story.models.get(max(story.models, default=0), {})), script.n
-    if script.joins == "newcomer" and not _fatal(story):  # with a fault its door may be lost
+    if script.joins == "candidate" and not _fatal(story):  # with a fault its listener may be lost
         expected += 1
     if script.joins and story.of("down") and present < expected:
         broken.append(
-            f"who is missing is replaced, who knocks joins: {present} of {expected} in the end"
+            f"who is missing is replaced, who asks to join joins: {present} of {expected} in the end"
         )
     return broken
 

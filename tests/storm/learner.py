@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from tests.storm.hosts import enter, name
 from tests.storm.script import EPOCH, LINKS, Fault, Script, drift
 
@@ -249,7 +249,7 @@ class Learner:
 
     def is_missing_some(self, too_late: bool) -> bool:
         """Whether super learners are to join that have not yet, on all alike."""
-        comes = self.script.joins == "newcomer" and not (self.folder / "nobody comes").exists()
+        comes = self.script.joins == "candidate" and not (self.folder / "nobody comes").exists()
         told = hvd.allgather_object((hvd.super_rank(), self.script.n + comes, too_late))
         expected = min(number for _, number, _ in told)
         return len({who for who, _, _ in told}) < expected and not any(late for *_, late in told)

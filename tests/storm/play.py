@@ -62,13 +62,13 @@ def _folders() -> Iterator[tuple[Path, Path]]:
 
 
 class Stage:
-    """The processes of a job, its folder, and its newcomer."""
+    """The processes of a job, its folder, and its joining super learner."""
 
     def __init__(self, script: Script, folder: Path, shared: Path, hosts: Hosts | None):
         self.script, self.folder, self.shared, self.hosts = script, folder, shared, hosts
         self.story = Story(script)
         self.job: list[subprocess.Popen[bytes]] = []
-        self.newcomer: subprocess.Popen[bytes] | None = None
+        self.candidate: subprocess.Popen[bytes] | None = None
         self.ends = time.monotonic() + LONGEST_S
         (folder / "tmp").mkdir()
         (folder / "notes").touch()
@@ -102,7 +102,7 @@ class Stage:
             "TMPDIR": str(self.folder / "tmp"),
             "OMPI_MCA_btl_sm_backing_directory": str(self.shared),
         }
-        if self.script.joins == "newcomer":
+        if self.script.joins == "candidate":
             variables[SECRET] = str(self.folder / "secret")
         with open(self.folder / "errors", "ab") as err:
             return subprocess.Popen(
@@ -115,8 +115,8 @@ class Stage:
             )
 
     def attend(self) -> None:
-        """Until all processes have ended; starts the newcomer when the job has a checkpoint."""
-        waits = self.script.joins == "newcomer"
+        """Until all processes have ended; starts the joining super learner when the job has a checkpoint."""
+        waits = self.script.joins == "candidate"
         while any(process.poll() is None for process in self.job):
             if time.monotonic() > self.ends:
                 self.story.broken.append(f"every run ends: it has not in {LONGEST_S:g} s")
@@ -124,17 +124,17 @@ class Stage:
             if waits and self.notes("checkpoint"):
                 self._invite()
                 waits = False
-            if self.newcomer is not None and self.newcomer.poll() is not None:
+            if self.candidate is not None and self.candidate.poll() is not None:
                 (self.folder / "nobody comes").touch()
             time.sleep(0.02)
 
     def _invite(self) -> None:
-        doors = re.findall(r"HVD_ADPSGD_JOIN=(\S+)", (self.folder / "errors").read_text())
-        if not doors:
+        listeners = re.findall(r"HVD_ADPSGD_JOIN=(\S+)", (self.folder / "errors").read_text())
+        if not listeners:
             self.story.broken.append("who may join is told where: no line says it")
             (self.folder / "nobody comes").touch()
             return
-        self.newcomer = self._started(self._program(), {"HVD_ADPSGD_JOIN": doors[0]})
+        self.candidate = self._started(self._program(), {"HVD_ADPSGD_JOIN": listeners[0]})
 
     def end(self) -> Story:
         """What happened; nothing of it runs any more."""
@@ -145,7 +145,7 @@ class Stage:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for process in [*self.job, *filter(None, [self.newcomer])]:
+        for process in [*self.job, *filter(None, [self.candidate])]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

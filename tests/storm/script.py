@@ -59,7 +59,7 @@ class Fault:
         place: step: behind it; gradient: in its all-reduce; exchange: some chunks are merged, others not;
             before: the others are at the checkpoint; rest: at the checkpoint, all exchanges are over;
             moment: at any moment of a step; collective: of operations over all learners; wrap: of
-            DistributedOptimizer; admit: of hvd.admit; shutdown: in it, before the engine's goodbye.
+            DistributedOptimizer; admit: of hvd.admit; shutdown: in it, before the engine's departure.
         value: seconds of a stop, a cut and a partition; factor of slow.
         hosts: of a cut, a partition: those that are apart from the others.
     """
@@ -93,7 +93,7 @@ class Script:
         strategy, dtype, share, rate: arguments of DistributedOptimizer.
         chunks: of the model, each of 64 KiB.
         variables: of the environment.
-        joins: None, "replacement" (of whoever is lost) or "newcomer" (one that was not there at the start).
+        joins: None, "replacement" (of whoever is lost) or "candidate" (one that was not there at the start).
         faults: in the order of the scenario.
         left_out: what of the scenario is not played.
     """
@@ -223,7 +223,7 @@ def _joins(s: Scenario, c: Chance) -> str | None:
     numbers = [fault.who for fault in s.faults if fault.kind == "join"]
     if not numbers and not c.happens(0.2):
         return None
-    return "newcomer" if s.size in numbers or c.happens(0.4) else "replacement"
+    return "candidate" if s.size in numbers or c.happens(0.4) else "replacement"
 
 
 def _has_pairs(strategy: str) -> bool:

@@ -60,24 +60,24 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "orders are read without the gate",
-        "look.pyx",
-        "    pthread_mutex_lock(&e.port.gate)\n    given = e.port.given\n"
-        "    pthread_mutex_unlock(&e.port.gate)\n",
-        "    given = e.port.given\n",
+        "inspect.pyx",
+        "    pthread_mutex_lock(&e.mailbox.gate)\n    given = e.mailbox.given\n"
+        "    pthread_mutex_unlock(&e.mailbox.gate)\n",
+        "    given = e.mailbox.given\n",
         "shared",
     ),
     Mutant(
         "a look while the thread goes on",
-        "look.pyx",
-        "    while load(&e.port.look_over) < number:\n        sched_yield()\n",
+        "inspect.pyx",
+        "    while load(&e.mailbox.inspection_over) < number:\n        sched_yield()\n",
         "",
         "shared",
     ),
     Mutant(
         "a counter that is not atomic",
         "lanes.pyx",
-        "add(&e.port.counters.chunks, 1)",
-        "e.port.counters.chunks += 1",
+        "add(&e.mailbox.counters.chunks, 1)",
+        "e.mailbox.counters.chunks += 1",
         "shared",
     ),
     Mutant(

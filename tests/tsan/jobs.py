@@ -37,7 +37,7 @@ LONGEST_S = 120.0
 CHUNK_KIB = 64
 SIZES = (1, 70_000, 257)  # elements of the tensors, float64: nine chunks and two small ones
 ADDED = 9000  # ... of a parameter group that is added
-SLOTS = 3  # of corrections, of a node of several learners
+SLOTS = 3  # of corrections, of a super learner of several learners
 
 
 class Rank:
@@ -54,7 +54,7 @@ class Rank:
 
 
 class Node(Rank):
-    """What the memory of a node asks of the communicator of its learners, all in this process."""
+    """What the memory of a super learner asks of the communicator of its learners, all in this process."""
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         return value
@@ -119,10 +119,10 @@ class SuperLearner:
         self.sums.append(float(model.sum()))
         self.leader.append(model)
         self.follower.append(model.copy())
-        mailbox = memory.areas[-1].mailbox
+        shared = memory.own.areas[-1].shared
         for i, chunk in enumerate(memory.layout.parts[-1].chunks):
-            slots = [slot.ctypes.data + chunk.offset for slot in mailbox.slots]
-            flags = [row.ctypes.data + i for row in mailbox.flags]
+            slots = [slot.ctypes.data + chunk.offset for slot in shared.slots]
+            flags = [row.ctypes.data + i for row in shared.flags]
             if self.follows:
                 self.store.add_chunk(0, slots, flags, chunk.count, 1)
 
@@ -155,7 +155,7 @@ class SuperLearner:
         engine.rounds.finish()
 
     def round(self, step: int, rounds: Rounds) -> None:
-        """As an optimizer does it (torch/averaging.py)."""
+        """As an optimizer does it (training/averaging.py)."""
         self.engine.rounds.begin(step // rounds.period)
         if rounds.order == AFTER:
             self.engine.publish(step)
@@ -268,7 +268,7 @@ class Job:
         def fail() -> None:
             victim.lead()
             self.threads.fail(victim.engine.rank.rank)
-            victim.engine.loop = None  # ends the thread, without a goodbye
+            victim.engine.loop = None  # ends the thread, without a departure
 
         watcher = threading.Thread(target=self.watch)
         watcher.start()

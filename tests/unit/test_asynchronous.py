@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hvd_adpsgd.runtime.turns import Turns
+from hvd_adpsgd.collectives.fifo_lock import FifoLock
 from hvd_adpsgd.torch import asynchronous
-from hvd_adpsgd.torch.devices import Host
+from hvd_adpsgd.training.devices import Host
 
 DEADLINE_S = 60.0
 
@@ -36,7 +36,7 @@ class PerThread(Host):
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
     collectives = SimpleNamespace(
-        prepare=lambda: None, turns=Turns(), blocking=contextlib.nullcontext
+        prepare=lambda: None, lock=FifoLock(), blocking=contextlib.nullcontext
     )
     monkeypatch.setattr(
         asynchronous.worlds, "current", lambda: SimpleNamespace(collectives=collectives)

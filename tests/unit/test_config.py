@@ -10,7 +10,7 @@ import pytest
 
 from hvd_adpsgd.config import PREFIX, Config
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime import bootstrap
+from hvd_adpsgd.launch import bootstrap
 
 DEFAULTS = {
     "super_learner_size": None,

@@ -14,9 +14,9 @@ from hvd_adpsgd import PROTOCOL, __version__
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import LaunchError, ModelMismatchError
-from hvd_adpsgd.runtime import bootstrap
-from hvd_adpsgd.torch.averaging import _with_chunks_for
-from hvd_adpsgd.torch.consistency import require_same
+from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.training.averaging import _with_chunks_for
+from hvd_adpsgd.training.consistency import require_same
 
 
 class Meeting:

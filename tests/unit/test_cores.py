@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.torch.cores import NAME, Learner, _listed, plan
+from hvd_adpsgd.training.cores import NAME, Learner, _listed, plan
 
 ALL = tuple(range(8))
 

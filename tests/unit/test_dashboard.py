@@ -499,7 +499,7 @@ def test_warnings_and_states_are_events() -> None:
     from types import SimpleNamespace
 
     from hvd_adpsgd.engine.peers import PeerState
-    from hvd_adpsgd.torch import watching
+    from hvd_adpsgd.training import watching
 
     board = Board(["a", "b"], {})
     watcher: Any = watching.Watcher.__new__(watching.Watcher)

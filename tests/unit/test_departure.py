@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 START = """
     import os, signal, subprocess, sys, threading, time
     import numpy as np
-    from hvd_adpsgd.runtime import preemption
+    from hvd_adpsgd.lifecycle import preemption
     flags = np.zeros(preemption.Departure.FLAGS, dtype=np.uint8)
     done = threading.Event()  # all that is to be done
     def departure(is_leader=True, last=False):
@@ -68,7 +68,7 @@ def rest(process: subprocess.Popen) -> list[str]:
 
 
 @pytest.mark.parametrize(("last", "status"), [(False, -signal.SIGTERM), (True, 75)])
-def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status):
+def test_a_leader_that_is_blocked_in_c_departs_and_ends(start, last, status):
     process, pid = start(f"preemption.watch(departure(last={last})); wait_here()")
     os.kill(pid, signal.SIGTERM)
     # in reverse order, also after one that raises
@@ -79,7 +79,7 @@ def test_a_leader_that_is_blocked_in_c_says_goodbye_and_ends(start, last, status
     assert "ZeroDivisionError" in said
 
 
-def test_a_mate_ends_once_the_leader_has_said_goodbye(start):
+def test_a_mate_ends_once_the_leader_has_departed(start):
     process, _ = start("""
         preemption.watch(departure(is_leader=False))
         print(os.getpid(), flush=True)
@@ -87,7 +87,7 @@ def test_a_mate_ends_once_the_leader_has_said_goodbye(start):
         done.wait()  # and then for SAID
         print("later", flush=True)
         flags[1] = 1  # SAID
-        preemption.hold()
+        preemption.block_if_leaving()
         print("not here", flush=True)
     """)
     assert rest(process) == ["last", "first", "later"]
@@ -142,7 +142,7 @@ def test_a_handler_of_the_script_is_left_alone(start):
         signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
         preemption.watch(departure())
         flags[0] = 1
-        preemption.hold()  # nothing holds it either
+        preemption.block_if_leaving()  # nothing holds it either
         os.kill(os.getpid(), signal.SIGTERM)
         print(0, flush=True); print(heard, flush=True)
     """)

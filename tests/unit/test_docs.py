@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
+LOG = sorted((ROOT / "docs" / "log").glob("*.md"))
 
 
 def prose(page: Path) -> str:
@@ -49,7 +50,7 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *LOG], ids=name)
 def test_links_lead_somewhere(page):
     for target in links(page):
         path, _, anchor = target.partition("#")
@@ -61,8 +62,15 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_linked_from_the_readme_and_on_the_site():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in links(ROOT / "README.md")}
     assert not [name(page) for page in PAGES[1:] if page.resolve() not in linked]
-    listed = re.findall(r"\b(\w+\.md)\b", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    listed = re.findall(r"([\w/]+\.md)\b", (ROOT / "mkdocs.yml").read_text())
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(listed) == sorted([*pages, "log/README.md"])
+
+
+def test_every_entry_of_the_log_is_listed():
+    log = ROOT / "docs" / "log"
+    entries = sorted(entry.name for entry in log.glob("*.md") if entry.name != "README.md")
+    assert not [entry for entry in entries if entry not in links(log / "README.md")]
 
 
 def python_blocks() -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import pytest
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime.host_name import unresolved_host
+from hvd_adpsgd.launch.host_name import unresolved_host
 from hvd_adpsgd.tools import doctor
 from hvd_adpsgd.tools.doctor import findings as f
 from hvd_adpsgd.tools.doctor import hosts, launch, probes

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.torch.gradients import Gradients, Replacements
-from hvd_adpsgd.torch.mates import _COLUMNS, Mates
+from hvd_adpsgd.training.gradients import Gradients, Replacements
+from hvd_adpsgd.training.mates import _COLUMNS, Mates
 
 
 def trained(n: int = 3) -> list[torch.nn.Parameter]:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_adpsgd.runtime import communicators
-from hvd_adpsgd.runtime.deadline import Deadline
+from hvd_adpsgd.launch import communicators
+from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.tools.build_horovod import SILENCE
 
 DETECTOR = "OMPI_MCA_mpi_ft_detector"

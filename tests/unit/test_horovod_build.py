@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -173,13 +173,13 @@ def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says,
 def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, working, expected):
     program = """if True:
         import os, sys
-        from hvd_adpsgd.runtime import shutdown
+        from hvd_adpsgd.lifecycle import shutdown
         status, working, told = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
         assert told == "two words"
-        shutdown.mark(True)
+        shutdown.set_running(True)
         assert os.listdir(os.environ["TMPDIR"]) == []  # a launcher may kill the shell too
         if not working:
-            shutdown.mark(False)
+            shutdown.set_running(False)
         os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
     """
     command = ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program]
@@ -208,9 +208,9 @@ def test_keeper_without_room_for_a_file_passes_the_status_on(tmp_path):
 def test_the_shell_of_an_older_build_finds_a_file(tmp_path, monkeypatch):
     file = tmp_path / "learner"
     monkeypatch.setenv("ADPSGD_LEARNER", str(file))
-    shutdown.mark(True)
+    shutdown.set_running(True)
     assert file.exists()
-    shutdown.mark(False)
+    shutdown.set_running(False)
     assert not file.exists()
 
 

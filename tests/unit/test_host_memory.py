@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adpsgd.runtime import host_memory
-from hvd_adpsgd.runtime.host_barrier import arrive, await_count
-from hvd_adpsgd.runtime.host_memory import HostMemory
+from hvd_adpsgd.messaging import host_memory
+from hvd_adpsgd.messaging.host_barrier import arrive, await_count
+from hvd_adpsgd.messaging.host_memory import HostMemory
 
 SIZES = (1, 7, 1000, 40_001)
 LONGEST_S = 60.0

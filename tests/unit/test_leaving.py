@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.agreement import Agreement
-from hvd_adpsgd.runtime import shutdown
-from hvd_adpsgd.runtime.messages import COMPLETE, Messages
-from hvd_adpsgd.runtime.shutdown import _is_last
+from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.shutdown import _is_last
+from hvd_adpsgd.messaging.messages import COMPLETE, Messages
 from tests.silent_network import AGREEMENT, LEAVES, SilentNetwork
 
 
@@ -50,7 +51,7 @@ SCRIPT = """
 import os, sys, threading
 import mpi4py
 mpi4py.rc.initialize = False
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 
 def shut_down():
     print(shutdown.script_fails())
@@ -94,11 +95,11 @@ def test_whether_the_script_fails(end, fails):
 AS_CHILD = """
 import multiprocessing, sys
 from types import SimpleNamespace
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 
 def learner():
     shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
-    shutdown.exit_state.goodbye = {goodbye}
+    shutdown.exit_state.barrier = {barrier}
     shutdown.exit_state.has_failures = True
     shutdown.at_exit(lambda: print(shutdown.script_fails()), lambda: 1.0)
     {end}
@@ -112,7 +113,7 @@ ALONE = "SimpleNamespace(rank=0, ranks=(0,), ended=lambda: set())"
 
 
 @pytest.mark.parametrize(
-    ("end", "goodbye", "expected"),
+    ("end", "barrier", "expected"),
     [
         ("pass", None, ["False", "0"]),
         ("pass", ALONE, ["False", "75"]),
@@ -120,8 +121,8 @@ ALONE = "SimpleNamespace(rank=0, ranks=(0,), ended=lambda: set())"
         ("1 / 0", ALONE, ["True", "1"]),
     ],
 )
-def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, goodbye, expected):
-    script = AS_CHILD.format(end=end, goodbye=goodbye)
+def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, barrier, expected):
+    script = AS_CHILD.format(end=end, barrier=barrier)
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert said.stdout.split() == expected, said.stderr
 
@@ -129,9 +130,9 @@ def test_a_learner_that_multiprocessing_has_forked_leaves_in_order(end, goodbye,
 LAST = f"""
 import os, sys
 from types import SimpleNamespace
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
-shutdown.exit_state.goodbye = {ALONE}
+shutdown.exit_state.barrier = {ALONE}
 shutdown.exit_state.has_failures = True
 shutdown.at_exit(lambda: None, lambda: 1.0)
 """
@@ -159,7 +160,7 @@ def test_a_process_without_mpi_does_not_start_it_at_its_end():
 import atexit, sys
 from types import SimpleNamespace
 atexit.register(lambda: print("mpi4py.MPI" in sys.modules))  # runs last
-from hvd_adpsgd.runtime import shutdown
+from hvd_adpsgd.lifecycle import shutdown
 barrier = SimpleNamespace(rank=0, ranks=(0, 1), ended=lambda: {1})
 print(shutdown.Teardown(barrier, None, (0, 1), None).ends_last(5.0), "mpi4py.MPI" in sys.modules)
 shutdown.at_exit(lambda: None, lambda: 1.0)
@@ -201,3 +202,18 @@ def test_a_learner_that_its_peers_count_as_failed_does_not_say_that_it_leaves(
         act()
     says = [place for place, channel, _ in network.sent if channel == LEAVES]
     assert says == ([] if is_excluded else [1, 2])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_learner_that_leaves_tells_whether_it_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown.exit_state, "at_end", [])
+    network = SilentNetwork()
+    shutdown.leave_behind(Messages(network), fails)
+    for act in shutdown.exit_state.at_end:
+        act()
+    told = [
+        np.frombuffer(data, np.int32)[0] for _, channel, data in network.sent if channel == LEAVES
+    ]
+    assert told == [fails, fails]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.lifecycle.membership import Membership
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState
 

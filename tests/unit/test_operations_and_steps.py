@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from hvd_adpsgd.collectives import collectives as module
+from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import CollectiveMismatchError
-from hvd_adpsgd.runtime import collectives as module
-from hvd_adpsgd.runtime.collectives import Collectives
-from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.lifecycle.membership import Membership
 from tests.silent_network import ABANDON, LEAVES, WAITS, SilentNetwork
 
 ME = 0
@@ -72,9 +72,9 @@ def test_other_waits_are_none_of_its_business(collectives, network, place, numbe
 
 def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(collectives, network):
     network.arrives_pickled(1, WAITS, (CALLER, (3,)))
-    number = collectives.turns.take()
+    number = collectives.lock.take()
     collectives.require_step(count, 4, [1])
-    collectives.turns.leave(number)
+    collectives.lock.leave(number)
     assert network.sent == []
 
 
@@ -101,15 +101,24 @@ def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monke
 def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
     membership = collectives._membership
-    network.arrives(2, LEAVES, np.array([1, 2], dtype=np.int32).tobytes())
-    number = collectives.turns.take()
+    network.arrives(2, LEAVES, np.array([0, 1, 2], dtype=np.int32).tobytes())
+    number = collectives.lock.take()
     collectives.look_for_departures()
     assert membership.states == [PeerState.ALIVE] * 3
-    collectives.turns.leave(number)
+    collectives.lock.leave(number)
     collectives.look_for_departures()
     assert membership.states == [PeerState.ALIVE, PeerState.LEFT, PeerState.LEFT]
     membership.update([(1, PeerState.FAILED)])
     assert membership.failed_ranks(ended={1, 2}) == ()
+
+
+def test_who_leaves_because_of_a_failure_has_failed(collectives, network):
+    """Operations continue without it, and it counts as failed, also on learners that no engine tells."""
+    network.arrives(2, LEAVES, np.array([1, 1, 2], dtype=np.int32).tobytes())
+    collectives.look_for_departures()
+    assert collectives.messages.failed == {1, 2}
+    assert collectives._membership.states == [PeerState.ALIVE] * 3
+    assert collectives._membership.failed_ranks(ended={1, 2}) == (1, 2)
 
 
 def test_a_super_learner_says_of_all_its_learners_that_they_leave(
@@ -117,4 +126,4 @@ def test_a_super_learner_says_of_all_its_learners_that_they_leave(
 ):
     monkeypatch.setattr(module, "_PUSHES", 0)
     collectives.say_left([0, 1])
-    assert network.sent == [(2, LEAVES, np.array([0, 1], dtype=np.int32).tobytes())]
+    assert network.sent == [(2, LEAVES, np.array([0, 0, 1], dtype=np.int32).tobytes())]

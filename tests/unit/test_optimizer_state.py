@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hvd_adpsgd.strategies.plan import Rounds
-from hvd_adpsgd.torch import join_state
-from hvd_adpsgd.torch.join_state import JoinState, pack, unpack
-from hvd_adpsgd.torch.optimizer_state import keeping_held, load_in_place
+from hvd_adpsgd.training import join_state
+from hvd_adpsgd.training.join_state import JoinState, pack, unpack
+from hvd_adpsgd.training.optimizer_state import keeping_held, load_in_place
 from tests.schedulers import MAKE, of_torch, optimizers, trace
 
 
@@ -74,7 +74,7 @@ def averaging(step: int, value: float) -> Any:
 def test_a_join_gives_the_averaging_too_and_warns_of_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Exchanges owe nothing to what a newcomer has trained before: its engine is new."""
+    """Exchanges owe nothing to what a joining super learner has trained before: its engine is new."""
     monkeypatch.setattr(join_state, "live", lambda: [averaging(step=9, value=2.0)])
     gift = pack(JoinState([used()], b""))
     taker = averaging(step=3, value=0.0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch import cores
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.training import cores
 from tests.unit.test_kernels import DTYPES, decode, encode, raw, wide
 
 CHUNK_NBYTES = 1024
@@ -30,7 +30,7 @@ class Leader:
         self.dtype = dtype
         rng = np.random.default_rng(1)
         self.tensors = [encode(rng.standard_normal(n), dtype) for n in COUNTS]
-        self.memory = ModelMemory(CHUNK_NBYTES, None, True, thread_nbytes=thread_nbytes)
+        self.memory = ShardMemory(CHUNK_NBYTES, None, True, thread_nbytes=thread_nbytes)
         self.extend(range(len(COUNTS)))
         self.step = 0
 

@@ -15,9 +15,9 @@ import pytest
 
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.runtime import bootstrap, rendezvous
-from hvd_adpsgd.runtime.deadline import Deadline
-from hvd_adpsgd.runtime.rendezvous import HttpStore, Place, StoreGather, of_environment, opened
+from hvd_adpsgd.launch import bootstrap, rendezvous
+from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.launch.rendezvous import HttpStore, Place, StoreGather, of_environment, opened
 from tests.launcher import wait_for
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}

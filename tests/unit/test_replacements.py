@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_adpsgd.runtime.newcomers import _moved
-from hvd_adpsgd.runtime.replacements import is_minority, lost, starters
-from hvd_adpsgd.runtime.world import Placement
+from hvd_adpsgd.joining.candidates import _moved
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.launch.world import Placement
 
 
 def job(*hosts: int, of: int = 1) -> tuple[list[Placement], list[tuple[int, ...]]]:
@@ -29,7 +29,7 @@ def without(groups: list[tuple[int, ...]], *numbers: int) -> list[int]:
         ((2, 2, 2), (2, 3), (), False),
         ((2, 2, 2), (0, 1, 2, 3), (), True),
         ((1,) * 6, (0, 1, 2, 4, 5), (), True),
-        ((1,) * 6, (0, 1, 2, 4, 5), (0, 1, 2, 4, 5), False),  # they said goodbye
+        ((1,) * 6, (0, 1, 2, 4, 5), (0, 1, 2, 4, 5), False),  # they announced the departure
         ((1, 1), (1,), (), False),  # of two halves the first
         ((1, 1), (0,), (), True),
         ((2, 2), (1, 2, 3), (), True),  # the other side has two at most, this one

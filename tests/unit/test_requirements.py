@@ -10,8 +10,8 @@ import pytest
 
 from hvd_adpsgd.__main__ import main
 from hvd_adpsgd.errors import MissingRequirementError
-from hvd_adpsgd.runtime.communicators import load_mpi
-from hvd_adpsgd.runtime.deadline import Deadline
+from hvd_adpsgd.launch.communicators import load_mpi
+from hvd_adpsgd.launch.deadline import Deadline
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shared memory of a node, where one process stands for all."""
+"""Shared memory of a super learner, where one process stands for all."""
 
 import os
 
@@ -8,7 +8,7 @@ from hvd_adpsgd.engine import shared_memory
 
 
 class TwoLearners:
-    """What a mailbox asks of a communicator, as the leader of two sees it."""
+    """What a shared asks of a communicator, as the leader of two sees it."""
 
     def Get_size(self):
         return 2
@@ -24,13 +24,13 @@ class TwoLearners:
 
 
 def test_a_model_with_nothing_to_average_has_a_mailbox_too():
-    empty = shared_memory.Mailbox(0, 0, TwoLearners())
+    empty = shared_memory.SharedSlots(0, 0, TwoLearners())
     assert [slot.size for slot in empty.slots] == [0, 0, 0]
     assert [flags.size for flags in empty.flags] == [0, 0, 0]
 
 
 def test_slots_and_flags_lie_apart_and_start_at_zero():
-    box = shared_memory.Mailbox(5000, 3, TwoLearners())
+    box = shared_memory.SharedSlots(5000, 3, TwoLearners())
     for i, part in enumerate([*box.slots, *box.flags]):
         assert not part.any()
         part[:] = i + 1
@@ -39,7 +39,7 @@ def test_slots_and_flags_lie_apart_and_start_at_zero():
 
 
 def test_a_learner_alone_has_two_slots():
-    assert len(shared_memory.Mailbox(5000, 3).slots) == 2
+    assert len(shared_memory.SharedSlots(5000, 3).slots) == 2
 
 
 def test_memory_never_has_a_name():

@@ -12,9 +12,9 @@ import pytest
 
 from hvd_adpsgd.engine import kernels, neighbours, shared_memory
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
-from hvd_adpsgd.engine.shared_memory import Mailbox
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.shared_memory import SharedSlots
 from tests.unit.test_kernels import DTYPES, PAIRS, decode, draw, encode, raw, wide
 from tests.unit.test_shared_memory import TwoLearners
 
@@ -30,7 +30,7 @@ class Shown:
     def __init__(self, values, dtype="float32", inner=None, later=0):
         self.dtype = dtype
         self.model = encode(np.asarray(values), dtype)
-        self.memory = ModelMemory(CHUNK_NBYTES, inner, True, True)
+        self.memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
         self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
         self.addresses = [self.model.ctypes.data]
         if later:
@@ -232,7 +232,7 @@ def test_what_changed_while_it_was_read_is_thrown_away():
     elements = 2**20
     memories, models = [], []
     for _ in range(2):
-        memory, model = ModelMemory(2 * elements, None, True, True), np.zeros(elements, np.float16)
+        memory, model = ShardMemory(2 * elements, None, True, True), np.zeros(elements, np.float16)
         memory.extend([TensorSpec("model", (elements,), "float16")])
         memory.absorb(np.array([model.ctypes.data], np.uintp), 0)
         memories.append(memory)
@@ -355,15 +355,15 @@ def test_only_what_was_there_at_first_is_shown():
     a = Shown(np.zeros(5000), later=3000)
     nchunks = len(a.memory.layout.parts[0].chunks)
     assert len(a.store) > nchunks
-    mailbox, area, _ = a.memory._shown
+    shared, area, _ = a.memory._shown
     assert area == -(-a.store.live_nbytes(nchunks) // 64) * 64
-    assert mailbox.front.size == -(-(area + 4 * 5000) // 4096) * 4096
+    assert shared.front.size == -(-(area + 4 * 5000) // 4096) * 4096
 
 
 @pytest.mark.parametrize("inner", [None, TwoLearners()])
 def test_without_room_a_model_is_not_shown(inner, monkeypatch):
     monkeypatch.setattr(shared_memory, "_has_room", lambda nbytes: False)
-    memory = ModelMemory(CHUNK_NBYTES, inner, True, True)
+    memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
     memory.extend([TensorSpec("model", (5000,), "float32")])
     assert memory.shown is None
     model = np.ones(5000, np.float32)
@@ -372,7 +372,7 @@ def test_without_room_a_model_is_not_shown(inner, monkeypatch):
 
 @pytest.mark.parametrize("inner", [None, TwoLearners()])
 def test_the_front_lies_apart_from_slots_and_flags(inner):
-    box = Mailbox(5000, 3, inner, 6000)
+    box = SharedSlots(5000, 3, inner, 6000)
     parts = [box.front, *box.slots, *box.flags]
     for i, part in enumerate(parts):
         assert not part.any()

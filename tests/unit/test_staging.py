@@ -1,4 +1,4 @@
-"""Parameters on devices: exact, the same in the node, and in order, with devices that lag behind the host.
+"""Parameters on devices: exact, in order, and the same in a super learner; devices lag behind the host.
 
 Each learner has devices of its own, whose operations are done late and in a seeded order (tests/lagging.py).
 Where a GPU needs an event they need it too: without it an operation comes too early.
@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.torch.devices import Host
-from hvd_adpsgd.torch.staging import Staging
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.training.devices import Host
+from hvd_adpsgd.training.staging import Staging
 from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
 
 
 def require_exact(job: Job) -> None:
-    """The mean has moved by local updates only; in a node all have seen the same bits; mirrors are models."""
+    """Local updates alone move the mean; a super learner sees the same bits; mirrors are models."""
     assert job.off() < ROUNDING[job.dtype]
     for node in job.nodes:
         np.testing.assert_array_equal(node[0].mirror(), node[0].values)
@@ -64,7 +64,7 @@ def test_tensors_of_the_host_and_of_a_device_share_chunks(dtype):
 
 
 def test_the_host_waits_for_nothing_and_only_the_leader_copies():
-    """Steps are given to the devices of a node, which have done nothing of it yet."""
+    """Steps are given to the devices of a super learner, which have done nothing of it yet."""
     leader, follower = make_node(np.ones(COUNT), "float32", 2, 5, OnLagging, strided=True)
     for learner in (leader, follower):
         learner.place.scheduler.eager = 0.0
@@ -220,7 +220,7 @@ def test_a_copy_lands_while_the_host_does_something_else():
 def test_memory_is_locked_once_and_until_it_is_freed():
     learner = alone(places=partial(OnLagging, devices=2))
     area = learner.memory.areas[0]
-    expected = [area.mailbox.memory.ctypes.data, area.mirror.ctypes.data]
+    expected = [area.shared.memory.ctypes.data, area.mirror.ctypes.data]
     learner.staging.bind(learner.memory, learner.tensors)  # as after add_param_group
     assert learner.devices[0].pinned == expected
     assert learner.devices[1].pinned == []
@@ -230,7 +230,7 @@ def test_memory_is_locked_once_and_until_it_is_freed():
 
 def test_when_it_is_closed_it_keeps_no_memory():
     learner = alone()
-    memory = ModelMemory(CHUNK_NBYTES, None, True)
+    memory = ShardMemory(CHUNK_NBYTES, None, True)
     memory.extend(learner.memory.layout.tensors)
     staging = Staging(devices=lambda tensor: learner.devices[0])
     staging.bind(memory, learner.tensors)

@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 START = """
     import os, signal, subprocess, sys, threading, time
-    from hvd_adpsgd.runtime import state_dump
+    from hvd_adpsgd.lifecycle import state_dump
     def wait_here():
         print(os.getpid(), flush=True)
         lock = threading.Lock(); lock.acquire()

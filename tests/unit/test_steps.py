@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_adpsgd.torch.round_accounting import Steps
+from hvd_adpsgd.training.round_accounting import Steps
 
 
 def step(steps: Steps) -> bool:

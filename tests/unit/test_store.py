@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
-from hvd_adpsgd.engine.shared_memory import Mailbox, private_memory
+from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from tests.unit.test_kernels import DTYPES, decode, encode, wide
 from tests.unit.test_shared_memory import TwoLearners
@@ -27,8 +27,8 @@ class Learner:
     Args:
         values: of the model.
         dtype: of its parameters.
-        node: it is the leader of a node of several learners.
-        leader: of its node, if it is not the leader itself.
+        node: it is the leader of a super learner of several learners.
+        leader: of its super learner, if it is not the leader itself.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Learner:
         self.spans, self.chunks = layout.spans, part.chunks
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         inner = TwoLearners() if node or leader else None
-        self.mailbox = leader.mailbox if leader else Mailbox(places[-1], len(self.chunks), inner)
+        self.shared = leader.shared if leader else SharedSlots(places[-1], len(self.chunks), inner)
         self.mirror = None if leader else private_memory(part.nbytes)
-        self.store = Store(len(self.mailbox.slots))
+        self.store = Store(len(self.shared.slots))
         for i, chunk in enumerate(self.chunks):
             self.store.add_chunk(
                 0 if self.mirror is None else self.mirror.ctypes.data + chunk.offset,
-                [slot.ctypes.data + places[i] for slot in self.mailbox.slots],
-                [flags.ctypes.data + i for flags in self.mailbox.flags],
+                [slot.ctypes.data + places[i] for slot in self.shared.slots],
+                [flags.ctypes.data + i for flags in self.shared.flags],
                 chunk.count,
                 DTYPES[dtype],
             )
@@ -124,7 +124,7 @@ def test_local_updates_made_meanwhile_are_kept():
     np.testing.assert_array_equal(a.model, 11.0)
 
 
-# ---- a node of several learners ------------------------------------------------------------------
+# ---- a super learner of several learners ------------------------------------------------------------------
 
 
 def test_a_follower_reads_what_its_leader_published():
@@ -199,8 +199,8 @@ def test_chunks_stay_where_they_are_while_others_are_added():
     for _ in range(1000):
         a.store.add_chunk(
             a.mirror.ctypes.data,
-            [slot.ctypes.data for slot in a.mailbox.slots],
-            [flags.ctypes.data for flags in a.mailbox.flags],
+            [slot.ctypes.data for slot in a.shared.slots],
+            [flags.ctypes.data for flags in a.shared.flags],
             8,
             DTYPES["float64"],
         )
@@ -261,7 +261,7 @@ def test_the_mean_moves_only_by_local_updates(dtype, data):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_mean_of_16_bit_models_is_kept_over_a_thousand_exchanges(dtype):
-    """To rounding of float32, and the learners of a node take the same bits.
+    """To rounding of float32, and the learners of a super learner take the same bits.
 
     Each exchange moves the models by less than half a unit in the last place in most elements."""
     rng = np.random.default_rng(7)
@@ -349,7 +349,7 @@ def test_a_16_bit_model_that_gets_no_correction_holds_nothing_back():
     for _ in range(3):
         finite, corrected = a.store.absorb(a.spans, a.addresses, a.store.publish(), 0)
         assert finite and not corrected
-    assert not any(flags.any() for flags in a.mailbox.flags)
+    assert not any(flags.any() for flags in a.shared.flags)
 
 
 # -------------------------------------------------------------------------------------------------

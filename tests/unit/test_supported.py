@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
-from hvd_adpsgd.torch.parameters import Parameters
-from hvd_adpsgd.torch.supported import require_models, require_supported
+from hvd_adpsgd.training.parameters import Parameters
+from hvd_adpsgd.training.supported import require_models, require_supported
 
 
 @pytest.fixture(scope="module")

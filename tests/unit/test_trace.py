@@ -17,7 +17,7 @@ import torch
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools import timeline as command
-from hvd_adpsgd.torch import timeline as marks
+from hvd_adpsgd.training import timeline as marks
 from hvd_adpsgd.watching.trace import TRACKS, Timeline, learner_path, merge
 
 

@@ -1,8 +1,9 @@
-"""docs/troubleshooting.md has an entry for every error and every warning of the library.
+"""The troubleshooting pages together have an entry for every error and every warning of the library.
 
 Messages are read from the sources: the first argument of every call of an error class and of log.warning,
 log.error and warnings.warn. An entry quotes the longest run of constant text in the message's first sentence
 that has one; backquotes do not count.
+docs/troubleshooting.md has the messages of a job, docs/troubleshooting_tools.md those of everything else.
 Messages that are put together elsewhere ("%s", a variable) are out of this test's reach.
 """
 
@@ -19,6 +20,7 @@ import pytest
 from hvd_adpsgd import errors
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "troubleshooting_tools.md")]
 ERRORS = {*errors.__all__, "BuildError"}
 LOGS = {"warning", "error", "warn"}
 HOLE = "…"
@@ -68,9 +70,13 @@ def called(node: ast.Call) -> str:
     return getattr(function, "id", None) or getattr(function, "attr", "")
 
 
-def missing(page: str) -> list[str]:
-    """Messages without an entry in a page."""
-    quoted = " ".join(page.replace("`", "").split())
+def pages() -> str:
+    return "\n".join(page.read_text() for page in PAGES)
+
+
+def missing(pages: str) -> list[str]:
+    """Messages without an entry."""
+    quoted = " ".join(pages.replace("`", "").split())
     return [
         f"{place}: no entry quotes {words!r}" for place, words in messages() if words not in quoted
     ]
@@ -78,7 +84,7 @@ def missing(page: str) -> list[str]:
 
 def test_every_message_has_an_entry():
     assert len(messages()) > 120
-    assert missing((ROOT / "docs" / "troubleshooting.md").read_text()) == []
+    assert missing(pages()) == []
 
 
 @pytest.mark.parametrize(
@@ -94,5 +100,5 @@ def test_key_is_the_longest_constant_run(message, expected):
 
 
 def test_a_message_without_an_entry_is_found():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert len(missing(page.replace("cannot be copied or pickled", ""))) == len(missing(page)) + 1
+    cut = pages().replace("cannot be copied or pickled", "")
+    assert len(missing(cut)) == len(missing(pages())) + 1

@@ -12,7 +12,7 @@ import torch
 
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.torch import watching
+from hvd_adpsgd.training import watching
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.record import Record, read
 from hvd_adpsgd.watching.reports import Report

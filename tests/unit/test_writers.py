@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.torch import watching
+from hvd_adpsgd.training import watching
 from hvd_adpsgd.watching.reports import Report
 from hvd_adpsgd.watching.writers import EACH, Outlet, scalars
 

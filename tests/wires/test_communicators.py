@@ -17,10 +17,10 @@ import pytest
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine import connections
 from hvd_adpsgd.errors import PeerFailedError
-from hvd_adpsgd.runtime.attempt import Attempt
-from hvd_adpsgd.runtime.messages import AttemptAbandonedError, Messages
-from hvd_adpsgd.runtime.mpi_transport import SEGMENT, failed_comm_ranks
-from hvd_adpsgd.runtime.sockets import Communicator, Hub
+from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.messaging.messages import AttemptAbandonedError, Messages
+from hvd_adpsgd.messaging.mpi_transport import SEGMENT, failed_comm_ranks
+from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
 LONGEST_S = 60.0
 

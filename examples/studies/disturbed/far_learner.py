@@ -26,9 +26,9 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.collectives.of_communicator import wait
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.presence import live
 
 HELD_OUT = 512
 TEACHER = 32  # its hidden units

@@ -20,8 +20,8 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd import strategies
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
+from hvd_adpsgd.launch import world as worlds
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
-from hvd_adpsgd.engine.port cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
+from hvd_adpsgd.engine.mailbox cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
 from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
 from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
 
@@ -37,14 +37,14 @@ cdef void close_control(Control* c) noexcept:
 cdef void listen(Core* e) noexcept nogil:
     cdef Control* c = &e.control
     if receive(e.wire, &c.listening, c.inbox, longest_message(e.wire.size), NOBODY, CONTROL) == WIRE_DOWN:
-        latch(&e.port, FAULT_MPI, c.listening.code, NOBODY)
+        latch(&e.mailbox, FAULT_MPI, c.listening.code, NOBODY)
 
 
 cdef Message* take_message(Core* e, int* peer) noexcept nogil:
     """The next message that has arrived, until the next call; NULL if there is none.
 
-    Reports are kept on the way to it, and what no engine sends is ignored. Neither is work: else an engine at rest would
-    poll often after each."""
+    Reports are kept on the way to it, and what no engine sends is ignored. Neither counts as work, so an idle engine keeps
+    its long sleep."""
     cdef Message* message = next_message(e, peer)
     while message != NULL and (message.kind == REPORT or message.kind == NONE):
         message = next_message(e, peer)
@@ -54,7 +54,7 @@ cdef Message* take_message(Core* e, int* peer) noexcept nogil:
 cdef Message* next_message(Core* e, int* peer) noexcept nogil:
     cdef Control* c = &e.control
     cdef Status status
-    if e.port.fault == FAULT_MPI:
+    if e.mailbox.fault == FAULT_MPI:
         return NULL
     if not c.listening.in_use:              # the wire has given the receive back with a peer's failure
         listen(e)
@@ -62,7 +62,7 @@ cdef Message* next_message(Core* e, int* peer) noexcept nogil:
     if status == PENDING:
         return NULL
     if status == WIRE_DOWN:
-        latch(&e.port, FAULT_MPI, c.listening.code, NOBODY)
+        latch(&e.mailbox, FAULT_MPI, c.listening.code, NOBODY)
     if status != DONE and status != TOO_LONG:
         return NULL
     peer[0] = c.listening.peer
@@ -93,8 +93,8 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
 
 cdef void note_malformed(Core* e, int peer) noexcept nogil:
     """It is ignored; the trainer is told."""
-    store(&e.port.counters.malformed_from, peer)
-    add(&e.port.counters.malformed, 1)
+    store(&e.mailbox.counters.malformed_from, peer)
+    add(&e.mailbox.counters.malformed, 1)
 
 
 cdef void take_reports(Core* e) noexcept nogil:
@@ -102,7 +102,7 @@ cdef void take_reports(Core* e) noexcept nogil:
     cdef Parcel* parcel = <Parcel*>e.control.taken
     cdef int i
     for i in range(parcel.message.nchunks):
-        if note_report(&e.reports, &e.port, &parcel.reports[i], now(e)) and e.wire.lives != NULL:
+        if note_report(&e.reports, &e.mailbox, &parcel.reports[i], now(e)) and e.wire.lives != NULL:
             e.wire.lives(e.wire, parcel.reports[i].rank)
 
 
@@ -115,7 +115,7 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
     message.generation = <int>newest
     message.fingerprint = e.generations[newest].fingerprint
     message.weight = e.pairs.weight
-    message.round = e.port.orders.round
+    message.round = e.mailbox.orders.round
     return message
 
 
@@ -153,7 +153,7 @@ cdef void tell_reports(Core* e) noexcept nogil:
     """Send what is known to a peer, if it is time. One that cannot be reached keeps one message on its way, and delays none to others."""
     cdef Reports* r = &e.reports
     cdef int peer
-    if r.known == NULL or e.port.orders.leaving or now(e) < r.next_at:
+    if r.known == NULL or e.mailbox.orders.leaving or now(e) < r.next_at:
         return
     r.next_at = now(e) + r.every_s
     peer = choose_listener(r, &e.membership)
@@ -176,7 +176,7 @@ cdef void send_reports(Core* e, int peer) noexcept nogil:
     cdef int count
     if letter == NULL:
         return
-    count = gather_reports(&e.reports, &e.port, parcel.reports)
+    count = gather_reports(&e.reports, &e.mailbox, parcel.reports)
     if count == 0:
         free(letter)
         return
@@ -188,7 +188,7 @@ cdef Letter* new_letter(Core* e, int peer, size_t nbytes) noexcept nogil:
     """A letter with room for a message of so many bytes behind it; NULL without memory."""
     cdef Letter* letter = <Letter*>calloc(1, sizeof(Letter) + nbytes)
     if letter == NULL:
-        latch(&e.port, FAULT_MEMORY, 0, peer)
+        latch(&e.mailbox, FAULT_MEMORY, 0, peer)
     return letter
 
 
@@ -197,7 +197,7 @@ cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
     cdef Status status = send(e.wire, &letter.transfer, letter + 1, nbytes, peer, CONTROL)
     if status != PENDING:
         if status == WIRE_DOWN:
-            latch(&e.port, FAULT_MPI, letter.transfer.code, peer)
+            latch(&e.mailbox, FAULT_MPI, letter.transfer.code, peer)
         free(letter)
         return
     letter.next_one = e.control.outgoing
@@ -207,7 +207,7 @@ cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
 cdef bint owes_answers(Core* e) noexcept nogil:
     """Whether messages about exchanges are not yet sent to peers that may wait for them.
 
-    Those about departures may be lost with this engine: it ends when another one has its goodbye. So may reports."""
+    Those about departures may be lost with this engine: it ends when another one has its departure. So may reports."""
     cdef Letter* letter = e.control.outgoing
     cdef int kind
     while letter != NULL:

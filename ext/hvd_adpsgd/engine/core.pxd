@@ -2,7 +2,7 @@
 #
 #     wire, clock     handed in: bytes between super learners, time
 #     memory          the model in chunks (store.pyx)
-#     port            orders of the trainer, and what it reads (port.pxd)
+#     mailbox            orders of the trainer, and what it reads (mailbox.pxd)
 #     membership      states of the peers, and departures (membership.pyx)
 #     control         control messages under way (control.pyx)
 #     reports         what super learners say of themselves (reports.pyx)
@@ -14,7 +14,7 @@ from hvd_adpsgd.engine.agreement cimport AgreementState
 from hvd_adpsgd.engine.butterfly cimport Network, Sum
 from hvd_adpsgd.engine.doorbell cimport Doorbell
 from hvd_adpsgd.engine.membership cimport Membership
-from hvd_adpsgd.engine.port cimport Port, load
+from hvd_adpsgd.engine.mailbox cimport Mailbox, load
 from hvd_adpsgd.engine.reports cimport REPORTS, Report, Reports
 from hvd_adpsgd.engine.store cimport Memory, Neighbour
 from hvd_adpsgd.engine.wire cimport Clock, Transfer, Wire
@@ -194,7 +194,7 @@ cdef struct Mean:
     Sums* sums
     Sums* abandoned
     int64_t seen            # changes of the membership
-    int64_t searched        # ... with which members that left were last looked for, and 1
+    int64_t searched        # `seen` at the last search for departed members, and 1
     MeanStage stage
     int64_t vote            # number of the decision that this engine has voted for
     int64_t wanted          # means that the trainer has asked for; finished: those that are over
@@ -219,7 +219,7 @@ cdef struct Core:
     Wire* wire
     Clock* clock
     Memory* memory
-    Port port
+    Mailbox mailbox
     Membership membership
     Control control
     Reports reports

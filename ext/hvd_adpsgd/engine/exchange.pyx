@@ -23,13 +23,13 @@ from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.control cimport send_ask, send_control
 from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.goodbye cimport answer, departed_in, note_answer
+from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
 from hvd_adpsgd.engine.membership cimport (ALIVE, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
                                            set_peer)
 from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, find, has_room, posted, release_side, retire,
                                       return_buffers, sweep, transfer_failed)
-from hvd_adpsgd.engine.port cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
+from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
                                      FAULT_WEIGHT, NO_STEP, Event, Orders, add, add_double, latch, load, record,
                                      spend_credit, store, store_count, store_double)
 from hvd_adpsgd.engine.store cimport memory_elements
@@ -129,10 +129,10 @@ cdef Exchange* shorten(Core* e, int peer, Message* m) noexcept nogil:
 cdef bint same_model(Core* e, int peer, Message* m) noexcept nogil:
     """Whether both sides average the same tensors, with the same weight."""
     if m.weight != e.pairs.weight:
-        latch(&e.port, FAULT_WEIGHT, 0, peer)
+        latch(&e.mailbox, FAULT_WEIGHT, 0, peer)
         return False
     if m.generation < load(&e.ngenerations) and e.generations[m.generation].fingerprint != m.fingerprint:
-        latch(&e.port, FAULT_LAYOUT, 0, peer)
+        latch(&e.mailbox, FAULT_LAYOUT, 0, peer)
         return False
     return True
 
@@ -140,8 +140,8 @@ cdef bint same_model(Core* e, int peer, Message* m) noexcept nogil:
 cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
     """Whether this side says YES to an ASK; x: its exchange with that peer, or NULL."""
     cdef bint crossed = x != NULL and x.phase == ASKED and e.wire.rank > peer
-    return (can_exchange(e, &e.port.orders) and e.membership.states[peer] < LEFT
-            and m.round == e.port.orders.round and e.pairs.serving == NOBODY
+    return (can_exchange(e, &e.mailbox.orders) and e.membership.states[peer] < LEFT
+            and m.round == e.mailbox.orders.round and e.pairs.serving == NOBODY
             and (x == NULL or crossed) and has_room(e, peer) and same_model(e, peer, m))
 
 
@@ -149,7 +149,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
     cdef int total = min(m.nchunks, generation(e).nchunks)
     if not serves(e, peer, x, m):
-        add(&e.port.counters.declined, 1)
+        add(&e.mailbox.counters.declined, 1)
         send_control(e, peer, NO, m.exchange, 0)
         return
     if x != NULL and e.pairs.asking == peer:
@@ -180,7 +180,7 @@ cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
     if x == NULL or x.phase != ASKED or x.number != m.exchange:
         return
     become(e, x, IDLE)
-    add(&e.port.counters.refused, 1)
+    add(&e.mailbox.counters.refused, 1)
     same_model(e, peer, m)          # a peer with another model always answers NO
     if p.asking == peer:
         p.asking = NOBODY
@@ -193,7 +193,7 @@ cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
 cdef bint can_exchange(Core* e, Orders* orders) noexcept nogil:
     """Whether this super learner may take part in a new exchange."""
     return (orders.step >= 0 and orders.fit and not orders.paused and not orders.leaving
-            and e.port.fault == FAULT_NONE)
+            and e.mailbox.fault == FAULT_NONE)
 
 
 cdef int channel_of(int number, bint upper_asks) noexcept nogil:
@@ -218,7 +218,7 @@ cdef int next_window(Pairs* p, int total) noexcept nogil:
 cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexcept nogil:
     cdef int i
     if not allocate(e, x):
-        latch(&e.port, FAULT_MEMORY, 0, x.peer)
+        latch(&e.mailbox, FAULT_MEMORY, 0, x.peer)
         return
     become(e, x, RUNNING)
     for i in range(LANES):
@@ -239,7 +239,7 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
     x.square = 0
     x.elements = 0
     x.nbytes = 0
-    spend_credit(&e.port, x.peer if active else NOBODY)
+    spend_credit(&e.mailbox, x.peer if active else NOBODY)
 
 
 cdef bint advance_pairs(Core* e) noexcept nogil:
@@ -257,7 +257,7 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
             oldest = min(oldest, oldest_step(x))
         x = x.next_one
     sweep(&e.pairs)
-    store(&e.port.in_flight_step, oldest)
+    store(&e.mailbox.in_flight_step, oldest)
     return moved
 
 
@@ -271,8 +271,8 @@ cdef bint advance(Core* e, Exchange* x) noexcept nogil:
     over = x.phase == CLOSING and closed(e, x)
     if moved or over:
         x.moved = now(e)
-    if x.heard or over:         # a chunk that the wire has taken says nothing of the peer, unless it ends the
-        answers_again(e, x.peer)    # exchange: nothing else may come from the peer then, nor be asked of it
+    if x.heard or over:         # only received bytes prove that the peer lives, except at the last chunk:
+        answers_again(e, x.peer)    # nothing else may come from the peer then, nor be asked of it
     elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > patience(e):
         park(e, x)                          # again, if it was parked and answered in between
     if over:
@@ -299,7 +299,7 @@ cdef bint rests(Core* e, Exchange* x) noexcept nogil:
     """Whether the exchange is left alone until the pause is over, which did not wait for it.
 
     A chunk that comes so late would be merged between the share in a mean and the mean that replaces the model."""
-    return e.port.orders.paused and not e.port.orders.leaving and not under_way(e, x)
+    return e.mailbox.orders.paused and not e.mailbox.orders.leaving and not under_way(e, x)
 
 
 cdef bint any_under_way(Core* e) noexcept nogil:
@@ -339,12 +339,12 @@ cdef bint closed(Core* e, Exchange* x) noexcept nogil:
 cdef void park(Core* e, Exchange* x) noexcept nogil:
     """The exchange with a silent peer keeps its buffers and releases its side."""
     cdef Event event = [EVENT_PARKED, x.peer, -1, x.number, x.active, 0, x.began, now(e), x.nbytes,
-                        e.port.orders.step]
+                        e.mailbox.orders.step]
     x.parked = True
     release_side(e, x.peer)
-    add(&e.port.counters.parked, 1)
+    add(&e.mailbox.counters.parked, 1)
     set_peer(&e.membership, x.peer, SUSPECT)
-    record(&e.port, event)
+    record(&e.mailbox, event)
 
 
 cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
@@ -361,25 +361,25 @@ cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
 cdef void finish(Core* e, Exchange* x) noexcept nogil:
     cdef double square, ended = now(e)
     cdef Event event = [EVENT_ASKED if x.active else EVENT_SERVED, x.peer, -1, x.number, x.active, 0, x.began,
-                        ended, x.nbytes, e.port.orders.step]
+                        ended, x.nbytes, e.mailbox.orders.step]
     release_side(e, x.peer)
     if x.active:
-        add(&e.port.counters.exchanges_active, 1)
+        add(&e.mailbox.counters.exchanges_active, 1)
     else:
-        add(&e.port.counters.exchanges_passive, 1)
-    add(&e.port.counters.bytes_sent, x.nbytes)
-    add_double(&e.port.counters.exchange_s, ended - x.began)
+        add(&e.mailbox.counters.exchanges_passive, 1)
+    add(&e.mailbox.counters.bytes_sent, x.nbytes)
+    add_double(&e.mailbox.counters.exchange_s, ended - x.began)
     if x.elements:
-        add(&e.port.counters.compared, 1)
+        add(&e.mailbox.counters.compared, 1)
         square = x.square * of_whole_model(e, x)
-        add_double(&e.port.counters.square, square)
-        add(&e.port.counters.square_elements, x.elements)
-        store_double(&e.port.counters.last_square, square)
-    store_count(&e.port.met[x.peer], e.port.met[x.peer] + 1)
-    record(&e.port, event)
+        add_double(&e.mailbox.counters.square, square)
+        add(&e.mailbox.counters.square_elements, x.elements)
+        store_double(&e.mailbox.counters.last_square, square)
+    store_count(&e.mailbox.met[x.peer], e.mailbox.met[x.peer] + 1)
+    record(&e.mailbox, event)
     return_buffers(&e.pairs, x)
     become(e, x, IDLE)
-    store(&e.port.finished, e.port.finished + 1)
+    store(&e.mailbox.finished, e.mailbox.finished + 1)
 
 
 # ---- asking ------------------------------------------------------------------------------
@@ -415,8 +415,8 @@ cdef bint due(Core* e, Orders* orders) noexcept nogil:
 cdef bint ask_if_due(Core* e) noexcept nogil:
     cdef Exchange* x
     cdef Pairs* p = &e.pairs
-    cdef int peer = e.port.orders.wanted
-    if not due(e, &e.port.orders):
+    cdef int peer = e.mailbox.orders.wanted
+    if not due(e, &e.mailbox.orders):
         return False
     peer = peer if peer != NOBODY else choose(e)
     x = enlist(e, peer) if peer != NOBODY else NULL

@@ -23,7 +23,7 @@ from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.pairs cimport mapped, posted, transfer_failed
-from hvd_adpsgd.engine.port cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
+from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
                                      record, store)
 from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_compare, memory_elements, memory_leave_out,
                                       memory_merge, memory_merge_half, memory_nbytes, memory_snapshot)
@@ -88,7 +88,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     if not x.parked and lane.way != COMPARES:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
         # and make its next step, and max_staleness would be exceeded.
-        store(&e.port.in_flight_step, min(load(&e.port.in_flight_step), e.port.orders.step))
+        store(&e.mailbox.in_flight_step, min(load(&e.mailbox.in_flight_step), e.mailbox.orders.step))
     if lane.way == SENT:
         good = start_sent(e, x, lane, nbytes)
     elif lane.way == WRITTEN:
@@ -135,7 +135,7 @@ cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexce
 
 cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Wait until the peer is ready; or be, and wait for the difference."""
-    lane.step = NO_STEP if lane.way == COMPARES else e.port.orders.step
+    lane.step = NO_STEP if lane.way == COMPARES else e.mailbox.orders.step
     receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel if lane.way == COMPARES else x.answers)
     if not posted(e, x.peer, &lane.receiving):
         return False
@@ -206,7 +206,7 @@ cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     lane.nbytes = lane.receiving.nbytes if lane.way == SENT else open_place(e, x.peer, lane)
     if lane.way == AWAITS:
         lane.step = lane.there.step
-    add(&e.port.counters.bytes_received, lane.nbytes)
+    add(&e.mailbox.counters.bytes_received, lane.nbytes)
 
 
 cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
@@ -214,7 +214,7 @@ cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
     cdef int64_t last = e.pairs.shared_nbytes - e.pairs.lane_nbytes - STAMP
     if lane.there.offset < 0 or lane.there.offset > last or not (
             0 <= lane.there.nbytes <= e.pairs.lane_nbytes):
-        latch(&e.port, FAULT_LAYOUT, 0, peer)
+        latch(&e.mailbox, FAULT_LAYOUT, 0, peer)
         return 0
     lane.inp = mapped(e, peer) + lane.there.offset + STAMP
     return <int>lane.there.nbytes
@@ -226,7 +226,7 @@ cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Whether shared memory still holds the peer's chunk; else the peer took us for failed."""
     if x.set == NOBODY or load(<int64_t*>(lane.inp - STAMP)) == stamp_of(x, lane.chunk, False):
         return True
-    latch(&e.port, FAULT_FENCED, 0, x.peer)
+    latch(&e.mailbox, FAULT_FENCED, 0, x.peer)
     return False
 
 
@@ -237,7 +237,7 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     if lane.way == COMPARES:
         return compare(e, x, lane)
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type):
-        latch(&e.port, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
+        latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
     if lane.void or nbytes == 0 or not stamped(e, x, lane):
         x.nbytes -= memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type) if lane.way == AWAITS else 0
@@ -255,7 +255,7 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 cdef void leave_out(Core* e, Lane* lane) noexcept nogil:
     memory_leave_out(e.memory, lane.chunk)
-    add(&e.port.counters.void_chunks, 1)
+    add(&e.mailbox.counters.void_chunks, 1)
 
 
 cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
@@ -276,7 +276,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     else:
         x.nbytes -= nbytes
         leave_out(e, lane)
-    add(&e.port.counters.bytes_received, lane.nbytes)
+    add(&e.mailbox.counters.bytes_received, lane.nbytes)
     send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.answers)
     posted(e, x.peer, &lane.sending)
     return True
@@ -284,11 +284,11 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double began) noexcept nogil:
     # the mirror may be ahead of the offer
-    cdef int64_t step = e.port.orders.step
+    cdef int64_t step = e.mailbox.orders.step
     cdef int64_t stale = max(step, lane.step) + 1 - lane.step
     cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]
     x.square += square
     x.elements += memory_elements(e.memory, lane.chunk)
-    add(&e.port.counters.chunks, 1)
-    add(&e.port.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
-    record(&e.port, event)
+    add(&e.mailbox.counters.chunks, 1)
+    add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
+    record(&e.mailbox, event)

@@ -17,12 +17,12 @@ from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owe
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
-from hvd_adpsgd.engine.goodbye cimport has_said_goodbye, pass_on, say_goodbye
-from hvd_adpsgd.engine.look cimport counters_of, exchanges_under_way, stand_still, view_of
+from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
+from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, stand_still, view_of
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
 from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
-from hvd_adpsgd.engine.port cimport *
+from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
 from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire, progress
@@ -72,7 +72,7 @@ cdef bint poll_once(Core* e) noexcept nogil:
     cdef int peer
     cdef Message* message
     progress(e.wire)
-    read_orders(&e.port)
+    read_orders(&e.mailbox)
     message = take_message(e, &peer)
     moved = message != NULL
     if moved:
@@ -86,15 +86,15 @@ cdef bint poll_once(Core* e) noexcept nogil:
     moved |= advance_mean(e)
     if e.membership.unchecked:
         pass_on(e)
-    at_rest = e.port.orders.paused and not any_under_way(e) and not mean_due(e)
-    store(&e.port.at_rest, at_rest)
-    add(&e.port.counters.turns, 1)
+    at_rest = e.mailbox.orders.paused and not any_under_way(e) and not mean_due(e)
+    store(&e.mailbox.at_rest, at_rest)
+    add(&e.mailbox.counters.turns, 1)
     return moved
 
 
 cdef bint mean_due(Core* e) noexcept nogil:
     """Whether a mean runs, or is asked for."""
-    return e.port.fault == FAULT_NONE and (e.mean.running or e.mean.finished < load(&e.mean.wanted))
+    return e.mailbox.fault == FAULT_NONE and (e.mean.running or e.mean.finished < load(&e.mean.wanted))
 
 
 cdef void search_failures(Core* e) noexcept nogil:
@@ -105,28 +105,28 @@ cdef void search_failures(Core* e) noexcept nogil:
         e.membership.checked_at = t
     take_failures(e, look)
     if e.wire.fenced:
-        latch(&e.port, FAULT_FENCED, 0, e.wire.fenced_by)
+        latch(&e.mailbox, FAULT_FENCED, 0, e.wire.fenced_by)
 
 
 cdef bint leave(Core* e) noexcept nogil:
-    """Finish what runs, say goodbye, wait until others pass it on. True when done."""
+    """Finish what runs, announce their departure, wait until others pass it on. True when done."""
     cdef Membership* m = &e.membership
     cdef double t = now(e)
     if m.leave_by == 0:
-        if e.port.orders.leave_within > 0:
-            e.leave_deadline_s = min(e.leave_deadline_s, e.port.orders.leave_within)
+        if e.mailbox.orders.leave_within > 0:
+            e.leave_deadline_s = min(e.leave_deadline_s, e.mailbox.orders.leave_within)
         m.leave_by = t + e.leave_deadline_s
     if t > m.leave_by:
-        if not m.said_goodbye:              # else its peers would wait for rounds with it, and for rest
-            say_goodbye(e)
+        if not m.departing:              # else its peers would wait for rounds with it, and for rest
+            announce_departure(e)
         return True
-    if finishes(e, t) or (e.mean.running and e.port.fault == FAULT_NONE):
+    if finishes(e, t) or (e.mean.running and e.mailbox.fault == FAULT_NONE):
         return False
     if e.pairs.asking != NOBODY or e.pairs.serving != NOBODY:
         return False
-    if not m.said_goodbye:
-        say_goodbye(e)
-    return has_said_goodbye(e) and not owes_answers(e)
+    if not m.departing:
+        announce_departure(e)
+    return departure_is_taken_over(e) and not owes_answers(e)
 
 
 cdef bint finishes(Core* e, double t) noexcept nogil:
@@ -156,7 +156,7 @@ cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
 cdef bint is_rung(Core* e) noexcept nogil:
     """Whether all that the engine waits for rings its doorbell: messages of peers that share memory."""
     cdef Exchange* x = e.pairs.running
-    if e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.port.orders.leaving:
+    if e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.mailbox.orders.leaving:
         return False
     while x != NULL and (x.phase == IDLE or x.phase == BROKEN or e.wire.doorbells[x.peer] != NULL):
         x = x.next_one
@@ -175,14 +175,14 @@ cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
     cdef bint moved = poll_once(e)
     cdef double t = now(e)
     r.pause_s = 0
-    if e.port.orders.leaving and leave(e):
+    if e.mailbox.orders.leaving and leave(e):
         return OVER
     if moved:
         r.polls_s = 0
         r.moved = t
-        keep_pace(r, e.port.counters.chunks + e.port.counters.void_chunks)
+        keep_pace(r, e.mailbox.counters.chunks + e.mailbox.counters.void_chunks)
         return AGAIN
-    if e.pairs.asking == NOBODY and e.pairs.serving == NOBODY and not e.mean.running and not e.port.orders.leaving:
+    if e.pairs.asking == NOBODY and e.pairs.serving == NOBODY and not e.mean.running and not e.mailbox.orders.leaving:
         r.pause_s = min(max(IDLE_SHARE * (t - r.moved), IDLE_S), LONG_IDLE_S)
         r.paced_at = t + r.pause_s
         return SLEEP
@@ -204,8 +204,8 @@ cdef void begin_turns(Core* e, Rhythm* r) noexcept nogil:
 cdef void end_turns(Core* e) noexcept nogil:
     e.wire.release(e.wire, &e.control.listening)
     e.wire.release(e.wire, &e.mean.listening)
-    store(&e.port.in_flight_step, NO_STEP)
-    store(&e.port.ended, 1)
+    store(&e.mailbox.in_flight_step, NO_STEP)
+    store(&e.mailbox.ended, 1)
 
 
 # ---- the thread ----------------------------------------------------------------------------
@@ -219,14 +219,14 @@ cdef void* engine_main(void* argument) noexcept nogil:
     prctl(PR_SET_TIMERSLACK, 1000)
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     begin_turns(e, &rhythm)
-    while rest != OVER and e.port.fault != FAULT_MPI and not load(&e.port.halted):
+    while rest != OVER and e.mailbox.fault != FAULT_MPI and not load(&e.mailbox.halted):
         stand_still(e)
-        heard = times_rung(e.port.doorbell)
+        heard = times_rung(e.mailbox.doorbell)
         rest = turn(e, &rhythm)
         if rest == POLL and rhythm.pause_s < RING_FROM_S:
             e.clock.sleep(e.clock, rhythm.pause_s)
         elif rest == POLL or rest == SLEEP:
-            await_ring(e.port.doorbell, heard, rhythm.pause_s)
+            await_ring(e.mailbox.doorbell, heard, rhythm.pause_s)
         elif rhythm.polls_s > 0:
             sched_yield()
     end_turns(e)
@@ -243,7 +243,7 @@ cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noe
     """Wait until the engine has counted so far. False after `seconds`, and after a fault or the end."""
     cdef double until = now(e) + seconds
     with nogil:
-        while load(counter) < least and not load(&e.port.fault) and not load(&e.port.ended) and now(e) < until:
+        while load(counter) < least and not load(&e.mailbox.fault) and not load(&e.mailbox.ended) and now(e) < until:
             e.clock.sleep(e.clock, 50e-6)
     return load(counter) >= least
 
@@ -258,7 +258,7 @@ cdef class Loop:
                  double rate, int wire_type, bint offered_only, double deadline_s, double leave_deadline_s,
                  int64_t lane_nbytes, bint timeline):
         cdef Core* e = &self.core
-        cdef Port* p = &e.port
+        cdef Mailbox* p = &e.mailbox
         cdef int n = wire.calls.size
         self.keep = (wire, clock, chunks)
         e.wire = &wire.calls
@@ -285,7 +285,7 @@ cdef class Loop:
                 and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])):
             raise MemoryError("engine")
         pthread_mutex_init(&p.gate, NULL)
-        pthread_mutex_init(&p.looks, NULL)
+        pthread_mutex_init(&p.inspections, NULL)
         p.doorbell = &p.own_doorbell
         self.open = True
 
@@ -295,13 +295,13 @@ cdef class Loop:
             return
         if self.running:                # nobody said stop: the thread must not outlive its memory
             with nogil:
-                store(&e.port.halted, 1)
+                store(&e.mailbox.halted, 1)
                 pthread_join(self.thread, NULL)
         close_membership(&e.membership)
         close_control(&e.control)
         close_reports(&e.reports)
-        free(e.port.met)
-        free(e.port.events)
+        free(e.mailbox.met)
+        free(e.mailbox.events)
         free(e.generations)
         close_pairs(&e.pairs)
         close_mean(e)
@@ -337,7 +337,7 @@ cdef class Loop:
         if e.pairs.doorbells == NULL:
             raise MemoryError("engine")
         if own:
-            e.port.doorbell = <Doorbell*>own
+            e.mailbox.doorbell = <Doorbell*>own
         for i in range(e.wire.size):
             e.wire.doorbells[i] = <Doorbell*><uintptr_t>addresses[i] if i != e.wire.rank else NULL
 
@@ -374,16 +374,16 @@ cdef class Loop:
         """The mirror holds the model of `step`; `fit` says whether all of it is finite."""
         cdef Core* e = &self.core
         with nogil:
-            pthread_mutex_lock(&e.port.gate)
-            e.port.given.step = step
-            e.port.given.fit = fit
-            e.port.given.credit = min(e.port.given.credit + e.port.rate, max(e.port.rate, 1.0))
-            pthread_mutex_unlock(&e.port.gate)
-            ring(e.port.doorbell)
+            pthread_mutex_lock(&e.mailbox.gate)
+            e.mailbox.given.step = step
+            e.mailbox.given.fit = fit
+            e.mailbox.given.credit = min(e.mailbox.given.credit + e.mailbox.rate, max(e.mailbox.rate, 1.0))
+            pthread_mutex_unlock(&e.mailbox.gate)
+            ring(e.mailbox.doorbell)
 
     def due(self):
         """Whether the engine asks a peer after the next offer."""
-        cdef Port* p = &self.core.port
+        cdef Mailbox* p = &self.core.mailbox
         pthread_mutex_lock(&p.gate)
         cdef double credit = p.given.credit + p.rate
         pthread_mutex_unlock(&p.gate)
@@ -392,19 +392,19 @@ cdef class Loop:
     def ask(self, int peer):
         """Ask `peer` whatever the credit says; NOBODY (-1) withdraws the spec."""
         cdef Core* e = &self.core
-        pthread_mutex_lock(&e.port.gate)
-        e.port.given.wanted = peer
-        pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.doorbell)
+        pthread_mutex_lock(&e.mailbox.gate)
+        e.mailbox.given.wanted = peer
+        pthread_mutex_unlock(&e.mailbox.gate)
+        ring(e.mailbox.doorbell)
 
     def begin_round(self, int64_t round, int peer):
         """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
         cdef Core* e = &self.core
-        pthread_mutex_lock(&e.port.gate)
-        e.port.given.round = round
-        e.port.given.wanted = peer
-        pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.doorbell)
+        pthread_mutex_lock(&e.mailbox.gate)
+        e.mailbox.given.round = round
+        e.mailbox.given.wanted = peer
+        pthread_mutex_unlock(&e.mailbox.gate)
+        ring(e.mailbox.doorbell)
 
     def average_all(self, bint survives, bint butterfly):
         """Take part in means of all; before start.
@@ -435,12 +435,12 @@ cdef class Loop:
         if e.reports.known == NULL:
             return
         own = &e.reports.known[e.wire.rank].report
-        pthread_mutex_lock(&e.port.gate)
+        pthread_mutex_lock(&e.mailbox.gate)
         memcpy(own.text, source, len(text))
         own.nbytes = <int>len(text)
         own.version += 1
         e.reports.known[e.wire.rank].heard = now(e)
-        pthread_mutex_unlock(&e.port.gate)
+        pthread_mutex_unlock(&e.mailbox.gate)
 
     def reports(self):
         """The newest report of each super learner that is known: {rank: (version, text, age in seconds)}."""
@@ -450,10 +450,10 @@ cdef class Loop:
         cdef int i
         found = {}
         for i in range(e.wire.size if e.reports.known != NULL else 0):
-            pthread_mutex_lock(&e.port.gate)
+            pthread_mutex_lock(&e.mailbox.gate)
             report = e.reports.known[i].report
             heard = e.reports.known[i].heard
-            pthread_mutex_unlock(&e.port.gate)
+            pthread_mutex_unlock(&e.mailbox.gate)
             if report.version:
                 found[i] = report.version, report.text[:report.nbytes], t - heard
         return found
@@ -461,12 +461,12 @@ cdef class Loop:
     def begin_mean(self, bint replace):
         """Join the next mean of all, as every other engine must. Returns its number."""
         cdef Core* e = &self.core
-        pthread_mutex_lock(&e.port.gate)
+        pthread_mutex_lock(&e.mailbox.gate)
         store(&e.mean.replace, replace)
         store(&e.mean.wanted, e.mean.wanted + 1)
-        store(&e.port.at_rest, 0)
-        pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.doorbell)
+        store(&e.mailbox.at_rest, 0)
+        pthread_mutex_unlock(&e.mailbox.gate)
+        ring(e.mailbox.doorbell)
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
@@ -476,11 +476,11 @@ cdef class Loop:
     def pause(self, bint paused):
         """Begin no exchange and answer NO, until told otherwise."""
         cdef Core* e = &self.core
-        pthread_mutex_lock(&e.port.gate)
-        e.port.given.paused = paused
-        store(&e.port.at_rest, 0)
-        pthread_mutex_unlock(&e.port.gate)
-        ring(e.port.doorbell)
+        pthread_mutex_lock(&e.mailbox.gate)
+        e.mailbox.given.paused = paused
+        store(&e.mailbox.at_rest, 0)
+        pthread_mutex_unlock(&e.mailbox.gate)
+        ring(e.mailbox.doorbell)
 
     def wait_quiet(self, double seconds):
         """After pause(True): wait until no exchange is running. False after `seconds` without a chunk.
@@ -493,24 +493,24 @@ cdef class Loop:
         cdef double until = now(e) + seconds
         cdef int64_t chunks, before = -1
         with nogil:
-            while not load(&e.port.at_rest) and not load(&e.port.ended) and now(e) < until:
-                chunks = load(&e.port.counters.chunks) + load(&e.port.counters.void_chunks)
+            while not load(&e.mailbox.at_rest) and not load(&e.mailbox.ended) and now(e) < until:
+                chunks = load(&e.mailbox.counters.chunks) + load(&e.mailbox.counters.void_chunks)
                 if chunks != before:
                     before = chunks
                     until = now(e) + seconds
                 e.clock.sleep(e.clock, 100e-6)
-        return load(&e.port.at_rest) != 0 or load(&e.port.ended) != 0
+        return load(&e.mailbox.at_rest) != 0 or load(&e.mailbox.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
         """Wait until every snapshot in flight is of `step` or later. False after `seconds`."""
-        return wait_for(&self.core, &self.core.port.in_flight_step, step, seconds)
+        return wait_for(&self.core, &self.core.mailbox.in_flight_step, step, seconds)
 
     def wait_finished(self, int64_t count, double seconds):
         """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
-        return wait_for(&self.core, &self.core.port.finished, count, seconds)
+        return wait_for(&self.core, &self.core.mailbox.finished, count, seconds)
 
     def stop(self, bint broken=False, double within=INFINITY):
-        """Say goodbye (bounded by leave_deadline_s, and by `within` seconds) and end the thread.
+        """Announce the departure (bounded by leave_deadline_s, and by `within` seconds) and end the thread.
 
         With `broken`, peers count this super learner as failed.
         """
@@ -518,12 +518,12 @@ cdef class Loop:
         if not self.running:
             return
         with nogil:
-            pthread_mutex_lock(&e.port.gate)
-            e.port.given.broken = broken
-            e.port.given.leave_within = within
-            e.port.given.leaving = True
-            pthread_mutex_unlock(&e.port.gate)
-            ring(e.port.doorbell)
+            pthread_mutex_lock(&e.mailbox.gate)
+            e.mailbox.given.broken = broken
+            e.mailbox.given.leave_within = within
+            e.mailbox.given.leaving = True
+            pthread_mutex_unlock(&e.mailbox.gate)
+            ring(e.mailbox.doorbell)
             pthread_join(self.thread, NULL)
         self.running = False
 
@@ -535,14 +535,14 @@ cdef class Loop:
 
     def fault(self):
         """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
-        cdef Port* p = &self.core.port
+        cdef Mailbox* p = &self.core.mailbox
         cdef int64_t kind = load(&p.fault)
         if kind == FAULT_NONE:              # the others may be written just now
             return FAULT_NONE, 0, NOBODY
         return kind, p.fault_code, p.fault_peer
 
     def peer_events(self):
-        return load(&self.core.port.peer_events)
+        return load(&self.core.mailbox.peer_events)
 
     def peers(self):
         """State of each peer: 0 alive, 1 suspect, 2 left, 3 failed.
@@ -563,10 +563,10 @@ cdef class Loop:
 
     def met(self, int peer):
         """Exchanges finished with `peer`."""
-        return load_count(&self.core.port.met[peer])
+        return load_count(&self.core.mailbox.met[peer])
 
     def finished(self):
-        return load(&self.core.port.finished)
+        return load(&self.core.mailbox.finished)
 
     def cpu_s(self):
         """CPU seconds the thread has used."""
@@ -580,11 +580,11 @@ cdef class Loop:
 
     def void_chunks(self):
         """Chunks that an exchange or a mean could not average, so far."""
-        return load(&self.core.port.counters.void_chunks)
+        return load(&self.core.mailbox.counters.void_chunks)
 
     def malformed(self):
         """(how many, peer that sent the last) of messages that no engine sends, and that were ignored."""
-        cdef Counters* c = &self.core.port.counters
+        cdef Counters* c = &self.core.mailbox.counters
         return load(&c.malformed), load(&c.malformed_from)
 
     def counters(self):
@@ -597,12 +597,12 @@ cdef class Loop:
     def take_events(self):
         """Timeline records since the last call: (kind, peer, began, ended, nbytes, step)."""
         cdef Core* e = &self.core
-        cdef int64_t i, last = load(&e.port.events_written)
+        cdef int64_t i, last = load(&e.mailbox.events_written)
         cdef Event* v
         out = []
-        if e.port.events != NULL:
-            for i in range(e.port.events_read, last):
-                v = &e.port.events[i % EVENTS]
+        if e.mailbox.events != NULL:
+            for i in range(e.mailbox.events_read, last):
+                v = &e.mailbox.events[i % EVENTS]
                 out.append((v.kind, v.peer, v.began, v.ended, v.nbytes, v.step))
-            store(&e.port.events_read, last)
+            store(&e.mailbox.events_read, last)
         return out

@@ -23,7 +23,7 @@ from hvd_adpsgd.engine.control cimport note_malformed, reap
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, is_gone
 from hvd_adpsgd.engine.pairs cimport transfer_failed
-from hvd_adpsgd.engine.port cimport (EVENT_MEAN, EVENT_MERGED, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MEMORY,
+from hvd_adpsgd.engine.mailbox cimport (EVENT_MEAN, EVENT_MERGED, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MEMORY,
                                      FAULT_NONE, NO_PEER, Event, EventKind, add, add_double, latch, load, record,
                                      store, store_double)
 from hvd_adpsgd.engine.store cimport memory_leave_out, memory_merge_mean, memory_share, memory_sum_nbytes
@@ -106,10 +106,10 @@ cdef bint reserve_sums(Core* e) noexcept nogil:
 
 cdef bint begin_mean(Core* e) noexcept nogil:
     cdef Mean* m = &e.mean
-    if not m.enabled or m.running or m.finished >= load(&m.wanted) or e.port.fault != FAULT_NONE:
+    if not m.enabled or m.running or m.finished >= load(&m.wanted) or e.mailbox.fault != FAULT_NONE:
         return False
     if not reserve_sums(e):
-        latch(&e.port, FAULT_MEMORY, 0, NOBODY)
+        latch(&e.mailbox, FAULT_MEMORY, 0, NOBODY)
         return False
     m.running = True
     m.nchunks = generation(e).nchunks
@@ -200,16 +200,16 @@ cdef bint advance_share(Core* e, int lane) noexcept nogil:
     learners = get_number(s, s.sum.total, 0)
     square = -1.0
     if get_number(s, s.sum.total, 1) != m.network.size * mark_of(e, chunk):
-        latch(&e.port, FAULT_LAYOUT, 0, NOBODY)
+        latch(&e.mailbox, FAULT_LAYOUT, 0, NOBODY)
     elif not s.void and learners > 0:
         square = memory_merge_mean(e.memory, chunk, load(&m.replace) != 0, learners, s.sum.total, s.mine)
     if square >= 0:
         m.square += square
-        add(&e.port.counters.chunks, 1)
+        add(&e.mailbox.counters.chunks, 1)
         record_mean(e, EVENT_MERGED, chunk, began, s.count * s.itemsize, s.step)
     else:
         memory_leave_out(e.memory, chunk)
-        add(&e.port.counters.void_chunks, 1)
+        add(&e.mailbox.counters.void_chunks, 1)
     s.busy = False
     m.done += 1
     return True
@@ -224,7 +224,7 @@ cdef bint advance_mean(Core* e) noexcept nogil:
     if m.survives:
         moved = advance_agreement(e)
     moved |= begin_mean(e)
-    if not m.running or e.port.fault != FAULT_NONE:
+    if not m.running or e.mailbox.fault != FAULT_NONE:
         return moved
     if m.stage == SUMMING:
         moved |= advance_sums(e)
@@ -240,11 +240,11 @@ cdef bint advance_sums(Core* e) noexcept nogil:
     cdef bint moved = False
     cdef int i
     for i in range(LANES):
-        if e.port.fault == FAULT_NONE and m.stage == SUMMING:
+        if e.mailbox.fault == FAULT_NONE and m.stage == SUMMING:
             moved |= advance_share(e, i)
-    while e.port.fault == FAULT_NONE and m.stage == SUMMING and start_share(e):
+    while e.mailbox.fault == FAULT_NONE and m.stage == SUMMING and start_share(e):
         moved = True
-    if e.port.fault == FAULT_NONE and m.stage == SUMMING and m.done == m.nchunks:
+    if e.mailbox.fault == FAULT_NONE and m.stage == SUMMING and m.done == m.nchunks:
         if m.survives:
             vote(e, True)
         else:
@@ -261,7 +261,7 @@ cdef void break_mean(Core* e, Share* s, Status status) noexcept nogil:
         give_up_sums(e)
     elif status == PEER_DOWN:               # a mean cannot exclude the failed one
         transfer_failed(e, t.peer, t)
-        latch(&e.port, FAULT_GONE, t.code, find_gone(e, True))
+        latch(&e.mailbox, FAULT_GONE, t.code, find_gone(e, True))
     else:
         transfer_failed(e, t.peer, t)
 
@@ -309,14 +309,14 @@ cdef bint advance_agreement(Core* e) noexcept nogil:
     """Take and send messages of the agreement; act on a decision. True if anything happened."""
     cdef Mean* m = &e.mean
     cdef bint moved = retire_sums(e) | reap(e, &e.mean.letters)
-    if m.seen != load(&e.port.peer_events):
-        m.seen = load(&e.port.peer_events)
+    if m.seen != load(&e.mailbox.peer_events):
+        m.seen = load(&e.mailbox.peer_events)
         m.moved = now(e)        # the mean may have waited long for a slow one that leaves now: its process has yet to end
         tell_gone(e)
     moved |= read_letter(e)
     send_letters(e)
-    if m.agreement.excluded and not e.membership.said_goodbye:
-        latch(&e.port, FAULT_FENCED, 0, NOBODY)
+    if m.agreement.excluded and not e.membership.departing:
+        latch(&e.mailbox, FAULT_FENCED, 0, NOBODY)
     elif m.running and m.stage == AGREEING and m.agreement.number > m.vote:
         conclude(e)
         moved = True
@@ -356,11 +356,11 @@ cdef void conclude(Core* e) noexcept nogil:
         n.size = kept
         network_open(n)
     if not m.agreement.last.equal:
-        latch(&e.port, FAULT_LAYOUT, 0, NOBODY)
+        latch(&e.mailbox, FAULT_LAYOUT, 0, NOBODY)
     elif m.agreement.last.outcome & 1:
         finish_mean(e)
     elif not reserve_sums(e):
-        latch(&e.port, FAULT_MEMORY, 0, NOBODY)
+        latch(&e.mailbox, FAULT_MEMORY, 0, NOBODY)
     else:
         begin_sums(e)
 
@@ -389,7 +389,7 @@ cdef void send_letters(Core* e) noexcept nogil:
     while True:
         letter = <Letter*>calloc(1, sizeof(Letter) + agreement_message_size(e.wire.size))
         if letter == NULL:
-            latch(&e.port, FAULT_MEMORY, 0, NOBODY)
+            latch(&e.mailbox, FAULT_MEMORY, 0, NOBODY)
             return
         nbytes = agreement_take(m.agreement, &peer, letter + 1)
         if nbytes == 0 or send(e.wire, &letter.transfer, letter + 1, <int>nbytes, peer, AGREEMENT) != PENDING:
@@ -407,18 +407,18 @@ cdef void finish_mean(Core* e) noexcept nogil:
     cdef Mean* m = &e.mean
     cdef double ended = now(e)
     m.running = False
-    add(&e.port.counters.means, 1)
-    add_double(&e.port.counters.mean_s, ended - m.began)
-    store_double(&e.port.counters.mean_square, m.square)
-    add(&e.port.counters.bytes_sent, sum_nbytes_sent(&m.network, m.nbytes))
-    add(&e.port.counters.bytes_received, sum_nbytes_sent(&m.network, m.nbytes))
-    record_mean(e, EVENT_MEAN, -1, m.began, m.nbytes, e.port.orders.step)
+    add(&e.mailbox.counters.means, 1)
+    add_double(&e.mailbox.counters.mean_s, ended - m.began)
+    store_double(&e.mailbox.counters.mean_square, m.square)
+    add(&e.mailbox.counters.bytes_sent, sum_nbytes_sent(&m.network, m.nbytes))
+    add(&e.mailbox.counters.bytes_received, sum_nbytes_sent(&m.network, m.nbytes))
+    record_mean(e, EVENT_MEAN, -1, m.began, m.nbytes, e.mailbox.orders.step)
     store(&m.finished, m.finished + 1)
 
 
 cdef void record_mean(Core* e, EventKind kind, int chunk, double began, int64_t nbytes, int64_t step) noexcept nogil:
     cdef Event event = [kind, NO_PEER, chunk, 0, False, 0, began, now(e), nbytes, step]
-    record(&e.port, event)
+    record(&e.mailbox, event)
 
 
 cdef void require_everybody(Core* e) noexcept nogil:
@@ -431,12 +431,12 @@ cdef void require_everybody(Core* e) noexcept nogil:
     cdef double patience = e.pairs.deadline_s               # its last messages may still arrive
     if m.survives:
         patience += 2 * e.leave_deadline_s
-    if now(e) - m.moved <= patience or m.searched == load(&e.port.peer_events) + 1:
+    if now(e) - m.moved <= patience or m.searched == load(&e.mailbox.peer_events) + 1:
         return
-    m.searched = load(&e.port.peer_events) + 1              # until the next change there is nobody
+    m.searched = load(&e.mailbox.peer_events) + 1              # until the next change there is nobody
     peer = find_leaving(e) if m.survives else find_gone(e, True)
     if peer != NOBODY:
-        latch(&e.port, FAULT_GONE, 0, peer)
+        latch(&e.mailbox, FAULT_GONE, 0, peer)
 
 
 cdef int find_leaving(Core* e) noexcept nogil:

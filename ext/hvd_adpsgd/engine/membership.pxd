@@ -22,19 +22,19 @@ cdef struct Membership:
     char* states            # Peer
     char* left_broken       # peers that left because they failed
     char* ended             # the wire has reported that the process has ended
-    char* mute              # peers that have not answered our goodbye in time
+    char* mute              # peers that have not answered our departure in time
     int64_t* changes        # counts changes, for the trainer
-    # goodbyes
+    # departures
     unsigned char* departed # two bits for each engine, also for this one: it has left, because it failed
     int known               # departures in it
     Listener listeners[LISTENERS]
     int nlisteners
     bint unchecked          # something has changed for the listeners
-    bint said_goodbye
+    bint departing
     double said_at
-    int owed                # departures that somebody must know before this engine ends: those known at its goodbye
+    int owed                # departures that somebody must know before this engine ends: those known at its departure
     double answer_s         # the longest that a listener took to answer
-    double end_at           # our goodbye is taken over; until then peers may not know, and ask. 0: it is not
+    double end_at           # our departure is taken over; until then peers may not know, and ask. 0: it is not
     double leave_by         # 0: not leaving
     double checked_at       # when failures were last searched for
 

@@ -17,7 +17,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp
 
 from hvd_adpsgd.engine.membership cimport *
-from hvd_adpsgd.engine.port cimport store, store_byte
+from hvd_adpsgd.engine.mailbox cimport store, store_byte
 from hvd_adpsgd.engine.wire cimport NOBODY
 
 
@@ -162,7 +162,7 @@ cdef int hops(Membership* m) noexcept nogil:
 
 
 cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
-    """Those that have not answered a goodbye of that time or earlier: they may have left, and nobody says so."""
+    """Those that have not answered a departure of that time or earlier: they may have left, and nobody says so."""
     cdef int i
     for i in range(m.nlisteners):
         if m.listeners[i].acknowledged < m.owed and m.listeners[i].told_at < before and not m.mute[m.listeners[i].peer]:
@@ -171,7 +171,7 @@ cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
 
 
 cdef bint is_taken_over(Membership* m, bint late) noexcept nogil:
-    """Whether a listener that stays has answered the goodbye of this engine, or none is there to answer.
+    """Whether a listener that stays has answered the departure of this engine, or none is there to answer.
 
     Those that are silent or suspect may be slow, and are waited for until it is `late`."""
     cdef int i

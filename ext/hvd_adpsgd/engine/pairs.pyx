@@ -12,7 +12,7 @@ from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, note_end
-from hvd_adpsgd.engine.port cimport FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_STATE, add, latch
+from hvd_adpsgd.engine.mailbox cimport FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_STATE, add, latch
 from hvd_adpsgd.engine.wire cimport NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Transfer
 
 cdef extern from "<stdlib.h>" nogil:
@@ -38,7 +38,7 @@ cdef bint allowed(Phase before, Phase after) noexcept nogil:
 
 cdef void become(Core* e, Exchange* x, Phase phase) noexcept nogil:
     if not allowed(x.phase, phase):
-        latch(&e.port, FAULT_STATE, 8 * x.phase + phase, x.peer)
+        latch(&e.mailbox, FAULT_STATE, 8 * x.phase + phase, x.peer)
     x.phase = phase
 
 
@@ -61,7 +61,7 @@ cdef Exchange* enlist(Core* e, int peer) noexcept nogil:
     else:
         x = <Exchange*>calloc(1, sizeof(Exchange))
         if x == NULL:
-            latch(&e.port, FAULT_MEMORY, 0, peer)
+            latch(&e.mailbox, FAULT_MEMORY, 0, peer)
             return NULL
     x.peer = peer
     x.phase = IDLE
@@ -214,9 +214,9 @@ cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil:
     if t.status == PEER_DOWN:
         peer_failed(e, peer)
     elif t.status == TOO_LONG:
-        latch(&e.port, FAULT_LAYOUT, t.code, peer)
+        latch(&e.mailbox, FAULT_LAYOUT, t.code, peer)
     elif t.status == WIRE_DOWN:
-        latch(&e.port, FAULT_MPI, t.code, peer)
+        latch(&e.mailbox, FAULT_MPI, t.code, peer)
 
 
 cdef void peer_failed(Core* e, int peer) noexcept nogil:
@@ -229,7 +229,7 @@ cdef void peer_failed(Core* e, int peer) noexcept nogil:
     if x.phase == ASKED:
         become(e, x, IDLE)
         return
-    add(&e.port.counters.broken, 1)
+    add(&e.mailbox.counters.broken, 1)
     become(e, x, BROKEN)
     if x.set != NOBODY:
         e.pairs.taken[x.set] = False    # the wire never had these addresses; a late reader finds another stamp

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.membership cimport Membership
-from hvd_adpsgd.engine.port cimport Port
+from hvd_adpsgd.engine.mailbox cimport Mailbox
 
 cdef enum:
     REPORT_NBYTES = 200     # of a report's text
@@ -31,6 +31,6 @@ cdef struct Reports:
 
 cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept
 cdef void close_reports(Reports* r) noexcept
-cdef bint note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil
-cdef int gather_reports(Reports* r, Port* p, Report* into) noexcept nogil
+cdef bint note_report(Reports* r, Mailbox* p, Report* told, double heard) noexcept nogil
+cdef int gather_reports(Reports* r, Mailbox* p, Report* into) noexcept nogil
 cdef int choose_listener(Reports* r, Membership* m) noexcept nogil

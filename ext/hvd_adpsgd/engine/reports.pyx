@@ -5,7 +5,7 @@
     trainer    --report-->    own     --every_s-->    a peer at random: own and the REPORTS - 1 heard last
 
 A report is a text of at most REPORT_NBYTES that the engine does not read, with a version: the newer one stays. The
-trainer's gate (port) protects texts and versions, one at a time; the list is the engine's thread's own. With n super
+trainer's gate (mailbox) protects texts and versions, one at a time; the list is the engine's thread's own. With n super
 learners a report is heard by all after about log2 n messages, and n / REPORTS seconds where they do not fit in one.
 """
 
@@ -13,7 +13,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.membership cimport ALIVE
-from hvd_adpsgd.engine.port cimport pthread_mutex_lock, pthread_mutex_unlock
+from hvd_adpsgd.engine.mailbox cimport pthread_mutex_lock, pthread_mutex_unlock
 from hvd_adpsgd.engine.reports cimport *
 from hvd_adpsgd.engine.wire cimport NOBODY
 
@@ -39,7 +39,7 @@ cdef void close_reports(Reports* r) noexcept:
     r.known = NULL
 
 
-cdef bint note_report(Reports* r, Port* p, Report* told, double heard) noexcept nogil:
+cdef bint note_report(Reports* r, Mailbox* p, Report* told, double heard) noexcept nogil:
     """Keep a report that a peer has sent, if it is newer than the one that is known. Whether it is."""
     cdef Known* k
     if r.known == NULL or not (0 <= told.rank < r.size and 0 <= told.nbytes <= REPORT_NBYTES) or told.rank == r.own:
@@ -69,7 +69,7 @@ cdef void to_the_front(Reports* r, Known* k) noexcept nogil:
     r.newest = k
 
 
-cdef int gather_reports(Reports* r, Port* p, Report* into) noexcept nogil:
+cdef int gather_reports(Reports* r, Mailbox* p, Report* into) noexcept nogil:
     """Fill a message; returns how many reports. 0 before the trainer's first one."""
     cdef Known* k = r.newest
     cdef int count = 1

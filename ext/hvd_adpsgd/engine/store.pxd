@@ -17,7 +17,7 @@ cdef enum:
 cdef struct Live:           # what peers on the host must know of a chunk to read it where it lies
     int64_t version         # odd while it changes
     int64_t step
-    int base                # what the model is the sum of: MIRROR or a slot; then slots, or NO_SLOT
+    int base                # base buffer (MIRROR or slot index), then the slots to add; NO_SLOT ends the list
     int first
     int second
 

@@ -1,7 +1,7 @@
 # Messages to a peer that it has not confirmed, over any number of connections to it.
 from libc.stdint cimport int64_t, uint32_t
 
-from hvd_adpsgd.engine.posts cimport Post, Posts
+from hvd_adpsgd.engine.matching cimport Post, Posts
 from hvd_adpsgd.engine.wire cimport DONE, PEER_DOWN
 
 cdef enum:

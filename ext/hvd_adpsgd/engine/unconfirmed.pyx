@@ -12,7 +12,7 @@ wire_tcp and the simulator's network both keep this rule by these functions.
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.posts cimport give_post, settle, take_post
+from hvd_adpsgd.engine.matching cimport give_post, settle, take_post
 from hvd_adpsgd.engine.unconfirmed cimport *
 
 

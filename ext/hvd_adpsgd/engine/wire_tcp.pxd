@@ -1,7 +1,7 @@
 # The wire over TCP connections.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from hvd_adpsgd.engine.posts cimport Post, Posts, Stray
+from hvd_adpsgd.engine.matching cimport Post, Posts, Stray
 from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyWire, Clock, Wire
 

@@ -5,7 +5,7 @@
 Messages from one engine to another travel on a connection that the sender has dialed, when it had something to say
 first: each pair has none, one or two connections, and none is opened by both sides at once. A message is its length
 and channel, 8 bytes, and its bytes, which go straight from the sender's buffer into the one of the receive that waits
-for it (posts.pyx). Nothing blocks: `progress` asks epoll what has come, and what is free again.
+for it (matching.pyx). Nothing blocks: `progress` asks epoll what has come, and what is free again.
 
 Connections are opened, and their ends proven to be members of the job, by a thread beside this one (connections.py);
 it hands them over through a pipe, and another pipe names the peers to dial.
@@ -37,7 +37,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
-from hvd_adpsgd.engine.posts cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
+from hvd_adpsgd.engine.matching cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
                                       give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
 from hvd_adpsgd.engine.unconfirmed cimport append, copied_post, counted, fail_all, let_go, note_sent, own, resume, take_count
 from hvd_adpsgd.engine.wire cimport *

@@ -2,7 +2,7 @@
 # Why compiled: it makes and begins engines.
 """A newcomer is let in: all go over to new engines beside the old ones, or none does.
 
-As torch/admission.py and runtime/meeting.py do it, with real engines and the real agreement:
+As torch/admission.py and joining/meeting.py do it, with real engines and the real agreement:
 
     each member                                             the newcomer
     before the same step: its engine comes to rest,

@@ -79,7 +79,7 @@ cdef enum Deed:             # of the story of a run
     FINDS_DOWN = 7
     MERGES = 8
     ENDS = 9
-    PAUSE = 10              # time passes: so much that the patience with answers to a goodbye is over
+    PAUSE = 10              # time passes: so much that the patience with answers to a departure is over
 
 cdef struct Line:           # of the story
     int deed

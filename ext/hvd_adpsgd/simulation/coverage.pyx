@@ -44,9 +44,9 @@ cdef object phase_of(Core* e):
         x = x.next_one
     if e.mean.running:
         found.add("mean")
-    if e.port.given.leaving:
+    if e.mailbox.given.leaving:
         found.add("leaving")
-    if e.port.given.paused:
+    if e.mailbox.given.paused:
         found.add("paused")
     return " + ".join(sorted(found)) or "idle"
 

@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t
 from hvd_adpsgd.engine.core cimport CLOSING, RUNNING, Core, Exchange
 from hvd_adpsgd.engine.loop cimport OVER, Rest, end_turns, turn
 from hvd_adpsgd.engine.membership cimport SUSPECT, Membership
-from hvd_adpsgd.engine.port cimport EVENT_MERGED, Event
+from hvd_adpsgd.engine.mailbox cimport EVENT_MERGED, Event
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.choices cimport *
 from hvd_adpsgd.simulation.digests cimport PAUSE_S, TICK_S
@@ -63,10 +63,10 @@ cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
 
 
 cdef bint is_unheard(SmallJob job, int i) noexcept:
-    """Whether an engine has said goodbye to those only that are over, and waits in half of its time to leave."""
+    """Whether an engine has announced the departure to those only that are over, and waits in half of its time to leave."""
     cdef Membership* m = &job.learners[i].core.membership
     cdef int k, peer
-    if not m.said_goodbye or m.end_at > 0:
+    if not m.departing or m.end_at > 0:
         return False
     for k in range(m.nlisteners):
         peer = m.listeners[k].peer
@@ -80,13 +80,13 @@ cdef int take_turn(SmallJob job, int i) except -1:
     cdef Core* e = a.core
     cdef Rest rest = turn(e, &a.rhythm)
     cdef Event* event
-    while e.port.events_read < e.port.events_written:
-        event = &e.port.events[e.port.events_read]
+    while e.mailbox.events_read < e.mailbox.events_written:
+        event = &e.mailbox.events[e.mailbox.events_read]
         if event.kind == EVENT_MERGED:
             tell(&job.between, MERGES, i, event.peer, event.chunk, event.number)
             job.ledger.merged(i, event.peer, event)
-        e.port.events_read += 1
-    e.port.events_read = e.port.events_written = 0
+        e.mailbox.events_read += 1
+    e.mailbox.events_read = e.mailbox.events_written = 0
     take_credit(job, a)
     if rest == OVER:
         tell(&job.between, ENDS, i, -1, 0, 0)
@@ -100,8 +100,8 @@ cdef void take_credit(SmallJob job, Learner* a) noexcept:
     """Every exchange takes one when it begins, whoever asked."""
     cdef Core* e = a.core
     cdef Exchange* x = e.pairs.running
-    cdef int64_t begun = (e.port.counters.exchanges_active + e.port.counters.exchanges_passive
-                          + e.port.counters.broken)
+    cdef int64_t begun = (e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive
+                          + e.mailbox.counters.broken)
     while x != NULL:
         begun += x.phase == RUNNING or x.phase == CLOSING
         x = x.next_one
@@ -124,8 +124,8 @@ cdef int act(SmallJob job, int i) except -1:
     elif deed == c"z" or deed == c"r":
         job.loops[i].pause(deed == c"z")
     else:
-        e.port.given.broken = deed == c"b"
-        e.port.given.leaving = True
+        e.mailbox.given.broken = deed == c"b"
+        e.mailbox.given.leaving = True
     return 0
 
 

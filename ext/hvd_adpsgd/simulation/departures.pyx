@@ -2,7 +2,7 @@
 # Why compiled: it reads the state of the engines.
 """All learn of a departure: within a bound, every engine that stays knows of every one that has left.
 
-What engine/goodbye.pyx promises. An engine ends when a listener that stays has its goodbye, or no peer that may be there
+What engine/departures.pyx promises. An engine ends when a listener that stays has its departure, or no peer that may be there
 has answered in half of the time that is left (`unheard`). Whoever stays and learns of a departure tells its listeners of
 it, as soon as they have answered its last message: after an answer and a message, so a hop takes three messages at
 most, with the turns of both sides. The first listener is the next engine that is there, so n hops reach all.
@@ -26,7 +26,7 @@ cdef double TURNS_S = 200e-6        # of both sides of a hop, times the slack: w
 
 
 cdef void departed(JobState job, int who, bint unheard):
-    """An engine has ended. `unheard`: it could not know whether a peer has its goodbye."""
+    """An engine has ended. `unheard`: it could not know whether a peer has its departure."""
     if unheard:
         job.unheard.add(who)
     job.learned_by = min(job.learned_by, job.net.now_s + spread_s(job))
@@ -71,7 +71,7 @@ cdef int check_departures(JobState job) except -1:
 
 cdef bint stays(JobState job, int i) noexcept:
     cdef Actor* a = &job.actors[i]
-    return not (a.dead or a.over or a.absent or a.core.membership.said_goodbye)
+    return not (a.dead or a.over or a.absent or a.core.membership.departing)
 
 
 cdef bint knows(JobState job, int i, int gone) noexcept:
@@ -79,7 +79,7 @@ cdef bint knows(JobState job, int i, int gone) noexcept:
 
 
 cdef bint calm(JobState job) noexcept:
-    """Whether nobody is stopped or between its goodbye and its end, or waits for one that has ended."""
+    """Whether nobody is stopped or between its departure and its end, or waits for one that has ended."""
     cdef int i
     for i in range(job.n):
         if job.actors[i].dead or job.actors[i].over or job.actors[i].absent:

@@ -9,7 +9,7 @@ cdef enum:
     LANE_NBYTES = 8         # a chunk is one number
 
 cdef double TICK_S          # the time that passes; of deadlines, one or two of them are over
-cdef double PAUSE_S         # ... for an answer to a goodbye: after one the engine has no more patience
+cdef double PAUSE_S         # ... for an answer to a departure: after one the engine has no more patience
 
 cdef struct Seen:
     uint64_t* slots         # 0: free

@@ -3,7 +3,7 @@
 """Digests of all that an engine, its store and the messages between engines can depend on.
 
 Two states with one digest are taken for one. Left out is what no engine asks for again: counters, stale buffers, times
-but for how many deadlines they lie back, and whether an answer to a goodbye has come at once.
+but for how many deadlines they lie back, and whether an answer to a departure has come at once.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -11,14 +11,14 @@ from libc.stdlib cimport calloc, free
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, LANES, SETS, WRITTEN, Core, Exchange, Lane, Letter, Message
 from hvd_adpsgd.engine.membership cimport Listener, Membership, departed_nbytes
-from hvd_adpsgd.engine.port cimport load
+from hvd_adpsgd.engine.mailbox cimport load
 from hvd_adpsgd.engine.store cimport Chunk, chunk_at
 from hvd_adpsgd.engine.wire cimport Transfer
 from hvd_adpsgd.simulation.choices cimport Underway, Wires, content_of
 from hvd_adpsgd.simulation.digests cimport *
 
 TICK_S = 0.6
-PAUSE_S = 0.041             # a little more than PATIENCE of engine/goodbye.pyx; a few of them are no tick
+PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pyx; a few of them are no tick
 
 
 cdef inline uint64_t mixed_transfer(uint64_t h, Transfer* t) noexcept nogil:
@@ -95,11 +95,11 @@ cdef uint64_t digest_membership(Core* e) noexcept nogil:
     cdef int i
     h = mixed_bytes(mixed_bytes(h, m.left_broken, m.size), m.ended, m.size)
     h = mixed_bytes(mixed_bytes(h, m.mute, m.size), m.departed, departed_nbytes(m.size))
-    h = mixed(mixed(h, m.known), (<uint64_t>m.owed << 2) + (m.unchecked << 1) + m.said_goodbye)
+    h = mixed(mixed(h, m.known), (<uint64_t>m.owed << 2) + (m.unchecked << 1) + m.departing)
     for i in range(m.nlisteners):
         h = digest_listener(e, h, &m.listeners[i])
     h = mixed(h, (<uint64_t>(m.answer_s > 0) << 8) + (pauses_until(e, m.end_at) if m.end_at > 0 else 7))
-    h = mixed(h, age(e, m.said_at) if m.said_goodbye else 3)
+    h = mixed(h, age(e, m.said_at) if m.departing else 3)
     return mixed(h, age(e, m.leave_by - e.leave_deadline_s) if m.leave_by != 0 else 3)
 
 
@@ -115,11 +115,11 @@ cdef int pauses_until(Core* e, double until) noexcept nogil:
     return <int>(left / PAUSE_S) + 1 if left > 0 else 0
 
 
-cdef uint64_t digest_port(Core* e) noexcept nogil:
-    cdef uint64_t h = mixed(13, (<uint64_t>e.port.given.fit << 4) + (e.port.given.paused << 3)
-                            + (e.port.given.leaving << 2) + (e.port.given.broken << 1) + (load(&e.port.at_rest) != 0))
-    h = mixed_bytes(h, &e.port.given.credit, sizeof(double))
-    return mixed(mixed(h, e.port.given.step), (<uint64_t>e.port.given.round << 8) + e.port.given.wanted + 1)
+cdef uint64_t digest_mailbox(Core* e) noexcept nogil:
+    cdef uint64_t h = mixed(13, (<uint64_t>e.mailbox.given.fit << 4) + (e.mailbox.given.paused << 3)
+                            + (e.mailbox.given.leaving << 2) + (e.mailbox.given.broken << 1) + (load(&e.mailbox.at_rest) != 0))
+    h = mixed_bytes(h, &e.mailbox.given.credit, sizeof(double))
+    return mixed(mixed(h, e.mailbox.given.step), (<uint64_t>e.mailbox.given.round << 8) + e.mailbox.given.wanted + 1)
 
 
 cdef uint64_t digest_memory(Core* e) noexcept nogil:
@@ -156,7 +156,7 @@ cdef uint64_t digest_messages(Wires* f) noexcept nogil:
 
 cdef uint64_t digest_engine(Core* e) noexcept nogil:
     """Its owners but the store."""
-    return mixed(mixed(mixed(digest_pairs(e), digest_control(e)), digest_membership(e)), digest_port(e))
+    return mixed(mixed(mixed(digest_pairs(e), digest_control(e)), digest_membership(e)), digest_mailbox(e))
 
 
 # ---- those that have been seen -------------------------------------------------------------

@@ -193,7 +193,7 @@ cdef void report(JobState job, int who):
 cdef void notice(JobState job, int i, int who):
     """Engine i finds that the process of another one has ended.
 
-    A process that ends in order waits until its goodbye is known (runtime/shutdown), at most UNKNOWN_S."""
+    A process that ends in order waits until its departure is known (lifecycle/shutdown), at most UNKNOWN_S."""
     cdef Actor* a = &job.actors[who]
     if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who - a.first] < LEFT
             and job.net.now_s < a.over_at + UNKNOWN_S and (i, who) not in job.suspected):

@@ -16,7 +16,7 @@ from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
-from hvd_adpsgd.engine.port cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
+from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.admission cimport Admission, come, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
@@ -240,21 +240,21 @@ cdef class Job(JobState):
         if self.checks:
             cover(self.coverage, &self.net.links[i], a.core)
         a.turn_at = NEVER
-        chunks = a.core.port.counters.chunks
+        chunks = a.core.mailbox.counters.chunks
         held = self.hold(i) if self.lives is not None else None
         self.net.ntorn = 0
         rest = turn(a.core, &a.rhythm)
         if held is not None:
             held[0] -= 1
-        a.busy_until = self.net.now_s + self.chunk_s * (a.core.port.counters.chunks - chunks)
+        a.busy_until = self.net.now_s + self.chunk_s * (a.core.mailbox.counters.chunks - chunks)
         pause = a.rhythm.pause_s
         if self.checks:
             check_turn(self, i)
-        if a.core.port.fault in (FAULT_GONE, FAULT_FENCED) and not a.gave_up:
+        if a.core.mailbox.fault in (FAULT_GONE, FAULT_FENCED) and not a.gave_up:
             give_up(self, i)
         if a.watches:
             watch(self, i)
-        if rest == OVER or a.core.port.fault == FAULT_MPI:
+        if rest == OVER or a.core.mailbox.fault == FAULT_MPI:
             self.ended(i)
         elif rest == SLEEP:
             if not self.checks:
@@ -310,7 +310,7 @@ cdef class Job(JobState):
         names = ("exchanges", "chunks", "parked", "broken", "void", "means", "turns")
         total = dict.fromkeys(names, 0)
         for i in range(self.n):
-            c = &self.actors[i].core.port.counters
+            c = &self.actors[i].core.mailbox.counters
             for name, count in zip(names, (c.exchanges_active, c.chunks, c.parked, c.broken, c.void_chunks, c.means, c.turns)):
                 total[name] += count
         return {"seconds": self.net.now_s - 1.0, "events": self.happened, **total,
@@ -320,7 +320,7 @@ cdef class Job(JobState):
     def exchanges_of(self):
         """Exchanges that are over, asked and served, by engine."""
         cdef int i
-        return [self.actors[i].core.port.counters.exchanges_active + self.actors[i].core.port.counters.exchanges_passive
+        return [self.actors[i].core.mailbox.counters.exchanges_active + self.actors[i].core.mailbox.counters.exchanges_passive
                 for i in range(self.n)]
 
     def staleness(self):
@@ -329,7 +329,7 @@ cdef class Job(JobState):
         found = [0] * HISTOGRAM
         for i in range(self.n):
             for k in range(HISTOGRAM):
-                found[k] += self.actors[i].core.port.counters.staleness[k]
+                found[k] += self.actors[i].core.mailbox.counters.staleness[k]
         return found
 
     def traffic(self):
@@ -339,7 +339,7 @@ cdef class Job(JobState):
         for i in range(self.n):
             peers = 0
             for j in range(self.n):
-                peers += self.actors[i].core.port.met[j] != 0
+                peers += self.actors[i].core.mailbox.met[j] != 0
             out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out
 

@@ -1,7 +1,7 @@
 # What the engines of a job have merged and decided.
 from libc.stdint cimport int64_t
 
-from hvd_adpsgd.engine.port cimport Event
+from hvd_adpsgd.engine.mailbox cimport Event
 
 cdef struct Half:           # a chunk that one of two sides has merged
     int asker

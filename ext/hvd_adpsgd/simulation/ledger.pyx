@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, realloc
 
 from hvd_adpsgd.engine.core cimport LANES
-from hvd_adpsgd.engine.port cimport Event
+from hvd_adpsgd.engine.mailbox cimport Event
 
 NOTHING_LOST = "promise 1 (nothing lost)"
 ONE_DECISION = "promise 8 (one decision)"

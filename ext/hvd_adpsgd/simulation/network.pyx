@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 
 from hvd_adpsgd.engine.agreement cimport Header
 from hvd_adpsgd.engine.core cimport Message
-from hvd_adpsgd.engine.posts cimport Post
+from hvd_adpsgd.engine.matching cimport Post
 from hvd_adpsgd.engine.wire cimport (AGREEMENT, CONTROL, DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, AnyClock, AnyWire, Clock, Status,
                                      Transfer, Wire)
 from hvd_adpsgd.simulation.chance cimport happens, uniform
@@ -521,7 +521,7 @@ cdef class Network:
         net.n = n + room
         net.chance = seed
         net.rules = [latency_s, jitter, bytes_per_s, bytes_scale, eager, late, late_control, late_write]
-        net.now_s = 1.0                     # not 0, which a goodbye takes for "not leaving"
+        net.now_s = 1.0                     # not 0, which a departure takes for "not leaving"
         net.links = <Link*>calloc(net.n, sizeof(Link))
         net.woken = <int*>calloc(net.n, sizeof(int))
         for i in range(n):

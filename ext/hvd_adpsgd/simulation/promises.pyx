@@ -10,7 +10,7 @@ from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
-from hvd_adpsgd.engine.port cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
 from hvd_adpsgd.simulation.departures cimport check_departures, departed
@@ -25,8 +25,8 @@ cdef int check_turn(JobState job, int i) except -1:
     cdef Core* e = a.core
     cdef Event* event
     a.overdue |= parks(e)
-    while e.port.events_read < e.port.events_written:
-        event = &e.port.events[e.port.events_read % EVENTS]
+    while e.mailbox.events_read < e.mailbox.events_written:
+        event = &e.mailbox.events[e.mailbox.events_read % EVENTS]
         if job.story is not None:
             tell_event(job, i, event)
         if event.kind == EVENT_MERGED and event.peer >= 0:
@@ -39,17 +39,17 @@ cdef int check_turn(JobState job, int i) except -1:
             check_silence(job, i, a.first + event.peer, event)
         elif event.kind == EVENT_ASKED:
             job.asked[i, a.first + event.peer] = event.number
-        store(&e.port.events_read, e.port.events_read + 1)
-    if a.changes != e.port.peer_events:
-        a.changes = e.port.peer_events
+        store(&e.mailbox.events_read, e.mailbox.events_read + 1)
+    if a.changes != e.mailbox.peer_events:
+        a.changes = e.mailbox.peer_events
         note_left(job, i, e)
-    if e.port.fault == FAULT_GONE and not a.gave_up:
+    if e.mailbox.fault == FAULT_GONE and not a.gave_up:
         check_patience(job, i, a)
-    elif e.port.fault == FAULT_FENCED and (i, a.first + e.port.fault_peer) in job.suspected:
+    elif e.mailbox.fault == FAULT_FENCED and (i, a.first + e.mailbox.fault_peer) in job.suspected:
         pass                                # the peer has taken it for failed, and its memory for another exchange
-    elif e.port.fault and not a.gave_up:
-        job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
-                  f"{e.port.fault_peer}")
+    elif e.mailbox.fault and not a.gave_up:
+        job.fail("no fault", f"engine {i} has latched fault {e.mailbox.fault}, code {e.mailbox.fault_code}, peer "
+                  f"{e.mailbox.fault_peer}")
     check_exchanges(job, i, e)
     if job.net.now_s >= job.learned_by:
         check_departures(job)
@@ -160,7 +160,7 @@ cdef int note_left(JobState job, int i, Core* e) except -1:
 cdef int check_patience(JobState job, int i, Actor* a) except -1:
     """A mean lacks a peer that has left and whose process has not ended: the trainer raises, after some patience."""
     cdef Core* e = a.core
-    cdef int peer = e.port.fault_peer
+    cdef int peer = e.mailbox.fault_peer
     cdef double patience = e.pairs.deadline_s + 2 * e.leave_deadline_s
     left_at = job.left_at.get((i, a.first + peer))
     if e.membership.ended[peer] or left_at is None or job.net.now_s - left_at < patience:
@@ -200,7 +200,7 @@ cdef object wrong_exchanges(int i, Core* e):
     cdef Exchange* y
     cdef int asked = 0, served = 0, k
     cdef int64_t oldest = NO_STEP
-    cdef bint at_rest = load(&e.port.at_rest)
+    cdef bint at_rest = load(&e.mailbox.at_rest)
     while x != NULL:
         if x.phase == ASKED or x.phase == RUNNING or x.phase == CLOSING:
             asked += x.active and not x.parked
@@ -218,9 +218,9 @@ cdef object wrong_exchanges(int i, Core* e):
         x = x.next_one
     if asked > 1 or served > 1:
         return ("invariant (one exchange)", f"engine {i} asks {asked} peers and serves {served}")
-    if oldest < load(&e.port.in_flight_step):
+    if oldest < load(&e.mailbox.in_flight_step):
         return ("invariant (staleness)", f"engine {i} has a snapshot of step {oldest} in flight and tells its trainer "
-                f"{load(&e.port.in_flight_step)}")
+                f"{load(&e.mailbox.in_flight_step)}")
     return None
 
 
@@ -228,15 +228,15 @@ cdef int check_credit(JobState job, int i, Actor* a) except -1:
     """Every exchange takes one, whoever asked."""
     cdef Core* e = a.core
     cdef Exchange* x = e.pairs.running
-    cdef int64_t begun = e.port.counters.exchanges_active + e.port.counters.exchanges_passive + e.port.counters.broken
+    cdef int64_t begun = e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive + e.mailbox.counters.broken
     while x != NULL:
         begun += x.phase == RUNNING or x.phase == CLOSING
         x = x.next_one
     while a.begun < begun:
         a.begun += 1
-        a.credit = max(a.credit - 1.0, -2.0 * max(e.port.rate, 1.0))
-    if a.begun > begun or a.credit != e.port.given.credit:
-        job.fail("invariant (credit)", f"engine {i} has {e.port.given.credit} after {begun} exchanges; due is {a.credit}")
+        a.credit = max(a.credit - 1.0, -2.0 * max(e.mailbox.rate, 1.0))
+    if a.begun > begun or a.credit != e.mailbox.given.credit:
+        job.fail("invariant (credit)", f"engine {i} has {e.mailbox.given.credit} after {begun} exchanges; due is {a.credit}")
     return 0
 
 
@@ -269,7 +269,7 @@ cdef int check_over(JobState job, int i) except -1:
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
     departed(job, i, is_unheard(e, job.net.now_s))
-    wrong = wrong_leave(i, a.first, e, job.net.now_s, goodbye_is_known(job, i), job.ledger)
+    wrong = wrong_leave(i, a.first, e, job.net.now_s, departure_is_known(job, i), job.ledger)
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
@@ -296,7 +296,7 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
     late = e.membership.leave_by and now_s > e.membership.leave_by
     early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
     if not is_unheard(e, now_s) and not known:
-        return ("invariant (goodbye)", f"engine {i} has left, and no engine knows it")
+        return ("invariant (departure)", f"engine {i} has left, and no engine knows it")
     while x != NULL:
         if x.phase != IDLE:
             peer = first + x.peer
@@ -310,11 +310,11 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
 
 
 cdef bint is_unheard(Core* e, double now_s) noexcept:
-    """Whether it may have left although no peer has answered: see goodbye.pyx."""
+    """Whether it may have left although no peer has answered: see departures.pyx."""
     return 2 * now_s > e.membership.said_at + e.membership.leave_by
 
 
-cdef bint goodbye_is_known(JobState job, int i):
+cdef bint departure_is_known(JobState job, int i):
     """Whether some engine knows of it, or none is there that answers."""
     cdef Membership* m = &job.actors[i].core.membership
     cdef int j, first = job.actors[i].first

@@ -4,7 +4,7 @@
 
 In each state one of these happens: an engine takes a turn (in which its wire makes further choices), a trainer takes
 the next step of its script, an engine crashes, or time passes for an engine. Time is abstract: retries are due, the
-patience of an engine with the answers to its goodbye is over, or so much passes that deadlines may be over.
+patience of an engine with the answers to its departure is over, or so much passes that deadlines may be over.
 """
 
 from libc.stdint cimport uintptr_t
@@ -18,7 +18,7 @@ from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.engine.core cimport Core, Exchange
 from hvd_adpsgd.engine.loop cimport Loop, begin_turns
 from hvd_adpsgd.engine.membership cimport ALIVE, Membership
-from hvd_adpsgd.engine.port cimport Event, load
+from hvd_adpsgd.engine.mailbox cimport Event, load
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.choices cimport *
 from hvd_adpsgd.simulation.digests cimport LANE_NBYTES, is_recent
@@ -40,7 +40,7 @@ cdef class SmallJob:
 
     Args:
         scripts: of each trainer: what it does, in this order, at any time. `o`: the step's update, corrections and
-            offer of the model; `p`: the open slot is published, and the all-reduce of the node begins; the next `o`
+            offer of the model; `p`: the open slot is published, and the all-reduce of the super learner begins; the next `o`
             ends it; `z`: averaging is paused; `r`: it continues, once the engine is at rest; `l`: it leaves; `b`:
             ... as failed.
         schedules: of each engine: whom it asks.
@@ -110,7 +110,7 @@ cdef class SmallJob:
             self.seen_lives.fill(0)
         memset(self.expected, 0, self.chunks * sizeof(double))
         for i in range(self.n):
-            f.now_s[i] = 1.0                # not 0, which a goodbye takes for "not leaving"
+            f.now_s[i] = 1.0                # not 0, which a departure takes for "not leaving"
             self.add(i)
         self.choices.next_one = 0
         return 0
@@ -144,7 +144,7 @@ cdef class SmallJob:
         memset(a, 0, sizeof(Learner))
         a.core = self.between.cores[i] = &loop.core
         a.core.pairs.lanes = self.lanes
-        a.core.port.events = <Event*>calloc(MOST_MERGES, sizeof(Event))     # each turn's; the engine frees them
+        a.core.mailbox.events = <Event*>calloc(MOST_MERGES, sizeof(Event))     # each turn's; the engine frees them
         begin_turns(a.core, &a.rhythm)
         return 0
 
@@ -172,7 +172,7 @@ cdef class SmallJob:
             e = self.learners[i].core
             if not self.lives(i):
                 continue
-            if e.port.given.leaving or self.learners[i].place < len(self.scripts[i]):
+            if e.mailbox.given.leaving or self.learners[i].place < len(self.scripts[i]):
                 return False
             x = e.pairs.running
             while x != NULL:
@@ -220,7 +220,7 @@ cdef class SmallJob:
         cdef const char* script = self.scripts[i]
         if a.place == len(<bytes>self.scripts[i]):
             return False
-        return script[a.place] != c"r" or load(&a.core.port.at_rest)
+        return script[a.place] != c"r" or load(&a.core.mailbox.at_rest)
 
     # ---- what has happened -----------------------------------------------------------------
 

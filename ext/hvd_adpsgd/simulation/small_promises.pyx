@@ -27,15 +27,15 @@ cdef int check_state(SmallJob job) except -1:
         if job.between.dead[i]:
             continue
         e = job.learners[i].core
-        if e.port.fault:
-            job.fail("no fault", f"engine {i} has latched fault {e.port.fault}, code {e.port.fault_code}, peer "
-                      f"{e.port.fault_peer}")
+        if e.mailbox.fault:
+            job.fail("no fault", f"engine {i} has latched fault {e.mailbox.fault}, code {e.mailbox.fault_code}, peer "
+                      f"{e.mailbox.fault_peer}")
         if not job.between.over[i]:
             check_exchanges(job, i, e)
             check_peers(job, i, e)
             check_transfers(job, i, e)
-            if job.learners[i].credit != e.port.given.credit:
-                job.fail("invariant (credit)", f"engine {i} has {e.port.given.credit} after "
+            if job.learners[i].credit != e.mailbox.given.credit:
+                job.fail("invariant (credit)", f"engine {i} has {e.mailbox.given.credit} after "
                           f"{job.learners[i].begun} exchanges; due is {job.learners[i].credit}")
     check_sum(job)
     return 0
@@ -76,11 +76,11 @@ cdef int check_transfers(SmallJob job, int i, Core* e) except -1:
 
 
 cdef int check_peers(SmallJob job, int i, Core* e) except -1:
-    """Who is taken for failed has failed, or was suspected; who is taken for one that left has said goodbye."""
+    """Who is taken for failed has failed, or was suspected; who is taken for one that left has announced the departure."""
     cdef int j
     for j in range(job.n):
-        if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.said_goodbye:
-            job.fail("invariant (goodbye)", f"engine {i} takes {j} for one that has left; it has not said so")
+        if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.departing:
+            job.fail("invariant (departure)", f"engine {i} takes {j} for one that has left; it has not said so")
         if e.membership.states[j] == FAILED and not job.between.dead[j] and not job.between.ends[i].suspects[j] \
                 and not job.between.over[j]:
             job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
@@ -123,7 +123,7 @@ cdef int check_over(SmallJob job, int i) except -1:
     """Who has left in time is known to have left, and holds nothing."""
     cdef Core* e = job.learners[i].core
     cdef Wires* f = &job.between
-    wrong = wrong_leave(i, 0, e, f.now_s[i], goodbye_is_known(job, i), job.ledger)
+    wrong = wrong_leave(i, 0, e, f.now_s[i], departure_is_known(job, i), job.ledger)
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
@@ -135,7 +135,7 @@ cdef int check_over(SmallJob job, int i) except -1:
 
 
 cdef int check_unread(SmallJob job, int i, Core* e) except -1:
-    """From who has answered its goodbye, nothing but departures is on its way to an engine that ends."""
+    """From who has answered its departure, nothing but departures is on its way to an engine that ends."""
     cdef Underway* message
     cdef Listener* listener
     cdef int k
@@ -144,12 +144,12 @@ cdef int check_unread(SmallJob job, int i, Core* e) except -1:
         listener = listener_of(&e.membership, message.src)
         if (message.dst == i and listener != NULL and listener.acknowledged >= e.membership.owed
                 and not tells_departures(message)):
-            job.fail("invariant (goodbye)", f"engine {i} has left, and a message of {message.src} is on its way "
+            job.fail("invariant (departure)", f"engine {i} has left, and a message of {message.src} is on its way "
                       "to it")
     return 0
 
 
-cdef bint goodbye_is_known(SmallJob job, int i) noexcept:
+cdef bint departure_is_known(SmallJob job, int i) noexcept:
     """Whether some engine knows of it, or none is there that answers."""
     cdef Membership* m = &job.learners[i].core.membership
     cdef int j

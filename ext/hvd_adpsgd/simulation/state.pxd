@@ -16,7 +16,7 @@ cdef enum Happening:        # kinds of entries beside ARRIVAL
 
 cdef enum Doing:            # what a trainer does next
     STEP = 0
-    MEET = 1                # the all-reduce of its node is over
+    MEET = 1                # the all-reduce of its super learner is over
     WAIT = 2                # for its round
     REST = 3                # for the engine to come to rest
     DONE_STEPS = 4
@@ -54,7 +54,7 @@ cdef struct Actor:
     double step_s
     double slowed           # times step_s
     double spread
-    double node_s           # of the all-reduce of its node; 0: a learner alone
+    double node_s           # of the all-reduce of its super learner; 0: a learner alone
     int doing
     int after               # what it does when a pause is over
     bint watches            # for its round, or for rest: every turn may be the end of it
@@ -98,7 +98,7 @@ cdef class JobState:
     cdef list lives             # [engine]: what others must know to read its model where it lies; None: they do not
     cdef list hosts             # [engine]
     cdef bint shown             # those of one host read each other's models where they lie
-    cdef list followers         # [engine]: the store of another learner of its node, or None
+    cdef list followers         # [engine]: the store of another learner of its super learner, or None
     cdef list late              # [engine]: what that learner has to apply, and the model that its leader has made of it
     cdef list tables
     cdef int period
@@ -114,7 +114,7 @@ cdef class JobState:
     cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
     cdef dict parked_at         # (engine, peer) -> when it parked its last exchange with it
     cdef dict asked             # (engine, peer) -> number of the last exchange that it asked for, which is over there
-    cdef set unheard            # engines that have left without knowing whether a peer has their goodbye
+    cdef set unheard            # engines that have left without knowing whether a peer has their departure
     cdef double calm_from       # nothing disturbs the news of departures any more
     cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
     cdef public dict met        # faults x phases that were met

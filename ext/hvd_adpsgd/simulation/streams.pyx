@@ -13,7 +13,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, malloc, realloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.posts cimport Post, take_post
+from hvd_adpsgd.engine.matching cimport Post, take_post
 from hvd_adpsgd.engine.unconfirmed cimport (COUNTS, append, copied_post, counted, fail_all, let_go, note_sent, own, resume,
                                             take_count)
 from hvd_adpsgd.engine.wire cimport DATA, PEER_DOWN, PENDING, Status, Transfer, Wire

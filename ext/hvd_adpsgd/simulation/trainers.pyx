@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.membership cimport LEFT
-from hvd_adpsgd.engine.port cimport load, load_count
+from hvd_adpsgd.engine.mailbox cimport load, load_count
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.promises cimport check_replaced, check_versions, versions_of
@@ -50,13 +50,13 @@ cdef void wait_for(JobState job, int i, Doing what):
 
 cdef void watch(JobState job, int i):
     cdef Actor* a = &job.actors[i]
-    if round_over(job, a) if a.doing == WAIT else fresh(job, a) if a.doing == FRESH else load(&a.core.port.at_rest):
+    if round_over(job, a) if a.doing == WAIT else fresh(job, a) if a.doing == FRESH else load(&a.core.mailbox.at_rest):
         a.watches = False
         job.again(i, between(&job.chance, 20e-6, 200e-6))
 
 
 cdef void begin_step(JobState job, int i):
-    """The corrections gathered so far become readable; then the gradient all-reduce of the node."""
+    """The corrections gathered so far become readable; then the gradient all-reduce of the super learner."""
     cdef Actor* a = &job.actors[i]
     if a.in_round:
         wait_for(job, i, WAIT)
@@ -74,7 +74,7 @@ cdef void begin_step(JobState job, int i):
     elif a.doing != FRESH and not fresh(job, a):
         wait_for(job, i, FRESH)
     else:
-        a.overdue |= load(&a.core.port.in_flight_step) < oldest_step(job, a)
+        a.overdue |= load(&a.core.mailbox.in_flight_step) < oldest_step(job, a)
         job.stores[i].publish()
         a.doing = MEET
         job.again(i, a.node_s * between(&job.chance, 0.5, 1.5))
@@ -89,7 +89,7 @@ cdef bint fresh(JobState job, Actor* a):
     """Whether the step may be published; the trainer waits for at most the deadline of silent peers."""
     if a.doing != FRESH:
         a.patience = job.net.now_s + a.core.pairs.deadline_s
-    return load(&a.core.port.in_flight_step) >= oldest_step(job, a) or job.net.now_s > a.patience
+    return load(&a.core.mailbox.in_flight_step) >= oldest_step(job, a) or job.net.now_s > a.patience
 
 
 cdef void begin_rest(JobState job, int i):
@@ -124,7 +124,7 @@ cdef void end_step(JobState job, int i):
 
 cdef void offer(JobState job, int i, bint fit):
     cdef Actor* a = &job.actors[i]
-    cdef double rate = a.core.port.rate
+    cdef double rate = a.core.mailbox.rate
     job.loops[i].offer(a.step, fit)
     if job.reports_s > 0:
         job.loops[i].report(f"{i} says {a.step}".encode())
@@ -156,13 +156,13 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
 
 
 cdef int follow(JobState job, int i) except -1:
-    """Another learner of the node applies the slot of the step before, as late as it may."""
+    """Another learner of the super learner applies the slot of the step before, as late as it may."""
     if job.late[i] is None:
         return 0
     model, n, slot, leaders = job.late[i]
     job.followers[i].absorb(spans_of(n, model.shape[1]), addresses_of(model, n), slot, 0)
     if model.tobytes() != leaders.tobytes():
-        job.fail("promise 5 (same in the node)", f"a late learner of super learner {i} has applied another correction "
+        job.fail("promise 5 (same in the super learner)", f"a late learner of super learner {i} has applied another correction "
                  "than its leader")
     return 0
 
@@ -231,7 +231,7 @@ cdef void begin_pairs(JobState job, int i, int64_t number):
     row = table[number % len(table)]
     for k in range(2):
         a.round_peers[k] = row[k]
-        a.round_met[k] = load_count(&a.core.port.met[a.round_peers[k]]) if row[k] >= 0 else 0
+        a.round_met[k] = load_count(&a.core.mailbox.met[a.round_peers[k]]) if row[k] >= 0 else 0
     job.loops[i].begin_round(number + 1, row[0])
     a.in_round = True
 
@@ -249,15 +249,15 @@ cdef bint round_over(JobState job, Actor* a):
         return load(&a.core.mean.finished) >= a.mean
     for k in range(2):
         peer = a.round_peers[k]
-        if peer >= 0 and load_count(&a.core.port.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
+        if peer >= 0 and load_count(&a.core.mailbox.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
             return False
     return True
 
 
 cdef void leave_job(JobState job, int i, bint broken):
     cdef Core* e = job.actors[i].core
-    e.port.given.broken = broken
-    e.port.given.leaving = True
+    e.mailbox.given.broken = broken
+    e.mailbox.given.leaving = True
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 1e-3))
 
 

@@ -42,7 +42,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
     share, is trained by SGD within the same max_change; one log line says which.
 
     Where: in the backward pass, before `.grad` is written. So what follows (GradScaler, clipping,
-    Horovod's mean over the learners of a node, delayed gradients) handles natural gradients, each
+    Horovod's mean over the learners of a super learner, delayed gradients) handles natural gradients, each
     learner's made with its own estimates, as in Kaldi. Estimates are never averaged between
     learners. Several backward passes before a step are one minibatch. A term of the loss that holds
     a weight itself is added unpreconditioned, as is `weight_decay`.

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.runtime.collectives import allgather_object, wait
+from hvd_adpsgd.collectives.of_communicator import allgather_object, wait
 from hvd_adpsgd.strategies.plan import DURING, NOBODY, Plan, Rounds
 from hvd_adpsgd.theory import gossip as theory
 from hvd_adpsgd.theory import topology

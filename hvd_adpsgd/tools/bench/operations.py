@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.collectives.call import Call
+from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.collectives.of_communicator import barrier
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime.attempt import Attempt
-from hvd_adpsgd.runtime.collectives import Call, Collectives, barrier
-from hvd_adpsgd.runtime.membership import Membership
-from hvd_adpsgd.runtime.sockets import Hub
+from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.messaging.sockets import Hub
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 
 WARM_UP = 2  # rounds; connections are opened, memory is touched for the first time

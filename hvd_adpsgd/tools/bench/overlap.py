@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.tools.bench import report, settings
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.training.reports import metrics_of
 
 KINDS = {"off": None, "delay": "delay_by_one", "periodic": "periodic_averaging:period=1"}
 WARM_UP = 2  # steps before the clock starts

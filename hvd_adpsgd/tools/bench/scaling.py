@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.tools.bench.driven import Driven

@@ -30,13 +30,13 @@ class Cut:
         comm: all learners.
         model: an array; corrections are added to it.
         shards: into how many it is cut; 1: the leader has all of it.
-        per_node: learners of a super learner.
+        per_super_learner: learners of a super learner.
     """
 
-    def __init__(self, comm: Any, model: np.ndarray, shards: int, per_node: int):
+    def __init__(self, comm: Any, model: np.ndarray, shards: int, per_super_learner: int):
         from mpi4py import MPI
 
-        self.super_rank, place = divmod(comm.rank, per_node)
+        self.super_rank, place = divmod(comm.rank, per_super_learner)
         self._inner = comm.Split(self.super_rank, comm.rank)
         outer = comm.Split(place if place < shards else MPI.UNDEFINED, comm.rank)
         if outer != MPI.COMM_NULL:
@@ -96,11 +96,14 @@ def main() -> None:
 
     from mpi4py import MPI
 
-    comm, per_node = MPI.COMM_WORLD, args.learners // 2
-    model = np.random.default_rng(comm.rank // per_node).standard_normal(
+    comm, per_super_learner = MPI.COMM_WORLD, args.learners // 2
+    model = np.random.default_rng(comm.rank // per_super_learner).standard_normal(
         int(args.mib * 2**18), dtype=np.float32
     )
-    cuts = {"whole": Cut(comm, model, 1, per_node), "shards": Cut(comm, model, per_node, per_node)}
+    cuts = {
+        "whole": Cut(comm, model, 1, per_super_learner),
+        "shards": Cut(comm, model, per_super_learner, per_super_learner),
+    }
     most = partial(comm.allreduce, op=MPI.MAX)
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in cuts}
     for number in range(args.rounds + WARM_UP):
@@ -108,7 +111,10 @@ def main() -> None:
             seconds = cut.round(comm)
             if number >= WARM_UP:
                 found[name].append(tuple(most(value) for value in seconds))
-    result: dict[str, Any] = {"model_mib": args.mib, "learners_per_super_learner": per_node}
+    result: dict[str, Any] = {
+        "model_mib": args.mib,
+        "learners_per_super_learner": per_super_learner,
+    }
     for name, cut in cuts.items():
         medians = 1e3 * np.median(found[name], axis=0)
         keys = ("exchange_ms", "copies_ms", "engine_cpu_ms")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.collectives.of_communicator import wait
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.tools.bench import report, settings, spread_of
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.training.presence import live
 
 SIZES = (512, 2048, 2048, 2048, 10)
 BATCH = 32

@@ -16,7 +16,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.tools.bench.step import Trial
-from hvd_adpsgd.torch import watching
+from hvd_adpsgd.training import watching
 
 
 def main() -> None:

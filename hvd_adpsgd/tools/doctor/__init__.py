@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from hvd_adpsgd import __version__
 from hvd_adpsgd.config import PREFIX, Config
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime.host_name import unresolved_host
+from hvd_adpsgd.launch.host_name import unresolved_host
 from hvd_adpsgd.tools.doctor import findings, hosts, launch, probes
 from hvd_adpsgd.tools.doctor.findings import FAIL, WARN, Finding
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import horovod.torch as horovod
 
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.collectives.call import Call
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call
 from hvd_adpsgd.torch.uneven_steps import joined

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from horovod.torch import Average
 
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.attempt import Attempt
-from hvd_adpsgd.runtime.collectives import Call
-from hvd_adpsgd.runtime.world import World
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
     bytes_of,
@@ -26,7 +26,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
-from hvd_adpsgd.torch.optimizer_state import load_in_place, options, set_options
+from hvd_adpsgd.training.optimizer_state import load_in_place, options, set_options
 
 __all__ = [
     "broadcast",

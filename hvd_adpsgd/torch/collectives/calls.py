@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
-from hvd_adpsgd.runtime.attempt import Attempt
-from hvd_adpsgd.runtime.collectives import Call
-from hvd_adpsgd.runtime.world import World
-from hvd_adpsgd.torch.node import horovods
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.training.super_learner import horovods
 
 __all__ = [
     "bytes_of",

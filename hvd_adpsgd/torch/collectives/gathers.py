@@ -10,10 +10,10 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import Average
 
+from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.attempt import Attempt
-from hvd_adpsgd.runtime.collectives import Call
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
     bytes_of,

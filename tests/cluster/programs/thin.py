@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.torch.averaging import live
+from hvd_adpsgd.training.presence import live
 
 LOOK_S = 2.0
 AFTER = 6  # chunks, of 120

@@ -7,7 +7,7 @@ Places: `before_init` (before hvd.init), `in_init` (MPI is up, the worlds are no
 `between_steps`, `asking` and `answering` (at --step or soon after, inside an exchange that this learner
 asked for, or was asked for: chunks have been merged, others are to come), `inner_allreduce` (some
 gradients of the step are with Horovod, others never come), `last_step`, `shutdown` (the victims go there
-at --step, before the goodbye of their engine).
+at --step, before the departure of their engine).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import bootstrap
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.launch import world as worlds
 
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
 GRADIENT_S = 0.01  # the work of a step's gradient, for which the test machine has too few cores
@@ -161,7 +161,7 @@ def main() -> None:
     facts = train(args, script)
     worlds.current().teardown.at_shutdown(
         lambda: script.here("shutdown")
-    )  # before the engine's goodbye
+    )  # before the engine's departure
     script.leave("json", **facts)
     hvd.shutdown()
 

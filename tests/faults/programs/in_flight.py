@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 from hvd_adpsgd.config import Config  # noqa: E402
-from hvd_adpsgd.engine import model_memory, shared_memory  # noqa: E402
+from hvd_adpsgd.engine import shard_memory, shared_memory  # noqa: E402
 from hvd_adpsgd.engine.engine import Engine  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
 from hvd_adpsgd.engine.peers import PeerState  # noqa: E402
@@ -156,7 +156,7 @@ def keep_memory(folder: Path) -> None:
         made.append(nbytes)
         return np.memmap(folder / f"memory.{len(made) - 1}", np.uint8, "w+", shape=(nbytes,))
 
-    model_memory.private_memory = kept
+    shard_memory.private_memory = kept
     shared_memory.private_memory = kept
 
 

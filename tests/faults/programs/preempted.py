@@ -68,7 +68,7 @@ def main() -> None:
     args = parsed()
     watch_child(args.folder)
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.runtime import world as worlds
+    from hvd_adpsgd.launch import world as worlds
 
     heard: list[int] = []
     if args.handles and not args.late:
@@ -79,7 +79,7 @@ def main() -> None:
     model, drift = drawn(args.seed, hvd.super_rank())
     if hvd.size() == hvd.super_size():
         departure = worlds.current().departure
-        departure.at_leave(lambda: save(args.folder, optimizer))  # after the engine's goodbye
+        departure.at_leave(lambda: save(args.folder, optimizer))  # after the engine's departure
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([model], lr=1.0),
         named_parameters=[("model", model)],
@@ -135,10 +135,10 @@ def has_averaged(optimizer: Any) -> bool:
 def save(folder: Path, optimizer: Any) -> None:
     """The model of a learner that is alone in its super learner, and its corrections."""
     wait_for_trainer()
-    memory = optimizer._averaging.engine.memory
-    [(mailbox, mirror, _)] = memory.areas
+    memory = optimizer._averaging.engine.memory.own
+    [(shared, mirror, _)] = memory.areas
     i = memory._publications % memory._nslots  # the open slot
-    slot, flags = mailbox.slots[i].view(np.float32), mailbox.flags[i]
+    slot, flags = shared.slots[i].view(np.float32), shared.flags[i]
     model = mirror.view(np.float32).astype(np.float64)
     model += slot * np.repeat(flags != 0, model.size // flags.size)
     np.save(folder / f"{RANK}.left.npy", model)
@@ -150,7 +150,7 @@ def wait_for_trainer() -> None:
     ends = time.monotonic() + LONG_S
     while time.monotonic() < ends:
         frame = sys._current_frames()[threading.main_thread().ident]
-        if frame.f_code.co_name == "hold":
+        if frame.f_code.co_name == "block_if_leaving":
             return
         time.sleep(1e-3)
     raise AssertionError("the trainer goes on without its engine")

@@ -2,7 +2,7 @@
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
 models differ. When everybody is there, the next of --victims kills itself (or all of them do); when all
-of them have been replaced, everybody trains --after more epochs. Newcomers that are --held never come:
+of them have been replaced, everybody trains --after more epochs. Replacements that are --held never come:
 when some, but not all, have been there for --part epochs, learner --then kills itself, and the others
 train as many more. Each learner says its facts.
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-import hvd_adpsgd.runtime.joining as joining
-import hvd_adpsgd.runtime.meeting as meeting
+import hvd_adpsgd.joining.joining as joining
+import hvd_adpsgd.joining.reconnect as reconnect
 import hvd_adpsgd.torch as hvd
 import hvd_adpsgd.torch.admission as admission
 
@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
-    parser.add_argument("--meeting-s", type=float, default=meeting.MEETING_S)
+    parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
@@ -61,7 +61,7 @@ def main() -> None:
     if NEW:
         hold(args.held.split(","))
         fail(args, "start")
-    admission.MEETING_S = joining.MEETING_S = args.meeting_s
+    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     hvd.init()
     Run(args).train()
 
@@ -119,7 +119,7 @@ class Run:
         if NEW:
             fail(self.args, "wrapped")
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as scripts do
-        self.fail_at_meeting()
+        self.fail_at_reconnect()
         state = self.replace({"epoch": 0, "whole": 0, "part": 0, "alone": 0, "told": []})
         self.facts |= {"began": state["epoch"], "first": self.values()}
         if NEW:
@@ -157,13 +157,13 @@ class Run:
         self.facts["done"] = time.monotonic()
         os.write(1, ("\n@learner " + json.dumps(self.facts) + "\n").encode())
 
-    def fail_at_meeting(self) -> None:
+    def fail_at_reconnect(self) -> None:
         """Have a joining learner, or its starter, die before or just after all are connected."""
-        meet = meeting.meet
+        meet = reconnect.connect_anew
 
         def failing(*args: Any, **kwargs: Any) -> Any:
             if NEW:
-                fail(self.args, "meeting")
+                fail(self.args, "reconnect")
             merged = meet(*args, **kwargs)
             if NEW:
                 fail(self.args, "met")
@@ -173,7 +173,7 @@ class Run:
                 die()
             return merged
 
-        meeting.meet = failing
+        reconnect.connect_anew = failing
 
     def epoch(self) -> None:
         for _ in range(STEPS):

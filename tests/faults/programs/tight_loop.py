@@ -19,7 +19,7 @@ import time
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime.world import current
+from hvd_adpsgd.launch.world import current
 
 PAUSE_S = 0.002  # of a step: other learners share the cores
 LONGEST_S = 60.0

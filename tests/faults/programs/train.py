@@ -31,7 +31,7 @@ from mpi4py import MPI  # noqa: E402
 from hvd_adpsgd.config import Config  # noqa: E402
 from hvd_adpsgd.engine.engine import Engine  # noqa: E402
 from hvd_adpsgd.engine.layout import TensorSpec  # noqa: E402
-from hvd_adpsgd.runtime.membership import Membership  # noqa: E402
+from hvd_adpsgd.lifecycle.membership import Membership  # noqa: E402
 from hvd_adpsgd.strategies import parse  # noqa: E402
 
 DEADLINE_S = 60.0

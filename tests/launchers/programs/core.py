@@ -63,7 +63,7 @@ def train(averaging: str, steps: int = 12) -> dict[str, object]:
         digest = hvd.allgather_object([float(p.double().sum()) for p in model.parameters()])
     found = {
         "drift": drift,
-        "same_in_node": node[0] == node[1] and node[2] == node[3],
+        "same_inside": node[0] == node[1] and node[2] == node[3],
         "same_mean": all(each == digest[0] for each in digest),
         "averagings": averagings(),
     }

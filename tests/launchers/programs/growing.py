@@ -7,6 +7,7 @@ models before and after each hvd.admit that lets somebody in, with no step betwe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -19,9 +20,9 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
-from hvd_adpsgd.runtime import door, joining, meeting
+from hvd_adpsgd.joining import joining, listener, reconnect
 from hvd_adpsgd.torch import admission
-from hvd_adpsgd.torch.join_state import JoinState
+from hvd_adpsgd.training.join_state import JoinState
 
 STEPS = 5
 
@@ -42,8 +43,11 @@ def averages() -> bool:
 
 def epolls() -> int:
     """Sets of connections that are watched: descriptors of this process."""
-    places = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum(os.path.lexists(p) and "eventpoll" in os.readlink(p) for p in places)
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            count += "eventpoll" in os.readlink(f"/proc/self/fd/{name}")
+    return count
 
 
 def unpicklable() -> Any:
@@ -72,13 +76,13 @@ def die_at(moment: str) -> None:
     if moment == "start":
         die()
     places = {
-        "connected": (Hello, "answer", True),  # the door waits for the proof
-        "knocked": (door.Conversation, "tell", False),  # its first word
-        "invited": (door.Conversation, "hear", False),
+        "connected": (Hello, "answer", True),  # the listener waits for the proof
+        "requested": (listener.Conversation, "send", False),  # its first word
+        "invited": (listener.Conversation, "receive", False),
         "wrapped": (hvd, "on_membership_change", True),
         "ready": (joining.JoiningLearner, "ready", False),
-        "meeting": (meeting, "meet", True),
-        "met": (meeting, "meet", False),
+        "reconnect": (reconnect, "connect_anew", True),
+        "met": (reconnect, "connect_anew", False),
         "engines": (admission, "_prepare", False),  # all have met, and know it
         "agreed": (joining.JoiningLearner, "is_in", True),
         "received": (JoinState, "give", True),
@@ -101,9 +105,9 @@ def main() -> None:
     parser.add_argument(
         "--adds", action="store_true", help="a parameter group, before the first step"
     )
-    parser.add_argument("--meeting-s", type=float, default=meeting.MEETING_S)
+    parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     args = parser.parse_args()
-    admission.MEETING_S = joining.MEETING_S = args.meeting_s
+    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     die_at(args.dies)
     if "HVD_ADPSGD_JOIN" in os.environ:
         die_at(args.dies_if_new)

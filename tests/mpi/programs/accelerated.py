@@ -9,8 +9,8 @@ import torch
 from learner import SEED, digest, generator, pauses, say, until_all
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 STEPS, SIZE, CHECK = 30, 1000, 10
 MOVED = 1e-3  # of the second model: an exchange was added to both
@@ -35,7 +35,9 @@ def main() -> None:
     plain = sgd(ideal)
     averaging = optimizer._averaging  # type: ignore[attr-defined]
     (distance,) = averaging.rule.tensors()["distance"]
-    first = world.super_rank * world.inner_size  # learners of a node have consecutive ranks
+    first = (
+        world.super_rank * world.inner_size
+    )  # learners of a super learner have consecutive ranks
     digests, worst, moved, pause = [], 0.0, [0.0], pauses(3e-3)
     for step in until_all(lambda: max(moved) > MOVED, STEPS, CHECK):
         optimizer.zero_grad()

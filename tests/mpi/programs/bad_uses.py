@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner import DEADLINE_S, outcome, retired, same_in_node, say
+from learner import DEADLINE_S, outcome, retired, same_inside, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -65,7 +65,7 @@ def other_shapes() -> None:
     wrap(nn.Linear(3, 2 + (hvd.rank() == 2)))
 
 
-def other_shapes_in_the_node() -> None:
+def other_shapes_inside() -> None:
     wrap(nn.Linear(3, 2 + (hvd.rank() == 1)))
 
 
@@ -238,7 +238,7 @@ def state_loaded_before_the_step() -> None:
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.zero_grad()
             step(model, optimizer)
-        same = same_in_node(model.parameters())
+        same = same_inside(model.parameters())
         say(case="after a load", same=same)
 
 
@@ -324,7 +324,7 @@ def clipped_too_early_on_one() -> None:
                 optimizer.zero_grad()
                 (model(x * (1 + hvd.rank())) + model.unused(x).sum()).backward()
                 optimizer.step()
-            say(case="after one has clipped", same=same_in_node(model.parameters()))
+            say(case="after one has clipped", same=same_inside(model.parameters()))
 
 
 def fewer_steps_on_one() -> None:
@@ -342,7 +342,7 @@ def fewer_steps_on_one() -> None:
             elif hvd.rank() == 0:
                 optimizer.step()  # its gradients are with Horovod
             total = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
-            say(case="after as many steps", total=total, same=same_in_node(model.parameters()))
+            say(case="after as many steps", total=total, same=same_inside(model.parameters()))
 
 
 def closed_on_one() -> None:
@@ -436,7 +436,7 @@ def dropped_and_set() -> None:
             optimizer.zero_grad()
             set_by_hand(model)
             optimizer.step()
-        say(case="dropped and set", same=same_in_node(model.parameters()))
+        say(case="dropped and set", same=same_inside(model.parameters()))
         for _ in range(2):
             model.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
@@ -465,7 +465,7 @@ def clipped_while_accumulated() -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
-        say(case="clipped after it", same=same_in_node(model.parameters()))
+        say(case="clipped after it", same=same_inside(model.parameters()))
         before = [p.detach().clone() for p in model.parameters()]
         backward(model, optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -502,7 +502,7 @@ def frozen_later() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
         facts = {"kept": all(map(torch.equal, kept, model.unused.parameters()))}
-        say(case="frozen and clipped", same=same_in_node(model.parameters()), **facts)
+        say(case="frozen and clipped", same=same_inside(model.parameters()), **facts)
         model.unused.requires_grad_(True)
         for _ in range(2):
             optimizer.zero_grad()
@@ -571,7 +571,7 @@ def copied(how: Any) -> Any:
     return case
 
 
-def other_group_in_the_node() -> None:
+def other_group_inside() -> None:
     with training(linear()) as optimizer:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank() % 2))]})
 
@@ -601,7 +601,7 @@ CASES: dict[str, Any] = {
         plain_one_stepped,
         other_names,
         other_shapes,
-        other_shapes_in_the_node,
+        other_shapes_inside,
         other_dtypes,
         other_count,
         other_frozen,
@@ -621,7 +621,7 @@ CASES: dict[str, Any] = {
         init_with_other_options,
         synchronous_beside_another,
         not_finite,
-        other_group_in_the_node,
+        other_group_inside,
         ddp_after_wrapping,
         state_loaded_before_the_step,
         some_wrapped_again,
@@ -664,7 +664,7 @@ def skip() -> None:
         say(
             case="skip",
             finite=all(bool(torch.isfinite(p).all()) for p in model.parameters()),
-            same=same_in_node(model.parameters()),
+            same=same_inside(model.parameters()),
             nonfinite_steps=numbers["nonfinite_steps"],
         )
 
@@ -679,7 +679,7 @@ def wrapped_again(model: nn.Module) -> None:
             step(model, optimizers[-1])
     say(
         case="wrapped_again",
-        same=same_in_node(model.parameters()),
+        same=same_inside(model.parameters()),
         retired=outcome(lambda: step(model, optimizers[0])).get("error"),
         grown=added(),
     )
@@ -696,7 +696,7 @@ def added() -> bool:
         optimizer.zero_grad()
         (model(torch.ones(1, 3)) * more).sum().backward()
         optimizer.step()
-        return same_in_node([*model.parameters(), more])
+        return same_inside([*model.parameters(), more])
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ import torch
 from learner import digest, generator, outcome, retired, same_everywhere, say
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import global_operations
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch import elastic, mpi_ops
 
 TOLD: list[str] = []
@@ -176,9 +176,9 @@ def synchronous() -> None:
     with training(model, "random_pairs") as optimizer:
         for mode in ("seldom", "inner", "every"):
             TOLD.clear()
-            global_operations._tally = global_operations._Tally()
+            usage._tally = usage._Tally()
             before = hvd.metrics()
-            for step in range(2 * global_operations.WINDOW):
+            for step in range(2 * usage.WINDOW):
                 advance(model, optimizer, step)
                 loss = torch.ones(1)
                 if mode == "inner":

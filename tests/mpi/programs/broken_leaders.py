@@ -11,7 +11,7 @@ from engines import say, started, until
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.runtime.membership import Membership
+from hvd_adpsgd.lifecycle.membership import Membership
 
 
 class Warnings(logging.Handler):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.launch import world as worlds
 
 DEADLINE_S = 60.0
 
@@ -26,7 +26,7 @@ class ByHand:
         plan = dataclasses.replace(averaging.plan, schedule=np.empty((1, 0)))
         config = averaging.engine.config
         self.engine = Engine(inner=world.inner, outer=world.outer, plan=plan, config=config)
-        for specs in averaging.specs:
+        for specs in averaging.tensors.specs:
             self.engine.memory.extend(specs)
         self.engine.start()
         averaging.replace_engine(self.engine)

@@ -17,8 +17,8 @@ from learner import generator, pauses, say, wait_exchanged
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 SIZE = 100_000  # float32: 7 chunks of 64 KiB
 STEPS = 50

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from learner import SEED, digest, outcome, retired, same_in_node, say
+from learner import SEED, digest, outcome, retired, same_inside, say
 from mpi4py import MPI
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine import step_rounds
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 SIZE = 70_001  # more than one chunk of 64 KiB
 LR = 0.25
@@ -90,7 +90,7 @@ def skipped(where: str) -> None:
                         expected -= LR * mean_gradient(list(group), step) / hvd.super_size()
                 if step == 7:  # the others are in a round, or past it
                     hvd.allreduce(torch.ones(1), name=f"epoch.{spec}")
-            same = same_in_node([p])
+            same = same_inside([p])
             hvd.average_model(module(p))
             rounds = optimizer._averaging.step
         error = float((p.detach() - expected).abs().max())

@@ -19,10 +19,10 @@ import os
 import numpy as np
 from mpi4py import MPI
 
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.runtime.collectives import wait
 from hvd_adpsgd.strategies import Strategy, parse
 
 

@@ -6,10 +6,10 @@ The gradient of a learner in a step is known, and that of one that has joined is
 from typing import Any
 
 import torch
-from learner import digest, outcome, retired, same_in_node, say
+from learner import digest, outcome, retired, same_inside, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 SIZE = 70_001  # more than one chunk
 LR = 0.25
@@ -51,7 +51,7 @@ def uneven(case: str, make: Any) -> None:
             train(p, optimizer, epoch, steps[hvd.rank()])
             returned.append(hvd.join())
             held = [v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-            same.append(same_in_node([p, *held]))
+            same.append(same_inside([p, *held]))
         hvd.average_model(torch.nn.ParameterList([p]))
     error = float((p.detach() - moved()).abs().max()) if case == "SGD" else 0.0
     say(case=case, same=same, error=error, returned=returned)

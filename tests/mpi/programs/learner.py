@@ -1,4 +1,4 @@
-"""What the programs of the tests share: how a learner speaks, pauses, and looks at its node."""
+"""What the programs of the tests share: how a learner speaks, pauses, and looks at its super learner."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 
 MARK = "@learner "
 SEED = int(os.environ.get("SEED", "7"))
@@ -35,7 +35,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def same_in_node(tensors: Iterable[torch.Tensor]) -> bool:
+def same_inside(tensors: Iterable[torch.Tensor]) -> bool:
     return len(set(worlds.current().inner.allgather(digest(tensors)))) == 1
 
 

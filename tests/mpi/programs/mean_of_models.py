@@ -16,15 +16,15 @@ from learner import (
     pauses,
     retired,
     same_everywhere,
-    same_in_node,
+    same_inside,
     say,
     wait_exchanged,
 )
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.reports import metrics_of
 
 STEPS = 40
 LR = 0.125
@@ -75,7 +75,7 @@ def train(
     skips: bool = False,
     between: bool = False,
 ) -> bool:
-    """Train with the known gradients. True if the node's learners were alike after every step.
+    """Train with the known gradients. True if the super learner's learners were alike after every step.
 
     Args:
         skips: some steps are given up after their gradients were averaged.
@@ -92,7 +92,7 @@ def train(
         if between and step % 8 == 7:
             hvd.average_model(model)
         optimizer.step()
-        same = same and same_in_node(model.parameters())
+        same = same and same_inside(model.parameters())
     return same
 
 

@@ -1,6 +1,6 @@
 """Trains a small model by NaturalGradientSGD with the averaging schemes given as arguments.
 
-Says for each scheme: losses, whether the node's learners were identical after every step, whether
+Says for each scheme: losses, whether the super learner's learners were identical after every step, whether
 what Horovod averaged was the mean of each learner's own natural gradient, and how many different
 estimates there are.
 """
@@ -13,12 +13,12 @@ import sys
 from typing import Any
 
 import torch
-from learner import digest, generator, retired, same_in_node, say
+from learner import digest, generator, retired, same_inside, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.optim.natural_gradient import LSTM
-from hvd_adpsgd.runtime import world as worlds
 
 STEPS = 12
 
@@ -91,7 +91,7 @@ def train(case: str, averaging: str, passes: int) -> None:
             with optimizer.skip_synchronize():
                 optimizer.step()
             alone.step()
-            same.append(same_in_node(model.parameters()))
+            same.append(same_inside(model.parameters()))
         with hvd.averaged(model):  # when all have made their steps, whatever the order of exchanges
             last = heldout(model)
         own = estimates(optimizer)

@@ -15,9 +15,9 @@ import torch
 from learner import retired, say
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.collectives.of_communicator import wait
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import world as worlds
-from hvd_adpsgd.runtime.collectives import wait
+from hvd_adpsgd.launch import world as worlds
 
 SIZE, STEPS = 200_000, 6  # float64: several chunks
 LONGEST_S = 60.0  # of a computation

@@ -11,7 +11,7 @@ import torch
 from learner import DEADLINE_S, outcome, say
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.torch import watching
+from hvd_adpsgd.training import watching
 
 WRAPS = 20
 

@@ -23,16 +23,16 @@ from learner import (
     pauses,
     retired,
     same_everywhere,
-    same_in_node,
+    same_inside,
     say,
     wait_exchanged,
 )
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.runtime import world as worlds
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.strategies import STRATEGIES
-from hvd_adpsgd.torch.reports import metrics_of
+from hvd_adpsgd.training.reports import metrics_of
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import PACES, STEPS, events
 from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, ONE_OF_A_KIND, Setting
@@ -102,7 +102,7 @@ def follow(name: str, s: Setting, watch: bool = False, **how: Any) -> None:
         numbers = getattr(optimizer, "_averaging", None)
         means = metrics_of(numbers)["means"] if numbers is not None else 0
         everybody = alike and same_everywhere(model)
-        node = same_in_node(model)
+        node = same_inside(model)
     say(case=name, digest=digest(model), node=node, everybody=everybody, means=means)
 
 
@@ -230,7 +230,7 @@ def distances(where: str) -> None:
 
 
 def free_running(where: str, specs: tuple[str, ...]) -> None:
-    """Learners of a node stay the same although nothing makes them wait for each other."""
+    """Learners of a super learner stay the same although nothing makes them wait for each other."""
     for spec in specs:
         torch.manual_seed(0)
         model = torch.nn.Linear(16, 1)
@@ -251,7 +251,7 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
                     model(torch.randn(8, 16)).square().mean().backward()
                     optimizer.step()
                 numbers = metrics_of(optimizer._averaging)
-                same = same and same_in_node(model.parameters())
+                same = same and same_inside(model.parameters())
                 done = numbers["exchanges"] + numbers["means"]
                 work = worlds.current().collectives.comm.allreduce(done)
         say(case=f"{where}/free/{spec}", same=same, work=work)

@@ -1,0 +1,238 @@
+# cython: language_level=3
+# Why compiled: the engine's thread keeps these lists without the GIL.
+"""Which message is for which receive, on a wire that moves its bytes itself.
+
+A message goes to the oldest receive that was posted for its sender, or for anybody, and for its channel. One that
+comes first is a *stray* and is kept. MPI's rule: messages of one sender and channel are received in the order in
+which they were sent.
+"""
+
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from hvd_adpsgd.engine.matching cimport *
+
+
+# ---- the pool ------------------------------------------------------------------------------
+
+cdef Post* take_post(Posts* p, int peer, int channel, void* buffer, int nbytes) noexcept nogil:
+    """A pending post; NULL without memory."""
+    cdef Post* post = p.pool
+    if post != NULL:
+        p.pool = post.after
+    else:
+        post = <Post*>malloc(sizeof(Post))
+    if post != NULL:
+        post[0] = Post(PENDING, peer, channel, nbytes, <char*>buffer, peer == NOBODY, False, False, False, NULL, NULL)
+    return post
+
+
+cdef void give_post(Posts* p, Post* post) noexcept nogil:
+    if post.owned:
+        free(post.buffer)
+    post.after = p.pool
+    p.pool = post
+
+
+cdef void settle(Posts* p, Post* post, Status status) noexcept nogil:
+    """A message leaves its queue: it is confirmed, or its peer has failed."""
+    post.queued = False
+    post.after = NULL
+    if post.released:
+        give_post(p, post)
+    elif post.status == PENDING:
+        post.status = status
+
+
+# ---- receives ------------------------------------------------------------------------------
+
+cdef inline bint is_for(Post* post, int peer, int channel) noexcept nogil:
+    return post.channel == channel and (post.peer == peer or post.peer == NOBODY)
+
+
+cdef bint take_early(Posts* p, Post* post) noexcept nogil:
+    """Take the first stray that is for this receive, which is then no longer among those that wait."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or not is_for(post, stray.peer, stray.channel)):
+        stray = stray.after
+    if stray == NULL:
+        return False
+    stray.wanted = post
+    if stray.complete:
+        hand_over(p, stray)
+    return True
+
+
+cdef void expect(Posts* p, Post* post) noexcept nogil:
+    """Post a receive: it takes the first stray that is for it, or waits for a message."""
+    if take_early(p, post):
+        return
+    post.before = p.newest
+    if p.newest != NULL:
+        p.newest.after = post
+    else:
+        p.oldest = post
+    p.newest = post
+
+
+cdef bint is_here(Posts* p, int peer, int channel) noexcept nogil:
+    """Whether a stray of this peer waits for a receive."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or stray.peer != peer or stray.channel != channel):
+        stray = stray.after
+    return stray != NULL
+
+
+cdef void unlink_receive(Posts* p, Post* post) noexcept nogil:
+    if post.before != NULL:
+        post.before.after = post.after
+    else:
+        p.oldest = post.after
+    if post.after != NULL:
+        post.after.before = post.before
+    else:
+        p.newest = post.before
+    post.before = post.after = NULL
+
+
+cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil:
+    """Take the receive for a message that begins to arrive; NULL if none was posted."""
+    cdef Post* post = p.oldest
+    while post != NULL and not is_for(post, peer, channel):
+        post = post.after
+    if post != NULL:
+        unlink_receive(p, post)
+        post.peer = peer
+    return post
+
+
+cdef void give_up(Posts* p, Post* post) noexcept nogil:
+    """Forget a pending receive into which no message arrives yet."""
+    cdef Stray* stray = p.first
+    cdef Post* other = p.oldest
+    while stray != NULL:
+        if stray.wanted == post:
+            stray.wanted = NULL
+            return
+        stray = stray.after
+    while other != NULL and other != post:
+        other = other.after
+    if other != NULL:
+        unlink_receive(p, post)
+
+
+cdef void cut_off(Posts* p, Post* post) noexcept nogil:
+    """The message that this receive had begun to take will come again: it waits before all others, as before."""
+    if post.anybody:
+        post.peer = NOBODY
+    if take_early(p, post):
+        return
+    post.after = p.oldest
+    if p.oldest != NULL:
+        p.oldest.before = post
+    else:
+        p.newest = post
+    p.oldest = post
+
+
+# ---- strays --------------------------------------------------------------------------------
+
+cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil:
+    """Room for a message that no receive waits for, behind those that are here; NULL without memory.
+
+    A weakness that we accept: neither its size nor the number of strays is bounded. Only peers that have proven that they
+    are of the job send, whose pickles are trusted with more, and memory is taken as the bytes come.
+    """
+    cdef Stray* stray = <Stray*>malloc(sizeof(Stray) + nbytes)
+    if stray == NULL:
+        return NULL
+    stray[0] = Stray(peer, channel, nbytes, False, NULL, NULL)
+    if p.last != NULL:
+        p.last.after = stray
+    else:
+        p.first = stray
+    p.last = stray
+    return stray
+
+
+cdef void drop(Posts* p, Stray* stray) noexcept nogil:
+    cdef Stray* before = NULL
+    cdef Stray* other = p.first
+    while other != stray:
+        before = other
+        other = other.after
+    if before != NULL:
+        before.after = stray.after
+    else:
+        p.first = stray.after
+    if p.last == stray:
+        p.last = before
+    free(stray)
+
+
+cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil:
+    """Drop a message that came in part, and will come again."""
+    cdef Post* post = stray.wanted
+    drop(p, stray)
+    if post != NULL:
+        cut_off(p, post)
+
+
+cdef Stray* first_whole(Posts* p) noexcept nogil:
+    """The first stray that is complete and that no receive wants; NULL if there is none."""
+    cdef Stray* stray = p.first
+    while stray != NULL and (stray.wanted != NULL or not stray.complete):
+        stray = stray.after
+    return stray
+
+
+cdef void hand_over(Posts* p, Stray* stray) noexcept nogil:
+    cdef Post* post = stray.wanted
+    post.peer = stray.peer
+    if stray.nbytes > post.nbytes:
+        post.status = TOO_LONG
+    else:
+        memcpy(post.buffer, stray_bytes(stray), stray.nbytes)
+        post.nbytes = stray.nbytes
+        post.status = DONE
+    drop(p, stray)
+
+
+cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil:
+    """All of its bytes have come."""
+    stray.complete = True
+    if stray.wanted != NULL:
+        hand_over(p, stray)
+
+
+# ---- ends ----------------------------------------------------------------------------------
+
+cdef void fail_posts(Posts* p, int peer) noexcept nogil:
+    """Nothing more comes from this peer: its receives fail. Complete strays stay, but for chunks: their exchange is over."""
+    cdef Post* post
+    cdef Post* next_post
+    cdef Stray* stray = p.first
+    cdef Stray* next_stray
+    while stray != NULL:
+        next_stray = stray.after
+        if stray.peer == peer and stray.channel >= DATA and stray.wanted == NULL:
+            drop(p, stray)
+        stray = next_stray
+    post = p.oldest
+    while post != NULL:
+        next_post = post.after
+        if post.peer == peer:
+            unlink_receive(p, post)
+            post.status = PEER_DOWN
+        post = next_post
+
+
+cdef void close_posts(Posts* p) noexcept nogil:
+    """Free the strays and the pool."""
+    cdef Post* post
+    while p.first != NULL:
+        drop(p, p.first)
+    while p.pool != NULL:
+        post = p.pool
+        p.pool = post.after
+        free(post)

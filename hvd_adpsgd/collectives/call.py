@@ -1,0 +1,112 @@
+"""What learners call, compared before they do it: the same operation, with equal arguments, on all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hvd_adpsgd.collectives.usage import Caller
+from hvd_adpsgd.errors import CollectiveMismatchError
+from hvd_adpsgd.messaging.attempt import Attempt
+
+__all__ = ["Call", "compare"]
+
+
+class Call(NamedTuple):
+    """What one learner calls; must be equal on all, but for `private`.
+
+    Attributes:
+        kind: name of the operation.
+        name: the user's name for it.
+        tensors: (name, dtype, shape) of each; of an allgather without the first dimension.
+        root: whose value counts, if the operation has a root.
+        op: how values are combined, if they are.
+        factors: prescale_factor, postscale_factor.
+        private: values that are not compared with those of peers.
+    """
+
+    kind: str
+    name: str | None = None
+    tensors: tuple[tuple[str | None, str, tuple[int, ...]], ...] = ()
+    root: int | None = None
+    op: str | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+    private: Any = None
+
+
+class _Header(NamedTuple):
+    """What each learner sends first: its call, with a digest in place of the tensors, and who calls."""
+
+    call: Call
+    tensors: int  # how many
+    digest: bytes
+    caller: str
+
+
+def compare(attempt: Attempt, call: Call, caller: Caller) -> None:
+    """Exchange the calls of all learners, into attempt.calls.
+
+    Raises:
+        CollectiveMismatchError: on all learners alike, if they differ.
+    """
+    described = hashlib.blake2b(repr(call.tensors).encode(), digest_size=8).digest()
+    where = f"{caller.file}:{caller.line}"
+    mine = _Header(call._replace(tensors=()), len(call.tensors), described, where)
+    headers: list[_Header] = [_Header(Call(*h[0]), *h[1:]) for h in attempt.gather(_plain(mine))]
+    first = headers[0]
+    for i, other in enumerate(headers):
+        what = _difference(first, other)
+        if what is not None:
+            told = attempt.gather(call.tensors) if what == "tensors" else None
+            raise _mismatch(what, attempt.ranks, headers, i, told)
+    attempt.calls = tuple(header.call for header in headers)
+
+
+def _plain(header: _Header) -> tuple[Any, ...]:
+    """For pickle, which is faster with tuples of its own."""
+    return (tuple(header.call), *header[1:])
+
+
+def _difference(first: _Header, other: _Header) -> str | None:
+    for what in ("kind", "name", "root", "op", "factors"):
+        if getattr(first.call, what) != getattr(other.call, what):
+            return what
+    if first.tensors != other.tensors:
+        return "number of tensors"
+    return None if first.digest == other.digest else "tensors"
+
+
+def _mismatch(
+    what: str,
+    ranks: Sequence[int],
+    headers: Sequence[_Header],
+    i: int,
+    tensors: list[Any] | None,
+) -> CollectiveMismatchError:
+    first, other = headers[0], headers[i]
+    callers = (
+        f"Called at {first.caller} on learner {ranks[0]}, at {other.caller} on learner {ranks[i]}."
+    )
+    if what == "kind":
+        return CollectiveMismatchError(
+            f"operations over all learners differ: learner {ranks[0]} is in {first.call.kind}, "
+            f"learner {ranks[i]} in {other.call.kind}. {callers} Call the same operations in the same order "
+            "on all learners; from several threads, from one at a time."
+        )
+    if tensors is not None:
+        k = next(k for k, (a, b) in enumerate(zip(tensors[0], tensors[i], strict=True)) if a != b)
+        what, mine, theirs = f"tensor {k}", _text(tensors[0][k]), _text(tensors[i][k])
+    elif what == "number of tensors":
+        mine, theirs = str(first.tensors), str(other.tensors)
+    else:
+        mine, theirs = str(getattr(first.call, what)), str(getattr(other.call, what))
+    return CollectiveMismatchError(
+        f"{first.call.kind}: {what} differs: {mine} on learner {ranks[0]}, {theirs} on learner {ranks[i]}. "
+        f"{callers} Call the same operations in the same order, with equal arguments, on all learners."
+    )
+
+
+def _text(described: tuple[str | None, str, tuple[int, ...]]) -> str:
+    name, dtype, shape = described
+    return f"{name or 'a tensor'} of {dtype}, shape {list(shape)}"

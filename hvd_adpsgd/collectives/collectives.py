@@ -1,0 +1,532 @@
+"""Operations over all learners, which continue over the surviving learners."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from hvd_adpsgd import errors
+from hvd_adpsgd.collectives.call import Call, compare
+from hvd_adpsgd.collectives.fifo_lock import FifoLock
+from hvd_adpsgd.collectives.usage import Caller, counted
+from hvd_adpsgd.engine.agreement import Decision
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    CollectiveMismatchError,
+    LearnerFailedError,
+    PeerFailedError,
+    QuorumLostError,
+    TransportError,
+)
+from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.messaging.host_memory import Sharing, alone
+from hvd_adpsgd.messaging.messages import (
+    COMPLETE,
+    NO_ERROR,
+    AttemptAbandonedError,
+    Messages,
+)
+from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks, is_failure, is_of_mpi
+
+__all__ = ["Collectives"]
+
+T = TypeVar("T")
+
+log = logging.getLogger("hvd_adpsgd")
+
+_FLUSH_S = 1.0
+_LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
+_PUSHES, _PUSH_S = 20, 5e-3  # calls of MPI until it has opened connections; between two
+_TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
+
+
+class Collectives:
+    """Operations over all learners, repeated over the surviving learners after a failure.
+
+    Some learners may detect a failure while others complete the operation, and none can tell whether its
+    peers have a result. So each attempt ends with an agreement (engine/agreement):
+
+        1. all learners exchange what they call; a mismatch is an error on all of them;
+        2. they do it, over plain messages (messaging/messages); a learner that detects a failure, or fails
+           itself, leaves the attempt and tells its peers, which leave it too;
+        3. all learners agree whether all have the result, and which have failed;
+        4. if not, the surviving learners make another attempt; after an error all of them raise.
+
+    Every call takes part in as many agreements on all learners, also one that raises. So the learners stay
+    in step after an error, and their next operations meet.
+
+    Threads: operations of several threads run one after the other, as they are asked for. Their order must be
+    the same on all learners; where it is not, they raise CollectiveMismatchError on all.
+
+    Args:
+        comm, ranks, on_failure, joining: see the attributes.
+        plain: a duplicate for messages of operations, used for nothing else.
+        rank, size: of this learner, of how many.
+        membership: of the job.
+        shares: large arrays go through memory between learners of one host.
+        quorum: of the options.
+
+    Attributes:
+        comm: MPI communicator of all learners, also of those that have failed since. For users and for
+            benchmarks: no operation here uses it.
+        ranks: ranks in the job of the learners that operations include.
+        on_failure: "continue" or "raise", once learners have failed.
+        joining: this is a joining learner that has not joined yet.
+        asked: called when an operation is asked for, also one of the super learner.
+        before: called before each operation, on the thread that asks for it.
+        steps: of each optimizer the thread that makes its steps, and for how many the gradients are averaged
+            in the super learner; where super learners wait for steps of each other, once more, and how many
+            steps are made. In the same order on all learners.
+        lock: orders the operations of several threads; for those that another thread runs later.
+
+    Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
+        repeats over shrunk communicators).
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        plain: Any,
+        rank: int,
+        ranks: tuple[int, ...],
+        size: int,
+        membership: Membership,
+        on_failure: str,
+        joining: bool,
+        shares: bool = True,
+        quorum: str | None = None,
+    ):
+        self.on_failure = on_failure
+        self.asked: list[Callable[[], object]] = []
+        self.before: list[Callable[[], object]] = []
+        self.steps: list[Callable[[], tuple[int, int]]] = []
+        self._rank, self._size, self._membership = rank, size, membership
+        self.lock = FifoLock()
+        self._quorum = quorum
+        self._left = ""  # why this learner takes part no more
+        self._sharing = Sharing(None if shares else alone())
+        self._preparing = threading.RLock()
+        self._inside: int | None = None  # the thread
+        self._blocked: set[int] = set()  # threads, see `blocking`
+        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation under way
+        self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
+        self._refused: int | None = None  # the attempt that `require_step` has ended
+        self._earlier: list[Messages] = []  # with buffers that MPI may still read
+        self.comm, self.messages = comm, self._over(plain)
+        self.ranks, self._ranks, self.joining = ranks, ranks, joining
+
+    def _over(self, plain: Any) -> Messages:
+        messages = Messages(plain)
+        messages.at_wait = self._tell_late
+        return messages
+
+    def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
+        """Use these communicators, which include a super learner that has joined.
+
+        Args:
+            comm: see the attributes.
+            plain: a duplicate for messages of operations, used for nothing else.
+            ranks: in the job, by rank in both.
+            size: learners of the job, if there are more now.
+        """
+        self._size = size or self._size
+        if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
+            self._earlier.append(self.messages)
+        self.comm, self.messages = comm, self._over(plain)
+        self._told = self._refused = None
+        self._sharing.forget()
+        self.ranks, self._ranks, self.joining = ranks, ranks, False
+
+    def finish(self, seconds: float) -> bool:
+        """Wait for the operations that threads have asked for; False if they take longer."""
+        number = self.lock.take()
+        try:
+            return self.lock.wait(number, seconds)
+        finally:
+            self.lock.leave(number)
+
+    def close(self, seconds: float) -> Any | None:
+        """The private communicator, with nothing more on its way, to be freed; None if it is in use.
+
+        All learners call this together, after their last operation.
+        """
+        ends = time.monotonic() + seconds
+        number = self.lock.take()
+        try:
+            if not self.lock.wait(number, seconds):  # a thread is in an operation
+                return None
+            return self.messages.comm if self.messages.close(ends) else None
+        finally:
+            self.lock.leave(number)
+
+    def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
+        """Run an operation; all learners call this. `ranks` shrinks when learners have failed.
+
+        Args:
+            call: what is done; a word if there is nothing to compare but that.
+            operation: receives an Attempt, with the calls of all learners. Must not change its input, because
+                it may be repeated.
+
+        Returns:
+            What the operation returns.
+
+        Raises:
+            CollectiveMismatchError: on all learners, if their calls differ.
+            PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
+            LearnerFailedError: if the others have declared this learner failed, or after `leave`.
+            QuorumLostError: on all that are left, if they are too few for `quorum`.
+            TransportError: on all learners, if MPI fails on one.
+            Exception: what the operation raises; on the other learners the same class if it is one of ours,
+                TransportError if not.
+        """
+        call = Call(call) if isinstance(call, str) else call
+        assert self._inside != threading.get_ident(), (
+            "an operation over all learners inside another one"
+        )
+        with counted(call.kind) as caller:
+            self.prepare()
+            with self.blocking(), self.lock.turn():
+                self._inside = threading.get_ident()
+                self._caller, self._late = caller, time.monotonic() + _LATE_S
+                try:
+                    return self._run(call, caller, operation)
+                finally:
+                    self._inside = None
+
+    def prepare(self) -> None:
+        """Do what must come before an operation; not in one that was prepared where it was asked for."""
+        if self.lock.is_taken():
+            return
+        self.asks()
+        with self._preparing:
+            for prepare in list(self.before):
+                prepare()
+
+    def asks(self) -> None:
+        """An operation, of all learners or of the super learner, is asked for."""
+        for note in list(self.asked):
+            note()
+
+    def gather(self, doing: str, value: Any) -> list[Any]:
+        """The values of the learners in `ranks`, in that order; a collective, see `run`.
+
+        Values of learners that the same decision declares failed are omitted.
+        """
+        told = self.run(
+            Call(doing, private=value),
+            lambda attempt: dict(
+                zip(attempt.ranks, (c.private for c in attempt.calls), strict=True)
+            ),
+        )
+        return [told[rank] for rank in self.ranks]
+
+    # ---- operations and steps -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Inside, this thread makes no step before the operation under way is over."""
+        self._blocked.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._blocked.discard(threading.get_ident())
+
+    def _tell_late(self) -> None:
+        """Send peers, which may wait for a step of this learner, that it waits in an operation."""
+        if not self.steps or time.monotonic() < self._late:
+            return
+        counts = [count() for count in self.steps]
+        made = tuple(steps if thread in self._blocked else None for thread, steps in counts)
+        told = self.messages.agreement.number, made
+        if told != self._told and any(steps is not None for steps in made):
+            self._told = told
+            self.messages.tell_waiting((tuple(self._caller), made))
+
+    def require_step(
+        self, count: Callable[[], tuple[int, int]], step: int, ranks: Collection[int]
+    ) -> None:
+        """Raise if a learner whose step is awaited here waits in an operation that this one has not entered.
+
+        Each would wait for the other: that one makes no step before the operation is over, and this one
+        enters no operation before that step. An operation of a thread that makes no steps does not count,
+        here or there. A learner that waits for one that raises here raises too. To be called again and again
+        while a step waits.
+
+        Args:
+            count: the entry of `steps` of the optimizer that waits.
+            step: its number; the first is 0.
+            ranks: the learners whose step it waits for.
+
+        Raises:
+            CollectiveMismatchError: here, and on all learners in the operation.
+        """
+        with self._between() as is_between:
+            if is_between and count in self.steps:
+                self.messages.poll()
+                self._require_step(self.steps.index(count), step, ranks)
+
+    @contextlib.contextmanager
+    def _between(self) -> Iterator[bool]:
+        """Whether no thread of this learner is in an operation; inside, none enters one."""
+        number = self.lock.take()
+        try:
+            yield self.lock.wait(number, 0)
+        finally:
+            self.lock.leave(number)
+
+    def _require_step(self, which: int, step: int, ranks: Collection[int]) -> None:
+        core = self.messages.agreement
+        if core.excluded or (core.voted and self._refused != core.number):
+            return
+        error = self.messages.abandoned.get(core.number)
+        if error is not None and error[0] == CollectiveMismatchError.__name__ and error[2] in ranks:
+            raise self._refuse(CollectiveMismatchError(error[1]))
+        for place, (number, (caller, made)) in self.messages.waiting.items():
+            rank = self._ranks[place]
+            if number != core.number or rank not in ranks or len(made) != len(self.steps):
+                continue
+            if made[which] is not None and made[which] <= step:
+                raise self._refuse(_crossed(rank, caller, made[which], self._rank, step))
+
+    def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
+        """The error, with which the operation ends on all learners; this one has not entered it."""
+        core = self.messages.agreement
+        if not core.voted:
+            self._refused = core.number
+            reason = type(error).__name__, str(error), self._rank
+            self.messages.abandon(range(len(self._ranks)), reason)
+            self.messages.vote(0)
+            # they need answers of this one; not for ever: another learner may wait for it elsewhere
+            self._finish_interrupted(time.monotonic() + _TOGETHER_S)
+        return error
+
+    # ---- leaving ------------------------------------------------------------------------------
+
+    def say_left(self, ranks: Collection[int]) -> None:
+        """Tell all others that these learners leave in order; on any thread."""
+        self.messages.say_left([place for place, rank in enumerate(self._ranks) if rank in ranks])
+        for _ in range(_PUSHES):  # messages move only while the network is looked at
+            self.ended()
+            time.sleep(_PUSH_S)
+
+    def look_for_departures(self) -> None:
+        """Take in which learners have left in order, unless an operation does."""
+        with self._between() as is_between:
+            if is_between:
+                self.messages.poll()
+                self._note_left()
+
+    def _note_left(self) -> set[int]:
+        """The learners that have left in order."""
+        left = {self._ranks[place] for place in self.messages.left - self.messages.failing}
+        self._membership.note_left(left)
+        return left
+
+    # ---- attempts -----------------------------------------------------------------------------
+
+    def leave(self, why: str) -> None:
+        """Every later operation on this learner raises. The others continue when this process ends."""
+        self._left = why
+
+    def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
+        if self._left:
+            raise LearnerFailedError(f"{call.kind}: {self._left}")
+        self._finish_interrupted()
+        while True:
+            self._require_quorum(call.kind)
+            outcome = _Outcome[T]()
+            number = self._attempt(call, caller, operation, outcome)
+            decision = self._decision(number)
+            assert decision is not None
+            has_fewer = self._continue_without(decision, call.kind)
+            if decision.flag & COMPLETE == 0:
+                self._sharing.forget()
+            if has_fewer:
+                self._require_quorum(call.kind)
+            if decision.flag & NO_ERROR == 0:
+                raise outcome.error or self._foreign(call.kind, number)
+            if decision.flag & COMPLETE:
+                return outcome.get()
+            if not has_fewer:
+                raise TransportError(
+                    f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
+                )
+
+    def _decision(self, number: int, ends: float | None = None) -> Decision | None:
+        """See Messages.decision."""
+        try:
+            return self.messages.decision(number, ends)
+        except LearnerFailedError:
+            preemption.block_if_leaving()  # after SIGTERM, of which its peers know
+            raise
+
+    def _require_quorum(self, doing: str) -> None:
+        """After a decision that counts out others: all that it leaves raise alike."""
+        if self._quorum is None or self.joining or not self.gone():
+            return
+        if self._membership.are_minority(self.ranks):
+            raise QuorumLostError(
+                f"{doing}: only learners {list(self.ranks)} of {self._size} are left, half or fewer of the "
+                "super learners, and HVD_ADPSGD_QUORUM is majority. Save the model and exit; start the job "
+                "again from the newest checkpoint."
+            )
+
+    def _attempt(
+        self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
+    ) -> int:
+        """Attempt the operation and vote; returns the number of the decision."""
+        places = [self._ranks.index(rank) for rank in self.ranks]
+        attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
+        try:
+            self._require_all_learners(call.kind)
+            compare(attempt, call, caller)
+            outcome.result = operation(attempt)
+            attempt.flush()
+        except CollectiveMismatchError as error:  # on all alike
+            outcome.error = error
+        except AttemptAbandonedError as left:
+            if not left.is_told:
+                attempt.abandon()
+            return self.messages.vote(0 if left.reason else NO_ERROR)
+        except Exception as error:
+            if is_failure(error):
+                self.messages.look_for_failures()
+                attempt.abandon()
+                return self.messages.vote(NO_ERROR)
+            outcome.error = self._named(call.kind, error)
+        except (
+            BaseException
+        ) as error:  # a signal: the others are told, and this learner does not wait
+            attempt.abandon(error)
+            self.messages.vote(0)
+            raise
+        return self._vote(attempt, outcome.error)
+
+    def _named(self, doing: str, error: Exception) -> Exception:
+        """The error; one of MPI's as ours."""
+        if not is_of_mpi(error):
+            return error
+        named = TransportError(
+            f"{doing}: MPI failed on learner {self._rank} ({error.Get_error_string()}). No learner "  # type: ignore[attr-defined]
+            "has failed. Start the job again.",
+            code=error.Get_error_class(),  # type: ignore[attr-defined]
+        )
+        named.__cause__ = error
+        return named
+
+    def _vote(self, attempt: Attempt, error: Exception | None) -> int:
+        if error is None or isinstance(error, CollectiveMismatchError):
+            return self.messages.vote(COMPLETE | NO_ERROR)
+        attempt.abandon(error)
+        return self.messages.vote(0)
+
+    def _finish_interrupted(self, ends: float | None = None) -> None:
+        """An operation that a signal or a step ended here may have no decision yet; waits for it."""
+        core = self.messages.agreement
+        if core.voted:
+            decision = self._decision(core.number, ends)
+            self._sharing.forget()
+            if decision is not None:
+                self._continue_without(decision, "an interrupted operation")
+
+    def _foreign(self, doing: str, number: int) -> Exception:
+        """The error of another learner."""
+        reason = self.messages.reason(number)
+        if reason is None:
+            return TransportError(
+                f"{doing}: it failed on another learner, whose own error tells why."
+            )
+        name, text, rank = reason
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, AdpsgdError):
+            return kind(text)
+        return TransportError(f"{doing}: learner {rank} raised {name}: {text}")
+
+    def _continue_without(self, decision: Decision, doing: str) -> bool:
+        """Leave out the learners that have failed; whether there are new ones."""
+        failed = {self._ranks[place] for place in decision.failed}
+        gone = sorted(failed.intersection(self.ranks))
+        if not gone:
+            return False
+        preemption.block_if_leaving()  # a mate that was sent SIGTERM has ended first
+        self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
+        self._membership.mates_ended(set(gone) - self._note_left())
+        self._membership.look()
+        if self._rank == self.ranks[0]:
+            self._tell_of(gone, doing)
+        return True
+
+    def _tell_of(self, gone: Sequence[int], doing: str) -> None:
+        """Log that these learners are left out: a warning, unless they have left in order."""
+        if self._membership.have_left(gone):
+            log.info(
+                "%s: learners %s have left; the other %d continue.", doing, gone, len(self.ranks)
+            )
+            return
+        log.warning(
+            "%s: learners %s are gone; operations over all learners continue with the other %d.",
+            doing,
+            gone,
+            len(self.ranks),
+        )
+
+    def _require_all_learners(self, doing: str) -> None:
+        """Raise PeerFailedError if learners have failed; all learners raise alike."""
+        gone = self.gone()
+        if gone and self.on_failure == "raise" and not self.joining:
+            raise PeerFailedError(
+                f"{doing}: learners {sorted(gone)} of {self._size} are gone, and HVD_ADPSGD_ON_FAILURE or "
+                'hvd.on_failure says "raise". Save the model and restart, or continue with the others '
+                'inside `with hvd.on_failure("continue")`.'
+            )
+
+    # ---- who is there -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def instead(self, on_failure: str) -> Iterator[None]:
+        """Inside, `on_failure` is "continue" or "raise"."""
+        before, self.on_failure = self.on_failure, on_failure
+        try:
+            yield
+        finally:
+            self.on_failure = before
+
+    def gone(self) -> set[int]:
+        """Learners that operations no longer include."""
+        return set(range(self._size)) - set(self.ranks)
+
+    def ended(self) -> set[int]:
+        """Learners whose process is known to have exited. Does not block."""
+        return self.gone() | {self._ranks[i] for i in failed_comm_ranks(self.comm)}
+
+
+class _Outcome(Generic[T]):
+    """What an attempt gave on this learner."""
+
+    def __init__(self) -> None:
+        self.result: T | None = None
+        self.error: Exception | None = None
+
+    def get(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.result  # type: ignore[return-value]
+
+
+def _crossed(
+    rank: int, caller: Sequence[Any], made: int, own: int, step: int
+) -> CollectiveMismatchError:
+    """Learner `rank` is in an operation, and learner `own` waits for its step, of which the first is 0."""
+    operation, file, line = caller
+    return CollectiveMismatchError(
+        f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "
+        f"{file}:{line} after {made} steps, and learner {own} waits for its step {step + 1}. "
+        "Make the same number of steps before each operation over all learners: on all learners of a super "
+        "learner, and with a strategy that waits for steps on all super learners."
+    )

@@ -1,0 +1,63 @@
+"""Collectives of one communicator, of MPI or over sockets; a learner that waits in them sleeps between polls.
+
+mpi4py does not keep the buffers of a non-blocking collective alive. The caller holds them in variables
+until the request completes; with a temporary array MPI reads or writes freed memory, without an error.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.messaging.sockets import Communicator
+
+__all__ = ["allgather_object", "barrier", "wait"]
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
+
+
+def wait(request: Any, ends: float | None = None) -> bool:
+    """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.
+
+    Args:
+        request: its buffers must be held by the caller.
+        ends: deadline, of time.monotonic; polls at least once. None: no deadline.
+
+    Returns:
+        Whether the request is complete.
+    """
+    pause = _SHORTEST_PAUSE_S
+    while not request.Test():
+        if ends is not None and time.monotonic() > ends:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
+
+
+def barrier(comm: Any) -> None:
+    """Wait until all learners of `comm` are here; sleeps between polls."""
+    if isinstance(comm, Communicator):
+        comm.allgather(None)
+    else:
+        wait(comm.Ibarrier())
+
+
+def allgather_object(comm: Any, value: Any) -> list[Any]:
+    """The values of all learners of `comm`, by rank, through pickle."""
+    if isinstance(comm, Communicator):
+        return comm.allgather(value)
+    data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    count = np.array([data.size], dtype=np.int64)
+    counts = np.empty(comm.Get_size(), dtype=np.int64)
+    wait(comm.Iallgather(count, counts))
+    everything = np.empty(int(counts.sum()), dtype=np.uint8)
+    wait(comm.Iallgatherv(data, [everything, counts]))
+    ends = np.cumsum(counts)
+    return [
+        pickle.loads(everything[end - n : end].tobytes())
+        for end, n in zip(ends, counts, strict=True)
+    ]

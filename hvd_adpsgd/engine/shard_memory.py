@@ -1,0 +1,318 @@
+"""The tensors of one super learner as its engine averages them: a mirror, and slots of corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
+from hvd_adpsgd.engine.neighbours import ShownModel
+from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
+from hvd_adpsgd.engine.store import Store
+
+__all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
+
+_CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
+THREAD_NBYTES = 4 * 2**20  # a pass over less is not worth a thread, which is started for it
+_MOST_THREADS = 8  # RUNS of store.pyx
+_ROWS = 4  # notes of that many publications: no learner is more than one all-reduce behind
+NO_SLOT = -1
+
+
+class Area(NamedTuple):
+    """Where one part of the layout lies.
+
+    Attributes:
+        shared: with the slots.
+        mirror: on the leader, else None.
+        places: first byte of each chunk in a slot.
+    """
+
+    shared: SharedSlots
+    mirror: NDArray[np.uint8] | None
+    places: list[int]
+
+
+class Landing(NamedTuple):
+    """A copy of parameters on its way to the mirror.
+
+    Attributes:
+        slot: the correction that those parameters lack and that the devices add meanwhile, or NO_SLOT.
+        step: of the parameters.
+    """
+
+    slot: int
+    step: int
+
+
+class Place(NamedTuple):
+    """How many publications a learner has met; see ShardMemory."""
+
+    published: bool
+    calls: int
+    publications: int
+
+
+class ShardMemory:
+    """The memory of one shard, shared by trainer and engine. Its super learner makes it together.
+
+    Corrections reach the tensors in three steps, each on every learner:
+
+        publish    the corrections gathered so far become the published slot
+        all_met    after an operation of the whole super learner: all may read it
+        absorb     parameter += correction; on the leader also mirror = parameter
+
+    Parameters on devices are copied beside the training (training/staging.py), so their absorb is split:
+
+        take       the slot that the devices add now
+        depart     on the leader: a copy of the parameters, without that slot, is on its way to the mirror
+        land       it has come: mirror += correction
+
+    Between depart and land nothing is published: `publish` puts it off, on all learners alike. So the mirror
+    lacks the published correction, if there is one, and no other, at every moment, also while only a part of
+    the copy is there: what was there before and what comes have the same corrections in them, and differ by
+    local updates.
+
+    Args:
+        chunk_nbytes: largest chunk.
+        inner: communicator of the super learner (mpi4py), None for a learner alone; `extend` uses it.
+        leads: whether this learner has the mirror.
+        shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
+            tensors of the first `extend`, if there is room for them in shared memory.
+        shard: the chunks of it only; the learner with its number is what is called the leader here.
+        thread_nbytes: of the model, for each thread of `absorb`.
+
+    Attributes:
+        layout: where each element lies.
+        inner: see the arguments.
+        store: the chunks, for the engine.
+        published: `publish` was called since the last `absorb`; the publication may be deferred.
+        areas: the memory of each part of the layout.
+        landing: a copy of the parameters that is on its way to the mirror (leader only).
+        put_off: a publication with corrections was deferred, and none was made since.
+        step: the trainer's step of the mirror, -1 before the first one.
+        filled: parts of the layout whose mirror has been filled.
+    """
+
+    def __init__(
+        self,
+        chunk_nbytes: int,
+        inner: Any,
+        leads: bool,
+        shows: bool = False,
+        shard: Shard = WHOLE,
+        thread_nbytes: int = THREAD_NBYTES,
+    ):
+        self.layout = Layout(chunk_nbytes, shard)
+        self._leader = shard.number
+        self._nslots = slots_of(inner)
+        self.store = Store(self._nslots)
+        self.published = False
+        self.inner = inner
+        self._alone = inner is None or inner.Get_size() == 1
+        self._leads = leads
+        self._shows = shows
+        self._thread_nbytes = thread_nbytes
+        self._shown: tuple[SharedSlots, int, int] | None = None
+        self.areas: list[Area] = []  # keeps alive what the store points to
+        self.landing: Landing | None = None
+        self.put_off = False
+        self.step = -1
+        self.filled = 0
+        self._spans = self.layout.spans
+        self._slot = NO_SLOT  # readable by all and not applied
+        self._met = False
+        self._calls = 0  # of publish, alike on all learners
+        self._publications = 0  # those of them that were not deferred
+        self._notes = np.zeros(
+            _ROWS, np.uint8
+        )  # were they not? Shared in the super learner once there is memory
+
+    @property
+    def leads(self) -> bool:
+        """Whether this learner has the mirror."""
+        return self._leads
+
+    @property
+    def readable(self) -> bool:
+        """Whether a published slot may be read by all learners of the super learner, and is not applied."""
+        return self._met
+
+    def extend(self, tensors: Sequence[TensorSpec]) -> None:
+        """Average these tensors too, from the next offer on. All learners of the super learner call it."""
+        part = self.layout.extend(tensors)
+        places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
+        lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
+        shows = self._shows and not self.areas
+        front = shows * (lives + part.nbytes)
+        shared = SharedSlots(places[-1], len(part.chunks), self.inner, front, self._leader)
+        mirror = None
+        if self._leads:
+            mirror = (
+                private_memory(part.nbytes)
+                if shared.front is None
+                else shared.front[lives:][: part.nbytes]
+            )
+        if not self.areas:
+            self._notes = shared.notes
+        self.areas.append(Area(shared, mirror, places))
+        for i, chunk in enumerate(part.chunks):
+            self.store.add_chunk(
+                mirror.ctypes.data + chunk.offset if mirror is not None else 0,
+                [slot.ctypes.data + places[i] for slot in shared.slots],
+                [flags.ctypes.data + i for flags in shared.flags],
+                chunk.count,
+                DTYPE_CODES[chunk.dtype],
+            )
+        if shared.front is not None and self._leads:
+            at = shared.front.ctypes.data
+            self.store.show(at, at + lives)
+            self._shown = shared, lives, part.fingerprint
+        self._spans = self.layout.spans
+        self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
+
+    @property
+    def shown(self) -> ShownModel | None:
+        """What peers on the host may map, until `hide`; None if there is nothing.
+
+        Also those that come later: its file stays open.
+        """
+        if self._shown is None or (file := self._shown[0].file) is None:
+            return None
+        shared, area, fingerprint = self._shown
+        return ShownModel(file, shared.memory.size, area, fingerprint)
+
+    def hide(self) -> None:
+        """Close the file of the shown model. A peer that has not mapped it by now cannot map it any more."""
+        if self._shown is not None:
+            self._shown[0].close()
+
+    def add_pending(self, copies: NDArray[np.uintp]) -> None:
+        """Add to copies of the tensors the corrections that these lack, which stay pending (leader only).
+
+        Args:
+            copies: address of a contiguous copy of each tensor, in the order of `extend`, float64 for float64
+                tensors, float32 for all others; 0: no copy.
+        """
+        chosen = copies[self._spans[:, 0]] != 0
+        self.store.add_pending(np.ascontiguousarray(self._spans[chosen]), copies)
+
+    def forget(self, tensors: Sequence[int]) -> None:
+        """Drop what rounding to 16 bits holds back of these tensors (by their order in `extend`).
+
+        For tensors that were replaced while averaging is paused and every correction is applied: the rest of
+        the old values would be added to the new ones.
+        """
+        self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
+
+    def publish(self) -> None:
+        """Publish the open slot, unless a copy is on its way. A learner alone may read it at once."""
+        if self._leads:
+            goes = self.landing is None
+            if goes:
+                self.store.publish()
+            self.put_off = not goes and self._gathered()
+            self._notes[self._calls % _ROWS] = goes
+        self.published = True
+        if self._alone:
+            self.all_met()
+
+    def _gathered(self) -> bool:
+        """Whether the open slot holds anything."""
+        opened = (self.store.published + 1) % self._nslots
+        return any(area.shared.flags[opened].any() for area in self.areas)
+
+    def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
+        """Call after a gradient all-reduce or a barrier of the super learner.
+
+        Earlier, the leader may not have published, and the slot would still be filled.
+
+        Args:
+            has_joined: whether the learner of that rank was not there, but contributed zeros. If that is the
+                leader, it has not published either.
+        """
+        if self.published and not self._met:
+            if has_joined(self._leader):
+                self.published = False
+                return
+            self._met = True
+            if self._notes[self._calls % _ROWS]:
+                self._slot = self._publications % self._nslots
+                self._publications += 1
+            self._calls += 1
+
+    def place(self) -> Place:
+        """Where this learner is among the publications, with nothing readable."""
+        assert not self._met
+        return Place(self.published, self._calls, self._publications)
+
+    def go_to(self, places: Sequence[Place]) -> None:
+        """Be where the leader is, of all learners' places: this one was away while others published."""
+        self.published, self._calls, self._publications = places[self._leader]
+
+    def take(self) -> int:
+        """The readable slot, which is applied now, or NO_SLOT."""
+        slot, self._slot = self._slot, NO_SLOT
+        if self._met:
+            self._met = self.published = False
+        return slot
+
+    def absorb(
+        self, addresses: NDArray[np.uintp], step: int, threads: int = 1
+    ) -> tuple[bool, bool]:
+        """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
+
+        Args:
+            addresses: first element of each tensor in the order of `extend`; contiguous memory.
+            step: the trainer's step of these parameters.
+            threads: that may compute; a small model needs one.
+
+        Returns:
+            Whether every parameter is finite, and whether a correction was applied.
+        """
+        starts = self._starts(threads)
+        found = self.store.absorb(self._spans, addresses, self.take(), step, starts)
+        self._has_landed(step)
+        return found
+
+    def _starts(self, threads: int) -> list[int]:
+        """The first spans of runs of equally many chunks, one for each thread."""
+        nbytes = sum(part.nbytes for part in self.layout.parts)
+        runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
+        chunks = [self.layout.nchunks * i // runs for i in range(runs)]
+        found: list[int] = np.searchsorted(self._spans[:, 2], chunks).tolist()
+        return found
+
+    def wants(self, step: int, due: bool, rate: float) -> bool:
+        """Whether the parameters of a step without corrections are worth a copy from their device.
+
+        They are if the next offer makes the engine ask a peer, and as often as exchanges begin, for a peer
+        may ask. They are not if corrections had to wait for a copy: another one would put them off again.
+
+        Args:
+            step: of the parameters.
+            due: the next offer makes the engine ask.
+            rate: exchanges per step.
+        """
+        if self.filled < len(self.layout.parts):
+            return True
+        return not self.put_off and (due or (step - self.step) * rate >= 1)
+
+    def depart(self, slot: int, step: int) -> None:
+        """The parameters, before `slot` is added, go to the mirror; `land` follows (leader only)."""
+        assert self.landing is None
+        self.landing = Landing(slot, step)
+
+    def land(self) -> None:
+        """They are there: add the correction to the mirror too. From any thread."""
+        assert self.landing is not None
+        self.store.absorb(self._spans, None, *self.landing)
+        self._has_landed(self.landing.step)
+        self.landing = None  # last: from now on publications are possible
+
+    def _has_landed(self, step: int) -> None:
+        self.step, self.filled = step, len(self.layout.parts)

@@ -1,0 +1,1 @@
+"""How a super learner joins a job that runs."""

@@ -1,0 +1,233 @@
+"""A super learner that joins a job which runs, as one of its learners sees it.
+
+init()       its first learner asks to join; it returns with the job's ranks
+the script   builds its model, wraps its optimizer
+hvd.admit    it is ready; the job's learners come to their next call of hvd.admit; all connect anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from hvd_adpsgd.config import REPLACES, Config
+from hvd_adpsgd.errors import LaunchError, PeerFailedError
+from hvd_adpsgd.joining.candidates import (
+    JOIN,
+    JOIN_SECRET_FILE,
+    JoinOffer,
+    JoinRequest,
+    checked,
+)
+from hvd_adpsgd.joining.listener import Conversation, connect
+from hvd_adpsgd.joining.reconnect import RECONNECT_S
+from hvd_adpsgd.launch import bootstrap, communicators, rendezvous
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.launch.rendezvous import Opener
+from hvd_adpsgd.launch.world import Communicators, Placement, World
+from hvd_adpsgd.lifecycle.shutdown import exit_state
+from hvd_adpsgd.messaging.sockets import Hub
+
+__all__ = ["JoiningLearner", "enter", "is_joining", "this_learner", "watch_job"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_LOOK_S = 0.5
+_TOGETHER_S = 5.0  # super learners that end within so long have not failed one by one
+
+
+class JoiningLearner:
+    """A process of a super learner that joins a job which runs.
+
+    Args:
+        store: opens torch's TCPStore, where its learners meet.
+        config: that of init(); its other options are the job's.
+
+    Attributes:
+        offer: what the job has told.
+        conversation: with the job; None but on its first learner.
+        secret: of the job; empty but on its first learner.
+    """
+
+    def __init__(self, store: Opener | None, config: Config | None = None):
+        place = rendezvous.of_environment(os.environ)
+        self._options = config or communicators.options_of_network()
+        if place is None:
+            communicators.require_alone(os.environ)
+            exit_state.hub = Hub(0, 1, self._options, lambda value: [value])
+            self.everyone: Any = exit_state.hub.communicator([0])
+        else:
+            deadline = Deadline(self._options.start_timeout_s)
+            self.everyone = communicators.over_sockets(place, store, self._options, deadline)
+        self._host = communicators.of_host(self.everyone)
+        self.conversation: Conversation | None = None
+        self.secret = b""
+        self.offer: JoinOffer = self._offered()
+
+    def _offered(self) -> JoinOffer:
+        head = self._host.bcast(self.everyone.Get_rank())
+        mine = Placement(head, socket.gethostname(), self._host.Get_rank(), self._host.Get_size())
+        placements = tuple(self.everyone.allgather(mine))
+        told: Any = None
+        if self.everyone.Get_rank() == 0:
+            try:
+                told = self._requested(placements)
+            except (LaunchError, PeerFailedError) as error:
+                told = error
+        told = self.everyone.bcast(told)
+        if isinstance(told, Exception):
+            raise told
+        if told is None:
+            self._is_over()
+        assert isinstance(told, JoinOffer)
+        return told
+
+    def _requested(self, placements: tuple[Placement, ...]) -> Any:
+        options = self._options
+        self.secret = _secret(os.environ.get(JOIN_SECRET_FILE) or options.join_secret_file or "")
+        self.conversation = connect(listeners(options), self.secret, options.failure_timeout_s)
+        number = os.environ.get(REPLACES)
+        self.conversation.send(JoinRequest(placements, None if number is None else int(number)))
+        return self.conversation.receive(None)
+
+    def _is_over(self) -> None:
+        log.warning("the job ended before this super learner joined.")
+        raise SystemExit(0)
+
+    def make_world(self) -> World:
+        """Of this super learner alone, with the job's ranks."""
+        told, everyone = self.offer, self.everyone
+        plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
+        inner = communicators.duplicate(everyone)
+        comms = Communicators(everyone, plain, departures, self._host, inner, None)
+        rank = told.groups[told.super_rank][everyone.Get_rank()]
+        return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
+
+    def ready(self, world: World, terms: Any) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
+        """Wait until the job lets this super learner in: the job, all ranks, and the senders of its state.
+
+        Raises:
+            PeerFailedError: if the learner that it talks with is lost.
+            SystemExit: with status 0, if the job has ended.
+        """
+        told: Any = ()
+        if self.conversation is not None:
+            try:
+                self.conversation.send(terms)
+                told = self.conversation.receive(None)
+            except PeerFailedError as error:
+                told = error
+        told = next(t for t in world.collectives.gather("admit", told) if t != ())
+        if isinstance(told, Exception):
+            raise told
+        if told is None:
+            self._is_over()
+        offer, ranks, senders = told
+        return offer, ranks, senders
+
+    def is_in(self, world: World) -> bool:
+        """Whether the job has switched to what all have agreed."""
+        said = None
+        if self.conversation is not None:
+            with contextlib.suppress(PeerFailedError):
+                said = self.conversation.receive(2 * RECONNECT_S)
+            self.conversation.close()
+        return any(answer is True for answer in world.collectives.gather("admit", said))
+
+
+def _secret(name: str) -> bytes:
+    try:
+        if stat.S_IMODE(os.stat(name).st_mode) & 0o077:
+            log.warning(
+                "%s=%s can be read by others on this host: chmod 600.", JOIN_SECRET_FILE, name
+            )
+        return checked(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"init(): {JOIN} is set, and {JOIN_SECRET_FILE}={name!r} cannot be read ({error}). Give the file "
+            "that the job was started with: 64 hexadecimal digits."
+        ) from None
+
+
+def watch_job(world: World) -> None:
+    """End this process in order, if a learner has started it, when the launcher has ended the job.
+
+    It does not know this process, which would train on alone. Super learners that fail one by one are no
+    reason to end, also where no other one is left that the launcher has started.
+    """
+    if world.super_rank in world.started:
+        threading.Thread(target=_watch_job, daemon=True, name="hvd_adpsgd.launcher").start()
+
+
+def _watch_job() -> None:
+    ended: dict[
+        int, float
+    ] = {}  # when each super learner of the launcher was first seen to have ended
+    while worlds.is_initialized():
+        world, now = worlds.current(), time.monotonic()
+        gone = world.collectives.ended()
+        launched = [i for i in range(world.super_size) if i not in world.started]
+        for i in launched:
+            if gone.issuperset(world.groups[i]):
+                ended.setdefault(i, now)
+        lately = [i for i in launched if now - ended.get(i, -math.inf) < _TOGETHER_S]
+        is_over = len(lately) > 1 and ended.keys() >= set(launched)
+        if (
+            is_over and worlds.is_initialized()
+        ):  # at an end in order, all meet without a world first
+            log.warning(
+                "super learner %d leaves: the launcher has ended all that it has started.",
+                world.super_rank,
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(_LOOK_S)
+
+
+_joining: JoiningLearner | None = None
+
+
+def listeners(config: Config | None) -> str:
+    """Those of the job that this process joins, as host:port, ...; "" if it joins none.
+
+    HVD_ADPSGD_JOIN comes before Config.join: hvd.admit sets it for the super learners that it starts.
+    """
+    told = os.environ.get(JOIN, "").strip()
+    if told.lower() not in ("", "none"):
+        return told
+    return (config and config.join) or ""
+
+
+def is_joining(config: Config | None) -> bool:
+    """Whether this process is of a super learner that joins a job which runs."""
+    return bool(listeners(config))
+
+
+def enter(store: Opener | None, config: Config | None = None) -> World:
+    """init() of a joining super learner; worlds.current returns its world from now on.
+
+    Raises:
+        LaunchError: if the job cannot be joined.
+        PeerFailedError: if it is lost meanwhile.
+        SystemExit: with status 0, if the job ends before.
+    """
+    global _joining
+    bootstrap.watch_exit()
+    _joining = JoiningLearner(store, config)
+    return bootstrap.enter(_joining.make_world())
+
+
+def this_learner() -> JoiningLearner:
+    """The one that `enter` has made."""
+    assert _joining is not None
+    return _joining

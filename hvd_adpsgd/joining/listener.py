@@ -1,0 +1,284 @@
+"""Where super learners that come later connect: a listener of a learner, and the conversation over it.
+
+    the first of those that join            learner with the listener
+                                       <-    its release, in a form that all releases read
+    proves that it knows the secret   <->    proves the same (engine/handshake)
+    JoinRequest                        ->
+                                       <-    what the caller answers
+    ...                               <->    ...
+
+Objects travel pickled, and only after both proofs. Strangers cost little: at most 16 connections are
+unproven at once, the oldest makes room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hvd_adpsgd.engine.handshake import (
+    HELLO_NBYTES,
+    PROOF_NBYTES,
+    RELEASE,
+    REPLY_NBYTES,
+    SECRET_NBYTES,
+    WELCOME,
+    Hello,
+    NotAMember,
+)
+from hvd_adpsgd.errors import LaunchError, PeerFailedError
+
+__all__ = ["Conversation", "Listener", "connect", "new_secret"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_HANDSHAKE_S = 5.0
+_FAILURE_S = 60.0  # the default of failure_timeout_s
+_UNPROVEN = 16
+_NAME = "hvd_adpsgd "
+_GREETING_NBYTES = 64
+_FULL_S = 0.2  # until the next accept, when the process has no descriptor or thread left
+_DRIP = 64  # reads of one message, at most
+
+
+def new_secret() -> bytes:
+    """What a job and those that join it know."""
+    return secrets.token_bytes(SECRET_NBYTES)
+
+
+@dataclass
+class Conversation:
+    """Objects to and from the other side, in order.
+
+    Args:
+        connection: proven.
+    """
+
+    connection: Connection
+
+    def _take(self) -> Any:
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise PeerFailedError("the other side of the listener is lost: it has ended") from None
+        except OSError as error:
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
+        except Exception as error:  # pickle's, of many kinds
+            raise PeerFailedError(
+                f"the two sides of the listener do not understand each other ({error}). Run the same "
+                "release on both."
+            ) from error
+
+    def send(self, value: Any) -> None:
+        """Send an object.
+
+        Raises:
+            PeerFailedError: if the other side has ended.
+        """
+        try:
+            self.connection.send(value)
+        except OSError as error:
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
+
+    def receive(self, seconds: float | None) -> Any:
+        """The next object.
+
+        Args:
+            seconds: longest wait; None: as long as the other side runs.
+
+        Raises:
+            PeerFailedError: if it does not come, or the other side has ended.
+        """
+        try:
+            there = self.connection.poll(seconds)
+        except OSError as error:
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
+        if there:
+            return self._take()
+        raise PeerFailedError(f"the other side of the listener said nothing for {seconds:g} s")
+
+    def received(self) -> list[Any]:
+        """[the next object], or [] if it has not arrived; see `receive`."""
+        try:
+            there = self.connection.poll(0)
+        except OSError as error:
+            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
+        return [self._take()] if there else []
+
+    def close(self) -> None:
+        """End it."""
+        self.connection.close()
+
+
+class Listener:
+    """A listener for those that know the secret.
+
+    Args:
+        address: to listen on.
+        secret: SECRET_NBYTES bytes.
+        enter: receives each proven Conversation, on a thread of its own.
+        failure_s: a Conversation whose other host has answered nothing for so long is lost.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        enter: Callable[[Conversation], object],
+        failure_s: float = _FAILURE_S,
+    ):
+        self._secret, self._enter, self._failure_s = secret, enter, failure_s
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._unproven: list[socket.socket] = []  # oldest first
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True, name="hvd_adpsgd.listener").start()
+
+    def _accept(self) -> None:
+        is_full = False
+        while not self._closed.is_set():
+            try:
+                self._accept_one()
+                is_full = False
+            except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread
+                if not is_full and not self._closed.is_set():
+                    log.warning("no super learner can join here for the moment: %s.", error)
+                is_full = True
+                self._closed.wait(_FULL_S)
+
+    def _accept_one(self) -> None:
+        connection, _ = self._listener.accept()
+        with self._lock:
+            self._unproven.append(connection)
+            if len(self._unproven) > _UNPROVEN:
+                with contextlib.suppress(OSError):
+                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+        try:
+            threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
+        except RuntimeError:
+            self._forget(connection)
+            connection.close()
+            raise
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._unproven.remove(connection)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.settimeout(_HANDSHAKE_S)
+                connection.sendall(greeting(RELEASE))
+                hello = Hello.parse(_read(connection, HELLO_NBYTES))
+                reply = hello.reply(self._secret)
+                connection.sendall(reply)
+                hello.check(self._secret, reply, _read(connection, PROOF_NBYTES))
+                connection.sendall(WELCOME)
+                proven = _proven(connection, self._failure_s)
+            except (NotAMember, OSError) as error:
+                log.debug("at the listener, a connection was refused: %s", error)
+                return
+            finally:
+                self._forget(connection)
+        with contextlib.suppress(PeerFailedError):
+            self._enter(proven)
+
+    def close(self) -> None:
+        """Nobody enters any more."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._listener.close()
+
+
+def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
+    """Enter by the first of these listeners that opens.
+
+    Args:
+        listeners: host:port, separated by commas.
+        secret: of the job.
+        failure_s: as for Listener.
+
+    Raises:
+        LaunchError: if none opens.
+    """
+    problems = []
+    for listener in filter(None, (part.strip() for part in listeners.split(","))):
+        host, _, port = listener.rpartition(":")
+        try:
+            if not port.isdigit():
+                raise OSError("this is not host:port")
+            return _introduced(host.strip("[]"), int(port), secret, failure_s)
+        except (OSError, NotAMember) as error:
+            problems.append(f"{listener}: {error}")
+    raise LaunchError(
+        f"init(): HVD_ADPSGD_JOIN={listeners}: the job cannot be joined "
+        f"({'; '.join(problems) or 'no listener'}). Give the listeners that it prints at its start, "
+        f"host:port, and the same secret file, and install the same release: this is {RELEASE}."
+    )
+
+
+def greeting(release: str) -> bytes:
+    """The first message of a listener, _GREETING_NBYTES bytes: the same form in every release."""
+    return f"{_NAME}{release}".encode().ljust(_GREETING_NBYTES)[:_GREETING_NBYTES]
+
+
+def _require_same_release(said: bytes) -> None:
+    """Raise NotAMember unless a listener of this release has said so: what follows differs between two."""
+    if said == greeting(RELEASE):
+        return
+    text = said.decode(errors="replace")
+    if not text.startswith(_NAME):
+        raise NotAMember("this is no listener of hvd_adpsgd")
+    raise NotAMember(f"the job runs {text.rstrip()}, this learner {_NAME}{RELEASE}")
+
+
+def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conversation:
+    with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as connection:
+        _require_same_release(_read(connection, _GREETING_NBYTES))
+        hello = Hello.new(0, 0, 0, 0)
+        connection.sendall(hello.pack())
+        connection.sendall(hello.answer(secret, _read(connection, REPLY_NBYTES)))
+        _read(connection, len(WELCOME))
+        return _proven(connection, failure_s)
+
+
+def _proven(connection: socket.socket, failure_s: float) -> Conversation:
+    """No wait outlasts the other host: the system asks it whether it is there, also while nothing is sent."""
+    connection.settimeout(None)
+    every = max(1, round(failure_s / 4))
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, every),
+        (socket.TCP_KEEPINTVL, every),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, round(1e3 * max(4 * every, failure_s))),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Conversation(Connection(connection.detach()))
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    """Exactly so many bytes."""
+    data = b""
+    for _ in range(_DRIP):
+        more = connection.recv(nbytes - len(data))
+        data += more
+        if len(data) == nbytes:
+            return data
+        if not more:
+            break
+    raise ConnectionResetError("the other end closed the connection")

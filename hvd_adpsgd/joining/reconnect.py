@@ -1,0 +1,273 @@
+"""How all learners of a job, and those of a joining super learner, connect anew over sockets.
+
+All make a second Hub, communicators and engines beside what they have, agree, and switch to them. What must
+be gathered before there is a connection is relayed over the joining super learner's conversation with one of
+them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of
+them, fails in between, they go on as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.errors import PeerFailedError, TransportError
+from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinOffer
+from hvd_adpsgd.joining.listener import Conversation
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.communicators import counterparts
+from hvd_adpsgd.launch.world import Communicators, World, names_of
+from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, exit_state
+from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.messaging.messages import COMPLETE, AttemptAbandonedError, Messages
+from hvd_adpsgd.messaging.sockets import Communicator, Hub
+
+__all__ = [
+    "RECONNECT_S",
+    "Gather",
+    "NewGroup",
+    "NotReconnectedError",
+    "connect_anew",
+    "gather_as_candidate",
+    "gather_with",
+    "give",
+    "receive",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+RECONNECT_S = 10.0  # longest wait for one another, once all are there
+TRANSFER_S = 600.0  # longest time for the joining super learner's state
+
+Gather = Callable[[Any], list[Any]]
+
+
+class NotReconnectedError(TransportError):
+    """Not all have connected anew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewGroup:
+    """All learners with a joining super learner, connected anew.
+
+    Attributes:
+        offer: the job with the joining super learner.
+        hub: the connections.
+        comms: over them.
+        members: the super learners of comms.outer.
+        ranks: of the learners that are there.
+        transfers: by sender: the communicator of that sender (first) and the joining super learner; None on
+            others.
+    """
+
+    offer: JoinOffer
+    hub: Hub
+    comms: Communicators
+    members: tuple[int, ...]
+    ranks: tuple[int, ...]
+    transfers: tuple[Communicator | None, ...]
+
+    def adopt(self, world: World) -> World:
+        """Go on with these; worlds.current returns the new world from now on."""
+        told, comms = self.offer, self.comms
+        old = world.collectives
+        used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
+        world.teardown.join(ShutdownBarrier(comms.departures, self.ranks), *used)
+        world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
+        world.membership.grow(told.groups, names_of(told.groups, told.placements))
+        world.membership.meet(self.members)
+        grown = dataclasses.replace(
+            world,
+            config=told.config,
+            started=told.started,
+            placements=told.placements,
+            groups=told.groups,
+            size=len(told.placements),
+            super_size=len(told.groups),
+            cross_size=sum(p.local_rank == world.local_rank for p in told.placements),
+            host=comms.host,
+            inner=comms.inner,
+            outer=comms.outer,
+            members=self.members,
+        )
+        exit_state.hub = self.hub
+        worlds.put(grown)
+        return grown
+
+    def end_by(self, ends: float | None) -> None:
+        """What they gather fails after this time, of time.monotonic; None: no limit."""
+        for comm in (self.comms.all, self.comms.outer, self.comms.inner):
+            if comm is not None:
+                comm.ends = ends
+
+
+def connect_anew(
+    world: World,
+    offer: JoinOffer,
+    ranks: Sequence[int],
+    senders: Sequence[int],
+    gather: Gather,
+    ends: float,
+) -> NewGroup:
+    """Connect anew; all learners of `ranks` call this together.
+
+    Args:
+        world: of this learner.
+        offer: the job with the joining super learner.
+        ranks: of those that are there.
+        senders: ranks of those that give the joining super learner its state.
+        gather: values of all, by rank, None for those that are not there.
+        ends: deadline, of time.monotonic.
+
+    Raises:
+        TransportError, TopologyError: if this learner cannot.
+    """
+    hub = Hub(world.rank, len(offer.placements), world.config, gather)
+    groups, there = offer.groups, set(ranks)
+    members = tuple(i for i, group in enumerate(groups) if group[0] in there)
+    mine = offer.placements[world.rank].host
+    on_host = [r for r in ranks if offer.placements[r].host == mine]
+    new = groups[offer.super_rank]
+    everyone, plain, departures = (hub.communicator(ranks) for _ in range(3))
+    host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
+    outer = counterparts(hub, [groups[i] for i in members], world.rank, world.shards)
+    transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
+    comms = Communicators(everyone, plain, departures, host, inner, outer)
+    new_group = NewGroup(offer, hub, comms, members, tuple(ranks), transfers)
+    new_group.end_by(ends)
+    return new_group
+
+
+def gather_with(
+    world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
+) -> Gather:
+    """For `connect_anew`, on learners of the job.
+
+    Args:
+        world: of this learner.
+        size: of the job with the joining super learner.
+        candidate: on the learner that talks with it.
+        ends: deadline, of time.monotonic.
+    """
+    ranks = world.collectives.ranks
+
+    def gather(value: Any) -> list[Any]:
+        told = _gathered(world, value)
+        heard = None
+        if candidate is not None and candidate.conversation is not None and not candidate.problem:
+            try:
+                heard = candidate.conversation.receive(max(0.0, ends - time.monotonic()))
+                candidate.conversation.send(told)
+            except PeerFailedError as error:
+                candidate.problem = f"it failed, or did not come, when all met ({error})"
+        answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
+        if world.collectives.ranks != ranks or not answers:
+            raise NotReconnectedError("not all came to the reconnection")
+        told |= answers[0]
+        return [told.get(rank) for rank in range(size)]
+
+    return gather
+
+
+def _gathered(world: World, value: Any) -> dict[int, Any]:
+    """The values of the learners of the job, or of the joining super learner, by rank."""
+    values = world.collectives.gather("admit", value)  # `ranks` shrinks in it
+    return dict(zip(world.collectives.ranks, values, strict=True))
+
+
+def gather_as_candidate(
+    world: World, size: int, conversation: Conversation | None, ends: float
+) -> Gather:
+    """For `connect_anew`, on the joining super learner; its first learner has the conversation."""
+
+    def gather(value: Any) -> list[Any]:
+        mine = _gathered(world, value)
+        told = None
+        if conversation is not None:
+            with contextlib.suppress(PeerFailedError):
+                conversation.send(mine)
+                told = conversation.receive(max(0.0, ends - time.monotonic()))
+        answers = [a for a in world.collectives.gather("admit", told) if a is not None]
+        if not answers:
+            raise NotReconnectedError("the job did not come to the reconnection")
+        known = {**answers[0], **mine}
+        return [known.get(rank) for rank in range(size)]
+
+    return gather
+
+
+# ---- state transfer ------------------------------------------------------------------------------
+
+
+def give(
+    transfer: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
+) -> None:
+    """Send the joining super learner, which is number `number`, this learner's share, beside the training.
+
+    In segments, of which few are on their way: no second copy waits for the network.
+
+    Args:
+        transfer: with the joining super learner.
+        state: pickled; of one sender, others give b"".
+        arrays: contiguous; nobody else changes them.
+        number: see above.
+    """
+
+    def act() -> None:
+        shapes = [(a.dtype.str, a.shape) for a in arrays]
+        try:
+            _broadcast(
+                transfer,
+                (len(state), shapes),
+                lambda _: (np.frombuffer(state, dtype=np.uint8), *arrays),
+            )
+        except (AttemptAbandonedError, TransportError, PeerFailedError):
+            log.warning("super learner %d was lost while it received the model.", number)
+
+    threading.Thread(target=act, daemon=True, name="hvd_adpsgd.transfer").start()
+
+
+def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
+    """One sender's share of the state of a joining super learner, on its learners.
+
+    Raises:
+        PeerFailedError: if the sender, or a learner of the joining super learner, is lost.
+    """
+    try:
+        state, *arrays = _broadcast(transfer, None, _empty)
+    except AttemptAbandonedError:
+        raise PeerFailedError(
+            "admit: a learner that gave this one the model is lost. The others go on, and start "
+            "another one."
+        ) from None
+    return state.tobytes(), arrays
+
+
+def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray[Any], ...]:
+    """Arrays for what a sender has told of."""
+    nbytes, shapes = told
+    arrays = (np.empty(shape, dtype=dtype) for dtype, shape in shapes)
+    return np.empty(nbytes, dtype=np.uint8), *arrays
+
+
+def _broadcast(
+    transfer: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
+) -> tuple[NDArray[Any], ...]:
+    """The arrays of the first one, which tells of them first."""
+    messages, ends = Messages(transfer), time.monotonic() + TRANSFER_S
+    everyone = range(messages.size)
+    attempt = Attempt(messages, everyone, everyone, ends)
+    arrays = arrays_for(attempt.gather(told)[0])
+    for array in arrays:
+        attempt.broadcast(array, 0)
+    attempt.flush()
+    messages.decision(messages.vote(COMPLETE), ends)
+    return arrays

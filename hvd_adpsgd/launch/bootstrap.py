@@ -1,0 +1,444 @@
+"""Makes the worlds, on all learners together, and tears them down in bounded time.
+
+Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_adpsgd import strategies
+from hvd_adpsgd.collectives.of_communicator import allgather_object
+from hvd_adpsgd.config import Config, environment_name
+from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.handshake import RELEASE
+from hvd_adpsgd.errors import (
+    ConfigError,
+    InnerOnlyError,
+    LaunchError,
+    TransportError,
+    WorldError,
+)
+from hvd_adpsgd.launch import communicators, rendezvous
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.launch.gloo import world_over_gloo
+from hvd_adpsgd.launch.horovod_timeline import own_timeline
+from hvd_adpsgd.launch.host_name import unresolved_host
+from hvd_adpsgd.launch.rendezvous import Opener
+from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners, shards_of
+from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
+from hvd_adpsgd.lifecycle.shutdown import exit_state
+from hvd_adpsgd.messaging.sockets import Communicator
+
+__all__ = [
+    "enter",
+    "init",
+    "merge_super_learners",
+    "shut_down",
+    "undone_on_failure",
+    "watch_exit",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_LEARNER_PID = "ADPSGD_LEARNER_PID"  # in the environment of child processes
+
+
+def init(
+    config: Config | None = None,
+    *,
+    comm: Any = None,
+    process_sets: Any = None,
+    store: Opener | None = None,
+) -> World:
+    """Make the worlds; all learners call this together.
+
+    Args:
+        config: the options; default from the environment. Equal on all learners.
+        comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
+            of MPI.COMM_WORLD (only the named processes may call then).
+        process_sets: as in Horovod's init; only with one super learner.
+        store: connects to torch's TCPStore, for processes that MPI does not join.
+
+    Returns:
+        The world, which worlds.current returns from now on.
+
+    Raises:
+        LaunchError: if the processes were started in a way in which the worlds cannot be made, or are not
+            connected within start_timeout_s, or if this one is a child process of a learner.
+        ConfigError: on all learners, if an option is bad on one or differs between two.
+        TopologyError: on all learners, if super_learner_size does not divide a host's learners.
+        InnerOnlyError: on all learners, for process_sets with several super learners.
+        PeerFailedError: if a learner ends meanwhile.
+    """
+    _require_whole()
+    _require_no_learner_above()
+    options = config or communicators.options_of_network()
+    everyone = _everyone(comm, store, options)
+    try:
+        with mpi_failures("init()"):
+            world = _make_world(everyone, config, bool(process_sets))
+    except TransportError:
+        exit_state.lacks_others(everyone)
+        raise
+    except Exception:
+        everyone.Free()
+        raise
+    return enter(world, process_sets)
+
+
+def _everyone(comm: Any, store: Opener | None, options: Config) -> Any:
+    """A private communicator of all learners, over MPI or over sockets."""
+    deadline = Deadline(options.start_timeout_s)
+    place = rendezvous.of_environment(os.environ)
+    if place is not None and (place.speaks_http or store is not None):
+        if comm is not None:
+            raise communicators.refuse_comm(place)
+        watch_exit()
+        return communicators.over_sockets(place, store, options, deadline)
+    communicators.require_mpi_launcher(os.environ)
+    mpi = communicators.load_mpi(deadline)
+    watch_exit()
+    return communicators.of_learners(mpi, comm, deadline)
+
+
+def enter(world: World, process_sets: Any = None) -> World:
+    """Start Horovod in the super learner; worlds.current returns this world from now on."""
+    worlds.put(world)
+    os.environ[_LEARNER_PID] = str(os.getpid())
+    _start_horovod(world, process_sets)
+    _log_from(world.config.log_level)
+    exit_state.has_begun = True
+    state_dump.add_source("world", _describe)
+    state_dump.watch(world.rank, world.config.state_dir)
+    _watch_preemption(world)
+    return world
+
+
+def _watch_preemption(world: World) -> None:
+    """Plain Horovod is ended by SIGTERM."""
+    preemption.watch(None if world.is_plain else world.departure)
+    world.collectives.before.append(preemption.block_if_leaving)
+
+
+def _describe() -> dict[str, Any] | None:
+    """The world as a state file shows it; None after shutdown()."""
+    if not worlds.is_initialized():
+        return None
+    world = worlds.current()
+    shown = ("rank", "size", "super_rank", "super_size", "inner_rank", "inner_size", "hostname")
+    return {
+        **{name: getattr(world, name) for name in shown},
+        "super_learners": world.groups,
+        "states": [state.name.lower() for state in world.membership.states],
+        "left_in_communicator": world.collectives.ranks,
+        "on_failure": world.collectives.on_failure,
+        "config": dataclasses.asdict(world.config),
+    }
+
+
+def _log_from(level: str) -> None:
+    """Show messages from `level` on; on stderr if the script has not set up logging."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hvd_adpsgd: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        log.addHandler(handler)
+
+
+def _require_whole() -> None:
+    if exit_state.stuck:
+        raise WorldError(
+            f"init(): a thread of this process is left behind in {exit_state.stuck}. init() cannot be called "
+            "again in it. Start the job again."
+        )
+
+
+def _require_no_learner_above() -> None:
+    """Raise LaunchError in a child of a learner: it would start the MPI and Horovod of its parent again."""
+    above = os.environ.get(_LEARNER_PID)
+    if above is not None and int(above) in _multiprocessing_parents():
+        raise LaunchError(
+            f"init(): this is a child process of the learner with pid {above}. multiprocessing imports the "
+            "script again in each worker that it spawns. Put all that only learners do, init() included, "
+            'under `if __name__ == "__main__":`.'
+        )
+
+
+def _multiprocessing_parents() -> set[int]:
+    """Pids that this process may be a child of, by multiprocessing; empty if it is none."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        return {parent.pid}
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return set()
+    # it imports the script, and is a child of the learner, or of the fork server, which is
+    server = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{os.getppid()}/status").read_text(), re.M)
+    return {os.getppid(), int(server[1]) if server else 0}
+
+
+def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
+    """Agree with all learners, then cut the communicator; the same outcome on all of them."""
+    _require_one_build(everyone)
+    host = communicators.of_host(everyone)
+    answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
+    _require_fit(answers)
+    checked = _with_absolute_paths(communicators.with_wire(_agreed_config(answers), everyone))
+    _log_from(checked.log_level)
+    _look_for_heartbeats(everyone, [answer["misses_heartbeats"] for answer in answers])
+    placements = tuple(answer["placement"] for answer in answers)
+    joined = strategies.parse(checked.averaging).averages == "nothing"
+    groups = form_super_learners(placements, None if joined else checked.super_learner_size, joined)
+    asking = [rank for rank, answer in enumerate(answers) if answer["sets"]]
+    if asking and len(groups) > 1:
+        raise InnerOnlyError(
+            f"init(process_sets=...) on learner {asking[0]}: process sets work with one super "
+            f"learner, this job has {len(groups)}. Leave process_sets out, or start the job as one "
+            "super learner (HVD_ADPSGD_AVERAGING=synchronous)."
+        )
+    return _cut(everyone, host, checked, placements, groups)
+
+
+def _require_one_build(everyone: Any) -> None:
+    """First of all, in a form that all versions read: later messages may differ between two versions."""
+    builds = allgather_object(everyone, RELEASE)
+    for rank, build in enumerate(builds):
+        if build != builds[0]:
+            raise LaunchError(
+                f"init(): learner {rank} runs hvd_adpsgd {build}, learner 0 runs {builds[0]}. Two versions "
+                "cannot train together: install the same one for all learners."
+            )
+
+
+def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
+    """Raise LaunchError on all learners for what one of them lacks."""
+    for rank, answer in enumerate(answers):
+        if answer["unresolved"]:
+            raise LaunchError(
+                f"init(): on learner {rank} the name of its own host, {answer['unresolved']}, has no IPv4 "
+                "address, and Gloo, over which Horovod runs without MPI, looks it up. Add it to /etc/hosts "
+                "there, or launch with `horovodrun --mpi`."
+            )
+
+
+def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
+    """Learners with MPI's failure detector would take those without for failed."""
+    if any(missed) and not all(missed):
+        raise LaunchError(
+            f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
+            "others in init(), with them: these would take it for failed. Import mpi4py.MPI after "
+            "hvd.init(), on all learners."
+        )
+    if any(missed) and everyone.Get_rank() == 0:
+        log.warning(
+            "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
+            "will not be noticed. Import mpi4py.MPI after hvd.init()."
+        )
+
+
+def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
+    """What this learner sends to its peers: its placement, and its options or the error in them."""
+    head = host.bcast(everyone.Get_rank())
+    placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
+    options, problem = None, None
+    try:
+        options = config if config is not None else Config.from_environment()
+        strategies.parse(options.averaging)
+    except ConfigError as error:
+        problem = str(error)
+    return {
+        "placement": placement,
+        "config": options,
+        "problem": problem,
+        "sets": asks_sets,
+        "misses_heartbeats": communicators.misses_heartbeats(),
+        "unresolved": unresolved_host() if isinstance(everyone, Communicator) else "",
+    }
+
+
+def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
+    for rank, answer in enumerate(answers):
+        if answer["problem"] is not None:
+            raise ConfigError(f"{answer['problem']} (on learner {rank})")
+    first: Config = answers[0]["config"]
+    for rank, answer in enumerate(answers):
+        name = first.unequal(answer["config"])
+        if name is not None:
+            raise ConfigError(
+                f"{name} differs between learners: {environment_name(name)} or Config.{name} "
+                f"is {getattr(first, name)!r} on learner 0 and {getattr(answer['config'], name)!r} on "
+                f"learner {rank}. Set the same value on all learners (horovodrun passes the environment on; "
+                "mpirun needs -x)."
+            )
+    return first
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """A script may change its folder after init(), with files open and others still to be opened."""
+    paths = {name: getattr(config, name) for name in ("record", "state_dir", "timeline")}
+    return config.replace(**{name: os.path.abspath(path) for name, path in paths.items() if path})
+
+
+def _cut(
+    everyone: Any,
+    host: Any,
+    config: Config,
+    placements: tuple[Placement, ...],
+    groups: tuple[tuple[int, ...], ...],
+) -> World:
+    rank = everyone.Get_rank()
+    inner, outer = communicators.split(everyone, groups, shards_of(config, groups))
+    plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
+    comms = Communicators(everyone, plain, departures, host, inner, outer)
+    return World.make(config, placements, groups, rank, comms)
+
+
+def _start_horovod(world: World, process_sets: Any) -> None:
+    """Horovod's world over the super learner."""
+    import horovod.torch as horovod
+    from horovod.torch import mpi_ops
+
+    with own_timeline(world.super_rank, world.super_size):
+        if isinstance(world.inner, Communicator):
+            with world_over_gloo(world):
+                horovod.init(process_sets=process_sets)
+        else:
+            horovod.init(comm=world.inner, process_sets=process_sets)
+    # Horovod's exit handler waits without bound for the learners of its world; ours does not.
+    atexit.unregister(mpi_ops._basics.shutdown)
+
+
+def merge_super_learners(world: World) -> World:
+    """Make one super learner of all learners; all call this together.
+
+    Returns:
+        The world with super_size 1, which worlds.current returns from now on.
+
+    Raises:
+        WorldError: if a learner has failed, or Horovod cannot be stopped within leave_deadline_s.
+    """
+    if world.super_size == 1:
+        return world
+    gone = sorted(world.collectives.gone())
+    if gone:
+        raise WorldError(
+            f"merge_super_learners(): learners {gone} of {world.size} have failed, and one super learner "
+            "needs all of its learners. Restart the job, or average with a strategy that continues without "
+            "them (random_pairs)."
+        )
+    if not _stop_horovod(world.config.leave_deadline_s):
+        raise WorldError(
+            "merge_super_learners(): Horovod did not stop within "
+            f"leave_deadline_s={world.config.leave_deadline_s:g} s, so a learner of super learner "
+            f"{world.super_rank} has stopped or died. Start the job again."
+        )
+    everyone = tuple(range(world.size))
+    merged = _cut(world.collectives.comm, world.host, world.config, world.placements, (everyone,))
+    merged.teardown.inherit(world.teardown)
+    _start_horovod(merged, None)
+    plain = world.collectives.close(world.config.leave_deadline_s)
+    shutdown.free(world.inner, world.outer, plain)
+    worlds.put(merged)
+    _watch_preemption(merged)
+    return merged
+
+
+# ---- tear down ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """If init() raises inside, no world is left behind, and init() may follow."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # logged there; the first error is raised
+            shut_down()
+        raise
+
+
+def watch_exit() -> None:
+    """From now on the process exits as lifecycle/shutdown describes."""
+    shutdown.set_running(True)
+    shutdown.at_exit(shut_down, _leave_deadline_s)
+
+
+def shut_down() -> None:
+    """Run the registered callbacks, stop Horovod, run the shutdown barrier, free the communicators.
+
+    Waits for other learners at most leave_deadline_s; idempotent. init() may follow.
+
+    Raises:
+        Exception: the first of a registered callback, after all other work.
+    """
+    if not worlds.is_initialized():
+        return
+    world, seconds = worlds.current(), _leave_deadline_s()
+    world.departure.enter_shutdown()
+    finished = _finish_operations(world, seconds)
+    worlds.put(None)
+    os.environ.pop(_LEARNER_PID, None)
+    failures = list(world.teardown.run_stops())
+    world.departure.has_said()
+    ends = time.monotonic() + seconds
+    stopped = _stop_horovod(seconds) and finished
+    # engines stop before the barrier, frees come after it: freed earlier, a peer's operations would fail
+    if world.teardown.meet(stopped, ends):
+        plain = world.collectives.close(seconds) if finished else None
+        comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
+        world.teardown.free_all(comms, seconds)
+        shutdown.set_running(False)
+    elif finished:
+        shutdown.leave_behind(world.collectives.messages, world.teardown.fails)
+    preemption.unwatch()
+    if failures:
+        raise failures[0]
+
+
+def _leave_deadline_s() -> float:
+    config = worlds.current().config if worlds.is_initialized() else Config()
+    return config.leave_deadline_s
+
+
+def _finish_operations(world: World, seconds: float) -> bool:
+    """Wait for operations over all learners that threads are in, at most so long."""
+    finished = world.collectives.finish(seconds)
+    if not finished:
+        exit_state.stuck = "an operation that learners have not called, which waits for them"
+        log.warning(
+            "an operation over all learners was not complete %g s after shutdown() began: not all learners "
+            "have called it. It is left behind.",
+            seconds,
+        )
+    return finished
+
+
+def _stop_horovod(seconds: float) -> bool:
+    """Stop Horovod's world; False if it still waits for a learner after `seconds`.
+
+    A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
+    """
+    import horovod.torch as horovod
+
+    stopped = shutdown.finishes_within(horovod.shutdown, seconds)
+    if not stopped:
+        exit_state.stuck = "Horovod, which waits for a learner that has stopped or died"
+        log.warning(
+            "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
+            "It is left behind.",
+            seconds,
+        )
+    return stopped

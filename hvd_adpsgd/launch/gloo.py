@@ -1,0 +1,127 @@
+"""Horovod over Gloo in one super learner, where no MPI joins the processes.
+
+Each super learner has a Horovod world of its own: its leader runs Horovod's rendezvous server, and its
+learners tell Horovod their places by the variables that `horovodrun --gloo` sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.interfaces import addresses, choose_address, interface_of, network_name
+from hvd_adpsgd.messaging.sockets import Communicator
+
+if TYPE_CHECKING:
+    from hvd_adpsgd.launch.world import World
+
+__all__ = ["places_told", "world_over_gloo"]
+
+# Of the Horovod world of this process: its sockets, as (descriptor, inode); on a leader its rendezvous
+# server, which Horovod may ask until it shuts down.
+_of_horovod: list[tuple[int, int]] = []
+_server: Any = None
+_told: dict[str, str] = {}  # its variables; none where Horovod's world is over MPI
+
+
+@contextlib.contextmanager
+def places_told() -> Iterator[None]:
+    """Inside, Horovod finds its variables, which it reads again for each process set that it makes."""
+    before = {name: os.environ.get(name) for name in _told}
+    os.environ.update(_told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def world_over_gloo(world: World) -> Iterator[None]:
+    """Inside, where Horovod starts and reads them, its variables say where its world meets."""
+    global _told
+    _told = _variables(world, _meeting_place(world.inner, world.config))
+    sockets = set(_sockets_open())
+    try:
+        with places_told():
+            yield
+    finally:
+        _of_horovod[:] = set(_sockets_open()) - sockets
+
+
+def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
+    """(address of the server, its port, interface of this learner)."""
+    networks = inner.allgather((network_name(), addresses()))
+    own = choose_address(config.nics, network_name(), networks)
+    address, port = inner.bcast((own, _serve(inner.Get_size())) if inner.Get_rank() == 0 else None)
+    return address, port, interface_of(own)
+
+
+def _serve(size: int) -> int:
+    """Start Horovod's rendezvous server for a world of `size`; its port."""
+    global _server
+    if _server is not None:
+        _server.stop()
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    _server = RendezvousServer()
+    port = int(_server.start())
+    _server.init(get_host_assignments(parse_hosts(f"{socket.gethostname()}:{size}"), size))
+    return port
+
+
+def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
+    address, port, interface = place
+    mine = [world.placements[rank] for rank in world.groups[world.super_rank]]
+    hosts = sorted({placement.host for placement in mine})
+    here = world.placements[world.rank].host
+    on_host = [i for i, placement in enumerate(mine) if placement.host == here]
+    numbers = {
+        "RANK": world.inner_rank,
+        "SIZE": world.inner_size,
+        "LOCAL_RANK": on_host.index(world.inner_rank),
+        "LOCAL_SIZE": len(on_host),
+        "CROSS_RANK": hosts.index(here),
+        "CROSS_SIZE": len(hosts),
+        "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_TIMEOUT_SECONDS": os.environ.get(
+            "HOROVOD_GLOO_TIMEOUT_SECONDS", max(30, round(world.config.failure_timeout_s))
+        ),
+    }
+    words = {
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "GLOO_RENDEZVOUS_ADDR": address,
+        "GLOO_IFACE": interface,
+        "HOSTNAME": socket.gethostname(),
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+
+def _sockets_open() -> Iterator[tuple[int, int]]:
+    """(descriptor, inode) of the sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found = os.stat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+def _forget() -> None:
+    """In a forked child: close its copies, else mates of a killed learner would not see it end."""
+    for handle, inode in _of_horovod:
+        with contextlib.suppress(OSError):
+            if os.stat(handle).st_ino == inode:
+                os.close(handle)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,384 @@
+"""How processes that MPI does not join find each other: who they are, and a store in which they meet.
+
+horovodrun --gloo                           HOROVOD_RANK, HOROVOD_SIZE; Horovod's rendezvous server
+torchrun, and launchers that set the same   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torch's TCPStore
+srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; the same, on the first host
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import re
+import secrets
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple, Protocol
+
+from hvd_adpsgd.engine.handshake import RELEASE
+from hvd_adpsgd.errors import LaunchError
+from hvd_adpsgd.launch.deadline import Deadline
+
+__all__ = [
+    "BEGUN",
+    "SCOPE",
+    "HttpStore",
+    "Opener",
+    "Place",
+    "Store",
+    "StoreGather",
+    "of_environment",
+    "opened",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
+_PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two looks into a store; the long one after a second
+_LAST_S = 5.0  # at the deadline, for which who serves the store waits for the others
+_ATTEMPT_S = 10.0  # of one attempt to reach a store
+_AGAIN_S = 1.0  # longest pause between two of them
+_WARN_S = 10.0  # without the store, after which a line says what the learner waits for
+_FIRST_PORT, _PORTS = 15000, 20000  # of a Slurm job without MASTER_PORT
+
+
+class Store(Protocol):
+    """Where processes meet, as torch.distributed.Store."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Keep a value, of ASCII."""
+
+    def has(self, key: str, /) -> bool:
+        """Whether there is a value; does not wait for one."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value that is there."""
+
+
+class Place(NamedTuple):
+    """Which process of the job this is, and where the store is.
+
+    Attributes:
+        launcher: for messages.
+        rank, size: of the process, of how many.
+        host, port: of the store.
+        speaks_http: it is Horovod's rendezvous server, else torch's TCPStore.
+        serves: this process serves the store itself.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    host: str
+    port: int
+    speaks_http: bool = False
+    serves: bool = False
+
+    def __str__(self) -> str:
+        return f"learner {self.rank} of {self.size}, started by {self.launcher},"
+
+    @property
+    def store(self) -> str:
+        """Where the store is, for messages."""
+        return f"the store {self.host} port {self.port}"
+
+
+Opener = Callable[[Place, float], Store]  # connects to the store of a place, for so many seconds
+
+
+def of_environment(environ: Mapping[str, str]) -> Place | None:
+    """The place that a launcher other than MPI's has given to this process; None if there is none.
+
+    Raises:
+        LaunchError: if what a launcher has set cannot be read, or is for elastic Horovod.
+    """
+    if any(name in environ for name in _JOINED_BY_MPI):
+        return None
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
+        return _of_horovod(environ)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return _read("torchrun, or a launcher like it", environ, *names)
+    if _number(environ.get("SLURM_STEP_NUM_TASKS", "")) > 1 and "SLURM_PROCID" in environ:
+        return _of_slurm(environ)
+    return None
+
+
+def _of_horovod(environ: Mapping[str, str]) -> Place:
+    if environ.get("HOROVOD_ELASTIC") == "1":
+        raise LaunchError(
+            "init(): elastic Horovod (HOROVOD_ELASTIC=1) starts and ends learners by itself. Launch with "
+            "`horovodrun --gloo -np N python ...`, without --min-np, --max-np and --host-discovery-script."
+        )
+    address, port = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    place = _read("horovodrun --gloo", environ, "HOROVOD_RANK", "HOROVOD_SIZE", address, port)
+    return place._replace(speaks_http=True, serves=False)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Place:
+    known = dict(environ)
+    known.setdefault("MASTER_ADDR", _first_host(environ.get("SLURM_STEP_NODELIST", "")))
+    job, step = (_number(environ.get(name, "")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    known.setdefault("MASTER_PORT", str(_FIRST_PORT + (job + 101 * step) % _PORTS))
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR", "MASTER_PORT")
+    return _read("srun", known, *names)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts: rack[1-2]node[07-09,12],gpu1 gives rack1node07."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _read(
+    launcher: str, environ: Mapping[str, str], rank: str, size: str, host: str, port: str
+) -> Place:
+    for name in (rank, size, host, port):
+        value = environ.get(name, "")
+        if not value or (name != host and not value.isdigit()):
+            raise LaunchError(
+                f"init(): {launcher} started this process, and {name} is {value!r}, allowed is "
+                f"{'a host' if name == host else 'a number'}. Set it, or launch with `horovodrun -np N`."
+            )
+    place = Place(
+        launcher, int(environ[rank]), int(environ[size]), environ[host], int(environ[port])
+    )
+    of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if place.rank >= place.size:
+        raise LaunchError(
+            f"init(): {rank}={place.rank} and {size}={place.size}, allowed is a rank in "
+            f"[0, {place.size}). Start the processes with a launcher that sets both."
+        )
+    return place._replace(serves=place.rank == 0 and not of_agent)
+
+
+class HttpStore:
+    """Horovod's rendezvous server as a store."""
+
+    def __init__(self, place: Place, seconds: float):
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self._at = f"http://{place.host}:{place.port}/{SCOPE}"
+        self._seconds = max(_AGAIN_S, min(_ATTEMPT_S, seconds))
+
+    def set(self, key: str, value: str) -> None:
+        """See Store."""
+        asked = urllib.request.Request(f"{self._at}/{key}", data=value.encode(), method="PUT")
+        with self._open(asked, timeout=self._seconds):
+            pass
+
+    def has(self, key: str) -> bool:
+        """See Store."""
+        try:
+            self.get(key)
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND:
+                raise
+            return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        with self._open(f"{self._at}/{key}", timeout=self._seconds) as answer:
+            return bytes(answer.read())
+
+
+def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
+    """The store at this place.
+
+    Raises:
+        LaunchError: if its host or its port cannot be reached, or something else listens there.
+    """
+    problem: list[object] = ["no answer"]
+
+    def act() -> Store:
+        _await_store(place, deadline, problem)
+        problem[:] = ["no such store answers there"]
+        return opener(place, deadline.left)
+
+    try:
+        return deadline.bounded(act)
+    except TimeoutError:
+        told = f"{problem[0]}, for {deadline}"
+    except Exception as error:  # torch's, of several kinds
+        told = _first_line(error)
+    raise LaunchError(
+        f"init(): {place} cannot open {place.store}: {told}. See that learner 0 is started, that this host "
+        "resolves and reaches that host (MASTER_ADDR), and that no other program uses the port (MASTER_PORT)."
+    )
+
+
+def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> None:
+    """Wait until the name of its host is known, and its port open; `problem` is what still is not so.
+
+    Both may come later than this process: names of pods, learner 0.
+    """
+    began, warned, pause = time.monotonic(), False, _PAUSE_S
+    while True:
+        try:
+            if place.serves:
+                socket.getaddrinfo(place.host, place.port)
+                return
+            seconds = max(_PAUSE_S, min(_ATTEMPT_S, deadline.left))
+            with socket.create_connection((place.host, place.port), timeout=seconds):
+                return
+        except socket.gaierror as error:
+            problem[:] = [f"the name {place.host} does not resolve ({error.strerror})"]
+        except OSError as error:
+            problem[:] = [error.strerror or str(error)]
+        if deadline.left <= 0:
+            raise TimeoutError
+        if not warned and time.monotonic() - began > _WARN_S:
+            warned = True
+            log.warning(
+                "init(): %s waits for %s: %s. It gives up after %s.",
+                place,
+                place.store,
+                problem[0],
+                deadline,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _AGAIN_S)
+
+
+def _first_line(error: Exception) -> str:
+    """Of torch's errors, which carry a trace of calls."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
+class StoreGather:
+    """Gathers the values of all processes, by rank, as often as it is called.
+
+    Values are what JSON can hold: anybody who reaches the store can write to it.
+
+    Args:
+        store: where the processes meet.
+        place: of this process.
+        deadline: of all calls together.
+        attempt: number of this object in the job; the same on all processes.
+
+    A call raises LaunchError if a process does not come in time, runs another release, or has the same rank.
+    """
+
+    def __init__(self, store: Store, place: Place, deadline: Deadline, attempt: int = 0):
+        self._store, self._place, self._deadline = store, place, deadline
+        self._attempt, self._calls = attempt, itertools.count()
+        self._mine = secrets.token_hex(8)
+        self._keys: list[str] = []
+        self._has_warned = False
+
+    def __call__(self, value: Any) -> list[Any]:
+        try:
+            return self._deadline.bounded(lambda: self._gathered(value))
+        except TimeoutError:
+            raise self._lost("no answer") from None
+        except LaunchError:
+            with contextlib.suppress(Exception):  # of several kinds; the store may be what is lost
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Note that this process gives up; who serves the store waits a moment until all that came have.
+
+        The store ends with its process: without the wait the others could not read which ranks are missing.
+        """
+        place, ends = self._place, time.monotonic() + _LAST_S
+        self._store.set(f"{self._attempt}.left.{place.rank}", "")
+        came = [r for r in range(place.size) if self._store.has(f"{self._attempt}.0.{r}")]
+        while place.serves and time.monotonic() < ends:
+            if all(self._store.has(f"{self._attempt}.left.{rank}") for rank in came):
+                return
+            time.sleep(_LONG_PAUSE_S)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        call, place = f"{self._attempt}.{next(self._calls)}", self._place
+        key = f"{call}.{place.rank}"
+        try:
+            self._store.set(key, json.dumps([RELEASE, self._mine, value]))
+        except Exception as error:  # of several kinds
+            raise self._lost(_first_line(error)) from error
+        self._keys.append(key)
+        told = [self._get(call, rank) for rank in range(place.size)]
+        if told[place.rank][0] != self._mine:
+            raise LaunchError(
+                f"init(): another process is learner {place.rank} too at {place.store}: two jobs use the "
+                "same port. Give each its own MASTER_PORT."
+            )
+        return [value for _, value in told]
+
+    def _get(self, call: str, rank: int) -> tuple[str, Any]:
+        try:
+            is_there = self._await(call, rank)
+            data = self._store.get(f"{call}.{rank}") if is_there else b""
+        except Exception as error:  # of several kinds
+            raise self._lost(_first_line(error)) from error
+        if not is_there:
+            raise self._not_there(call)
+        try:
+            release, token, value = json.loads(data)
+        except (ValueError, TypeError):
+            raise LaunchError(
+                f"init(): what learner {rank} has written into {self._place.store} is not understood: "
+                "another job uses that port, or that learner runs another release of hvd_adpsgd. Give each "
+                "job its own MASTER_PORT, and install the same release on every host."
+            ) from None
+        if release != RELEASE:
+            raise LaunchError(
+                f"init(): learner {rank} runs hvd_adpsgd {release}, learner {self._place.rank} runs "
+                f"{RELEASE}: they do not understand each other. Install the same release on every host."
+            )
+        return token, value
+
+    def _await(self, call: str, rank: int) -> bool:
+        """Wait for a value; whether it has come in time."""
+        began, place = time.monotonic(), self._place
+        while not self._store.has(f"{call}.{rank}"):
+            waited = time.monotonic() - began
+            if self._deadline.left <= 0:
+                return False
+            if waited > _WARN_S and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "init(): %s waits for learners %s at %s. It gives up after %s.",
+                    place,
+                    self._missing(call),
+                    place.store,
+                    self._deadline,
+                )
+            time.sleep(_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
+        return True
+
+    def _missing(self, call: str) -> list[int]:
+        """The ranks that have written nothing yet."""
+        return [r for r in range(self._place.size) if not self._store.has(f"{call}.{r}")]
+
+    def _not_there(self, call: str) -> LaunchError:
+        place = self._place
+        return LaunchError(
+            f"init(): {place} found nothing of learners {self._missing(call)} at {place.store} in "
+            f"{self._deadline}. See that all {place.size} processes are started and reach that host; raise "
+            "the time-out if they start later."
+        )
+
+    def _lost(self, why: str) -> LaunchError:
+        place = self._place
+        return LaunchError(
+            f"init(): {place} lost {place.store}: {why}. See what learner 0 says, which may "
+            "serve it, and that this host reaches it."
+        )
+
+    def clear(self) -> None:
+        """Erase what this process has written, once all have read it: a secret, if it is the first."""
+        for key in self._keys:
+            self._store.set(key, "")
+        self._keys.clear()

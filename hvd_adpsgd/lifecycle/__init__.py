@@ -1,0 +1,1 @@
+"""Which learners are alive, and how a process ends: signals, preemption, shutdown."""

@@ -1,0 +1,622 @@
+"""How a learner's process exits: in bounded time, with a failure visible in the job's status.
+
+    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
+    some learners do not                        no MPI_Finalize, which would wait for them without
+                                                bound; the first surviving learner exits last, because
+                                                the launcher reports only the last status
+
+Worlds record in `exit_state` what the exit depends on; `at_exit` receives what to call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import dis
+import functools
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adpsgd.engine.failures import (
+    is_under_mpi,
+    mpi_exceptions,
+    mpi_failures,
+    ulfm_enabled,
+)
+from hvd_adpsgd.errors import TransportError
+from hvd_adpsgd.lifecycle import process_exit
+from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.messaging.attempt import gather_once
+from hvd_adpsgd.messaging.messages import Messages
+from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.messaging.sockets import Communicator, Hub
+
+__all__ = [
+    "FAILED_STATUS",
+    "ExitState",
+    "ShutdownBarrier",
+    "Teardown",
+    "at_exit",
+    "exit_state",
+    "finishes_within",
+    "flush_output",
+    "free",
+    "leave_behind",
+    "script_fails",
+    "set_running",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
+
+_LAST_S = 8.0  # longest wait for the processes of other learners to exit
+_LOOK_S = 5e-3  # between polls for learners that have exited
+_RECEIVE_S = 0.02  # between two looks for messages that are dropped
+_FLUSH_S = 0.5  # longest wait until MPI has sent what an ending process has said last
+_LAUNCHERS = ("prterun", "mpirun")
+_LAST_FINALIZER = -100  # of multiprocessing, whose queues end at -5
+_DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
+# $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
+_RELEASE = (
+    'n=0; while [ $n -lt 60 ] && [ "$(cat /proc/$1/comm)" = "$2" ]; do '
+    "[ $n -lt 20 ] || kill $1; n=$((n + 1)); sleep 0.5; done"
+)
+
+
+@dataclass(frozen=True)
+class ShutdownBarrier:
+    """The communicator on which all learners meet in shutdown().
+
+    While some failed super learners are replaced and others are not, `comm` lacks learners of the job, and
+    a rank in `comm` differs from the learner's rank.
+
+    Attributes:
+        comm: used for nothing else, so that the barrier never matches another operation.
+        ranks: ranks of its learners in the job, by rank in `comm`.
+    """
+
+    comm: Any
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this learner in the job."""
+        return self.ranks[int(self.comm.Get_rank())]
+
+    def ended(self) -> set[int]:
+        """Learners known to have exited; with MPI without MPI_Finalize."""
+        if isinstance(self.comm, Communicator):
+            return {self.ranks[place] for place in self.comm.look_at_all()}
+        return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
+
+    @functools.cached_property
+    def messages(self) -> Messages:
+        """Over `comm`."""
+        return Messages(self.comm)
+
+
+@dataclass
+class ExitState:
+    """What the exit of this process depends on.
+
+    Attributes:
+        finalizes: MPI_Finalize is ours, not mpi4py's.
+        hub: the connections of this process, where MPI does not join the processes.
+        watched: pid of the process in which `at_exit` was called; a forked child is another one.
+        has_begun: init() was successful once.
+        stuck: in what a thread of this process is left behind, and what it waits for; "" if none is.
+        failed: learners known here to have failed, or to leave because of a failure.
+        has_failures: whether any learner has, known here or to another learner.
+        barrier: the barrier that the last shutdown, or init(), did not complete; None if it did.
+        ends: deadline of that shutdown, of time.monotonic.
+        is_over: the script has ended; exit handlers run.
+        exit_status: the last argument of sys.exit, exit or quit.
+        script: the outermost frame of the script.
+        at_end: called in this order before MPI or the connections end.
+        verdict: the status with which this process ends in place of 0.
+    """
+
+    finalizes: bool = False
+    hub: Hub | None = None
+    watched: int = 0
+    has_begun: bool = False
+    stuck: str = ""
+    failed: tuple[int, ...] = ()
+    has_failures: bool = False
+    barrier: ShutdownBarrier | None = None
+    ends: float = 0.0
+    is_over: bool = False
+    exit_status: object = None
+    script: FrameType | None = None
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+    verdict: int = 0
+
+    def lacks_others(self, everyone: Any) -> None:
+        """init() failed: freeing and finalizing would wait for the failed learners."""
+        self.barrier = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
+        self.failed = tuple(self.barrier.ended())
+        self.has_failures = bool(self.failed)
+
+
+exit_state = ExitState()  # of this process
+
+
+# ---- what a world does ---------------------------------------------------------------------------
+
+
+class Teardown:
+    """The end of a world: callbacks to run, the last barrier, communicators to free after it.
+
+    Attributes:
+        owned: communicators to free: those before a super learner joined.
+        has_begun: the script is in shutdown().
+
+    Args:
+        barrier: of all learners.
+        membership: states of the super learners.
+        mates: the learners of this super learner.
+        done: memory that they share, a byte for each: whether it has left the barrier.
+    """
+
+    def __init__(
+        self,
+        barrier: ShutdownBarrier,
+        membership: Membership,
+        mates: tuple[int, ...],
+        done: NDArray[np.uint8],
+    ):
+        self.owned: list[Any] = []
+        self.has_begun = False
+        self._barrier, self._membership = barrier, membership
+        self._mates, self._done = mates, done
+        self._stops: list[Callable[[], object]] = []
+
+    def at_shutdown(self, stop: Callable[[], object]) -> None:
+        """Call `stop` in shutdown(), in reverse order of registration. It must be bounded."""
+        self._stops.append(stop)
+
+    def forget(self, stop: Callable[[], object]) -> None:
+        """Unregister `stop`, which has run before shutdown(), and drop its references."""
+        if stop in self._stops:
+            self._stops.remove(stop)
+
+    def inherit(self, other: Teardown) -> None:
+        """Take over the callbacks of a world that this one replaces."""
+        self._stops, other._stops = other._stops, []
+        free(other._barrier.comm)
+
+    def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
+        """Use this barrier, which includes a super learner that has joined; free MPI's old ones at the end.
+
+        Those over sockets end with their connections, which a reference would keep.
+        """
+        used = (self._barrier.comm, *old)
+        self.owned = [c for c in (*self.owned, *used) if not isinstance(c, Communicator)]
+        self._barrier = barrier
+
+    def run_stops(self) -> Iterator[Exception]:
+        """Run all callbacks; what they raise is logged and yielded."""
+        self.has_begun = True
+        while self._stops:
+            try:
+                self._stops.pop()()
+            except Exception as error:  # the remaining callbacks must run too
+                log.error("learner %d, at shutdown: %s", self._barrier.rank, error, exc_info=error)
+                yield error
+
+    @property
+    def fails(self) -> bool:
+        """Whether this learner exits because of a failure."""
+        return self._membership.own_failed or (self.has_begun and script_fails())
+
+    def meet(self, stopped: bool, ends: float) -> bool:
+        """Run the shutdown barrier; record the outcome in `exit_state`.
+
+        Args:
+            stopped: whether Horovod has stopped in this process.
+            ends: deadline, of time.monotonic.
+
+        Returns:
+            Whether all learners came, and none has failed: communicators can be freed, MPI finalized.
+        """
+        barrier = self._barrier
+        failing = _meet(barrier, self.fails, ends)
+        self._membership.fail(failing or ())
+        # complete here; but a learner whose wait timed out may have exited before it was
+        clean = stopped and failing is not None and not barrier.ended()
+        self._done[self._mates.index(barrier.rank)] = 1
+        if not clean:
+            self._note_dead_mates()
+        exit_state.failed = self._membership.failed_ranks()
+        exit_state.has_failures = bool(exit_state.failed) or not stopped
+        if not clean:
+            exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
+        exit_state.barrier, exit_state.ends = None if clean else barrier, ends
+        return clean
+
+    def ends_last(self, seconds: float) -> bool:
+        """Whether all other learners have ended; the first one that runs waits so long for the others."""
+        ends, barrier, last = time.monotonic() + seconds, self._barrier, None
+        # of a barrier that shutdown() has freed: others are there too
+        with contextlib.suppress(*mpi_exceptions()):
+            while last is None and time.monotonic() < ends:
+                time.sleep(_LOOK_S)
+                last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
+        return bool(last)
+
+    def _note_dead_mates(self) -> None:
+        """Record mates that exited before the barrier, after the engine that would have reported them."""
+        silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
+        dead = silent & self._barrier.ended()
+        if dead and not self._membership.own_failed:
+            self._membership.fail(dead)
+            where = f"super learner {self._membership.own}"
+            log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
+
+    def free_all(self, comms: Sequence[Any], seconds: float) -> None:
+        """Free the communicators after the barrier; freed before, a peer's pending operation would fail."""
+        free(*self.owned, *comms)
+        self._barrier.messages.close(time.monotonic() + seconds)
+        free(self._barrier.comm)
+
+
+def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
+    """Which learners exit because of a failure.
+
+    Args:
+        barrier: of all learners.
+        fails: whether this learner does.
+        ends: deadline, of time.monotonic.
+
+    Returns:
+        Their ranks; None if some learner has failed or does not come in time. Learners that do not time out
+        have the same answer.
+    """
+    try:
+        with mpi_failures("shutdown"):
+            told = gather_once(barrier.messages, fails, ends)
+    except TransportError as error:
+        log.info("leaving without the others: %s", error)
+        return None
+    if told is None:
+        return None
+    return {rank for rank, fails in zip(barrier.ranks, told, strict=True) if fails}
+
+
+def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
+    """Whether any learner at the barrier knows of a failure; `mine` if the agreement times out."""
+    messages = barrier.messages
+    if messages.agreement.voted:  # the barrier timed out
+        return mine
+    try:
+        with mpi_failures("shutdown"):
+            decision = messages.decision(messages.vote(not mine), ends)
+            messages.flush(ends=time.monotonic() + _FLUSH_S)  # this process may end next
+    except TransportError as error:
+        log.info("leaving without the others: %s", error)
+        return mine
+    return mine or (decision is not None and not decision.flag)
+
+
+def leave_behind(messages: Messages, fails: bool = False) -> None:
+    """Leave operations over all learners to the peers that are still in them, until this process ends.
+
+    Args:
+        messages: of the operations.
+        fails: whether this learner ends because of a failure.
+
+    A thread receives what they have sent before they know, and drops it: else their sends never complete.
+    """
+    over = threading.Event()
+
+    def receive() -> None:
+        # where the network fails, peers learn from the end of this process that it has left
+        with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+            while not over.wait(_RECEIVE_S):
+                for _ in messages.transport.poll():
+                    pass
+
+    if not messages.agreement.excluded:  # else it has failed for its peers, and has not left
+        with contextlib.suppress(TransportError), mpi_failures("shutdown"):
+            messages.leave(time.monotonic() + _FLUSH_S, fails)
+    thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
+    thread.start()
+    exit_state.at_end += [
+        over.set,
+        functools.partial(thread.join, _FLUSH_S),
+    ]  # before MPI or the connections end
+
+
+def free(*communicators: Any) -> None:
+    for comm in communicators:
+        if comm is not None:
+            with contextlib.suppress(
+                *mpi_exceptions()
+            ):  # a member has failed; nothing is left to do
+                comm.Free()
+
+
+def finishes_within(call: Callable[[], object], seconds: float) -> bool:
+    """Whether a call, made on a thread of its own, returns in time."""
+    thread = threading.Thread(target=call, daemon=True, name=f"hvd_adpsgd.{call.__name__}")
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+# ---- how the script ends ------------------------------------------------------------------------
+
+
+def script_fails() -> bool:
+    """Whether the script ends by an exception or with a status other than 0."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        return not isinstance(error, SystemExit) or error.code not in (None, 0)
+    if not exit_state.is_over:
+        return False
+    if getattr(sys, "last_value", None) is not None:
+        return True
+    # a script that has caught SystemExit returns from its outermost frame
+    return exit_state.exit_status not in (None, 0) and not _has_returned(exit_state.script)
+
+
+def _has_returned(frame: FrameType | None) -> bool:
+    """Whether a frame that is no longer running ended by `return`, and not by an exception."""
+    if frame is None:
+        return False
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _outermost_frame() -> FrameType | None:
+    """Of the main thread: that of the script."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _note_exits() -> None:
+    """Record the argument of sys.exit, exit and quit on the main thread; exit handlers do not receive it.
+
+    A weakness that we accept: `raise SystemExit(1)` is not noticed, nor an `exit` imported from
+    sys before init(). Peers see such a learner leave in good order.
+    """
+    exit_state.script = _outermost_frame()
+    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        if hasattr(module, name):  # python -S has no builtins.exit
+            setattr(module, name, _noting(getattr(module, name)))
+
+
+def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(leave)
+    def noted(status: object = None, /) -> Any:
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread
+            exit_state.exit_status = status
+        leave(status)
+
+    return noted
+
+
+# ---- the end of the process ---------------------------------------------------------------------
+
+
+def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
+    """From now on the process exits as this module describes; idempotent.
+
+    Args:
+        shut_down: called first. Bounded; logs what it raises.
+        patience_s: longest MPI_Finalize; asked before `shut_down` is called.
+    """
+    if exit_state.watched == os.getpid():
+        return
+    leave = functools.partial(_leave, os.getpid(), shut_down, patience_s)
+    if multiprocessing.parent_process() is None:
+        atexit.register(leave)
+        _note_exits()
+    else:
+        util.Finalize(None, _leave_as_child, (leave,), exitpriority=_LAST_FINALIZER)
+    exit_state.watched = os.getpid()
+
+
+def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
+    """At exit: shut down, then end MPI, in bounded time."""
+    if (
+        os.getpid() != pid
+    ):  # a forked child, not a learner: without the destructors of Horovod and Gloo,
+        process_exit.end_without_finalize(True)  # which join threads that it does not have
+        return
+    seconds = patience_s()
+    exit_state.is_over = True
+    with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
+        shut_down()
+    flush_output()  # the rest may take a while
+    for act in exit_state.at_end:
+        act()
+    if exit_state.hub is not None and not exit_state.finalizes:
+        _leave_hub(exit_state.hub)
+        return
+    if exit_state.finalizes and is_under_mpi() and not _ended_mpi(seconds):
+        last = _ends_last()
+        if last and ulfm_enabled():
+            _release_launcher()
+        _end_without_finalize(last, last)
+    set_running(False)
+
+
+def _leave_as_child(leave: Callable[[], object]) -> None:
+    """`leave` in a child of multiprocessing: one that was forked runs no exit handlers, Python's or C's."""
+    leave()
+    if exit_state.verdict and sys.exc_info()[1] is None:
+        flush_output()
+        os._exit(exit_state.verdict)
+
+
+def flush_output() -> None:
+    """Write out what the script has printed; sys.stdout may be None, closed, or the script's own object."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the exit status must not depend on it
+            stream.flush()
+
+
+def _leave_hub(hub: Hub) -> None:
+    """Close the connections; after a failure the first surviving learner ends last, and its status tells."""
+    is_clean = exit_state.barrier is None and not exit_state.stuck
+    last = not is_clean and _ends_last()
+    hub.close()
+    if not is_clean:  # handlers of exit() that come later may wait for a thread that is left behind
+        _end_without_finalize(True, last)
+
+
+def _end_without_finalize(keeps_status: bool, last: bool) -> None:
+    """See process_exit; the process that ends last reports a failure in place of status 0."""
+    exit_state.verdict = FAILED_STATUS if last and exit_state.has_failures else 0
+    process_exit.end_without_finalize(keeps_status, exit_state.verdict)
+
+
+def _ended_mpi(seconds: float) -> bool:
+    """Finalize MPI; False if that would wait for learners that may have failed.
+
+    With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return True
+    if (
+        exit_state.stuck and ulfm_enabled()
+    ):  # MPI_Finalize under a thread that uses MPI ends the job
+        return False
+    if exit_state.barrier is None:
+        return finishes_within(_finalize, seconds)
+    if ulfm_enabled() or exit_state.stuck:
+        return False
+    MPI.Finalize()
+    return True
+
+
+def _finalize() -> None:
+    """MPI_Finalize without the GIL, which mpi4py's holds; it may block without bound."""
+    from mpi4py import MPI
+
+    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+
+def _ends_last() -> bool:
+    """Whether all other processes of the job have exited; the first surviving learner waits for them.
+
+    The launcher reports only the last status, so a failure must be visible there. A learner that fails
+    itself waits until the deadline of its shutdown, because all peers may fail with it. It must not wait
+    longer: its peers may still train, and a mean of all waits for its exit.
+    """
+    barrier = exit_state.barrier
+    if barrier is None:
+        return False
+    # init() fails on all learners alike, and one status must become the job's. A survivor of a failed super
+    # learner fails too: the first survivor of the job waits for it, so it must not wait for that one.
+    fails = barrier.rank in exit_state.failed or (exit_state.has_begun and script_fails())
+    passed_over = () if fails else exit_state.failed
+    ends = exit_state.ends
+    if exit_state.has_failures and not fails:
+        ends = time.monotonic() + _LAST_S
+    while (last := _is_last(barrier.rank, barrier.ranks, barrier.ended(), passed_over)) is None:
+        if time.monotonic() > ends:
+            break
+        time.sleep(_LOOK_S)
+    if last is None and exit_state.has_failures and not fails:
+        log.warning(
+            "learners %s have not ended %g s after this one: the status of the job may not tell that "
+            "%s failed.",
+            sorted(set(barrier.ranks) - barrier.ended() - {barrier.rank}),
+            _LAST_S,
+            f"learners {list(exit_state.failed)}" if exit_state.failed else "a learner",
+        )
+    return bool(last)
+
+
+def _is_last(
+    rank: int, ranks: Sequence[int], ended: set[int], passed_over: Sequence[int]
+) -> bool | None:
+    """Whether a learner exits last; None while that is undecided.
+
+    The lowest rank that runs and is not passed over exits last.
+
+    Args:
+        rank: of the learner.
+        ranks: all learners.
+        ended: learners whose process has exited.
+        passed_over: failing learners, which do not wait long; empty for a learner that fails itself.
+    """
+    others = set(ranks) - {rank}
+    if others <= ended:
+        return True
+    before = {other for other in others if other < rank}
+    return None if before <= ended.union(passed_over) else False
+
+
+def _release_launcher() -> None:
+    """Make the launcher return after the last learner, if it runs on this host.
+
+    Open MPI's launcher waits without bound for a host that has failed. If it still runs 10 s after the last
+    learner, it is sent SIGTERM every 0.5 s until it exits (it needs three).
+    """
+    launcher = _launcher()
+    if launcher is None:
+        return
+    pid, name = launcher
+    silent = subprocess.DEVNULL
+    subprocess.Popen(
+        ["sh", "-c", _RELEASE, "hvd_adpsgd", str(pid), name],
+        stdin=silent,
+        stdout=silent,
+        stderr=silent,
+        start_new_session=True,
+    )
+
+
+def _launcher() -> tuple[int, str] | None:
+    """Pid and name of the launcher above this process; None on hosts with only its daemon."""
+    pid = os.getppid()
+    for _ in range(_DEPTH):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
+        if name in _LAUNCHERS:
+            return pid, name
+        pid = int(rest.split()[1])
+    return None
+
+
+def set_running(running: bool) -> None:
+    """Tell the shell above this process whether its exit counts as a failure.
+
+    Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
+    """
+    name = os.environ.get("ADPSGD_LEARNER")
+    if not name:
+        return
+    with contextlib.suppress(OSError):  # the shell has ended, or has no room: as without it
+        if name.startswith("/proc/"):
+            os.truncate(name, int(running))
+        elif running:  # below the shell of an older build, which looks for a file
+            Path(name).touch()
+        else:
+            Path(name).unlink(missing_ok=True)

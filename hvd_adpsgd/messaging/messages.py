@@ -1,0 +1,346 @@
+"""Plain messages between all learners, and the agreements made of them.
+
+One private communicator carries them. It is never revoked, shrunk or agreed upon: while several threads use
+MPI, Open MPI's agreement gives split answers, and shrink is built on it.
+
+    Messages      sends, receives, knows which learners have failed, moves the agreement's messages
+    Attempt       one attempt of an operation: collectives of the learners that are alive (attempt.py)
+
+Every attempt ends with one agreement, so attempts are numbered like decisions. A message carries the number
+of its attempt in its tag. A message of an attempt that is over is received and dropped; one of the next
+attempt is kept, and there are none of later ones, because a decision needs all votes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_adpsgd.engine.agreement import Agreement, Decision
+from hvd_adpsgd.errors import LearnerFailedError, TransportError
+from hvd_adpsgd.messaging.mpi_transport import (
+    Bytes,
+    Transport,
+    transport_of,
+)
+
+__all__ = [
+    "CHANNELS",
+    "COMPLETE",
+    "FEW",
+    "FIRST_PHASE",
+    "NO_ERROR",
+    "AttemptAbandonedError",
+    "Messages",
+]
+
+COMPLETE, NO_ERROR = 1, 2  # flags of a vote
+
+_SPAN, CHANNELS = (
+    2**13,
+    2**9,
+)  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
+# channels; each collective of an attempt has one
+_AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
+FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
+_SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
+_PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
+
+
+class AttemptAbandonedError(Exception):
+    """A learner has left this attempt, or has failed; never seen outside of the runtime.
+
+    Attributes:
+        reason: (class name, text, rank) of the error for which a learner has left it, or None.
+        is_told: that learner has told all.
+    """
+
+    def __init__(self, reason: tuple[str, str, int] | None = None, is_told: bool = False):
+        super().__init__(reason)
+        self.reason, self.is_told = reason, is_told
+
+
+class Messages:
+    """Messages between the learners of one communicator, which nothing else uses.
+
+    One thread at a time. Learners are numbered by their rank in `comm`, here called place.
+
+    Args:
+        comm: private; one of mpi4py with errors returned, or one over sockets.
+
+    Attributes:
+        agreement: of all learners of `comm`.
+        failed: places believed failed: reported by the transport, or told by a peer; or that have left.
+        left: places of learners that take part in nothing more: they have returned from shutdown(), or their
+            super learner was sent SIGTERM. Their processes may still run.
+        failing: those of them that leave because of a failure.
+        abandoned: attempts that peers have left, by number: (class name, text, rank) of the error, or None.
+        waiting: by place the number of the attempt in which that learner waits, and what it has sent with it.
+        at_wait: called while this learner waits and nothing arrives.
+    """
+
+    def __init__(self, comm: Any):
+        self.comm = comm
+        self.transport: Transport = transport_of(comm)
+        self.place, self.size = int(comm.Get_rank()), int(comm.Get_size())
+        self.agreement = Agreement(self.size, self.place, direct=self.size <= FEW)
+        self.failed: set[int] = set()
+        self.left: set[int] = set()
+        self.failing: set[int] = set()
+        self.waiting: dict[int, tuple[int, Any]] = {}
+        self.at_wait: Callable[[], object] = lambda: None
+        self.abandoned: dict[int, tuple[str, str, int] | None] = {}
+        self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
+
+    # ---- sending ------------------------------------------------------------------------------
+
+    def send(self, place: int, channel: int, data: Any, number: int | None = None) -> None:
+        """Send bytes without waiting. `data` must not change until `flush`.
+
+        A learner that is believed failed is sent to as well, unless the transport has reported it: it may be
+        alive, and wait to be told what the others have decided. One that has left waits for nothing.
+        """
+        if place in self.left:
+            return
+        number = self.agreement.number if number is None else number
+        self.transport.send(place, number % _SPAN * CHANNELS + channel, data)
+        self._believe_reported()
+
+    def flush(self, check: Callable[[], object] | None = None, ends: float | None = None) -> bool:
+        """Wait until all that was sent may change; whether it may."""
+        return self.wait(lambda: not self.transport.is_sending, check, ends)
+
+    def _send_agreement(self) -> None:
+        for place, message in self.agreement.take_outgoing():
+            self.send(place, _AGREEMENT, message)
+
+    # ---- receiving ----------------------------------------------------------------------------
+
+    def wait(
+        self,
+        done: Callable[[], object],
+        check: Callable[[], object] | None = None,
+        ends: float | None = None,
+    ) -> bool:
+        """Receive until `done()`; sleeps between polls, so that a waiting learner frees its core.
+
+        Args:
+            done: asked after each poll.
+            check: called where it is not; may raise.
+            ends: deadline, of time.monotonic; polls at least once. None: no deadline.
+
+        Returns:
+            Whether it is done.
+        """
+        pause = _SHORTEST_PAUSE_S
+        while True:
+            moved = self.poll()
+            if done():
+                return True
+            if check is not None:
+                check()
+            if ends is not None and time.monotonic() > ends:
+                return False
+            if moved:
+                pause = _SHORTEST_PAUSE_S
+                continue
+            if pause >= _LONGEST_PAUSE_S:
+                self.look_around()
+            is_busy = self.transport.is_busy
+            self.transport.pause(min(pause, _BUSY_PAUSE_S) if is_busy else pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def poll(self) -> bool:
+        """Take in all that has arrived; whether anything has."""
+        moved = False
+        for source, tag, buffer in self.transport.poll():
+            moved = True
+            self._take_in(source, tag, buffer)
+        self._believe_reported()
+        return moved
+
+    def _take_in(self, source: int, tag: int, buffer: Bytes) -> None:
+        channel = tag % CHANNELS
+        if channel == _AGREEMENT:
+            self._agree(source, buffer)
+            return
+        current = self.agreement.number
+        number = current + (tag // CHANNELS - current + _SPAN // 2) % _SPAN - _SPAN // 2
+        if channel == _LAST:
+            self._inbox[0, _LAST, source].append(buffer)
+        elif channel == _LEAVES:
+            fails, *leaving = np.frombuffer(buffer, dtype=np.int32).tolist()
+            self.left.update(leaving)
+            self.failing.update(leaving if fails else ())
+            self.believe_failed(set(leaving))
+        elif channel == _WAITS:
+            self.waiting[source] = number, pickle.loads(buffer.tobytes())
+        elif channel == _ABANDON and number >= current - 1:
+            reason = pickle.loads(buffer.tobytes())
+            self.abandoned[number] = self.abandoned.get(number) or reason
+        elif channel >= FIRST_PHASE and number >= current:
+            self._inbox[number, channel, source].append(buffer)
+
+    def _agree(self, source: int, message: Bytes) -> None:
+        before = self.agreement.number
+        try:
+            self.agreement.receive(source, message.data)
+        except ValueError as error:
+            raise TransportError(
+                f"learners do not understand each other ({error}). Run the same release on all of them."
+            ) from None
+        self._after_agreement(before)
+
+    def _after_agreement(self, before: int) -> None:
+        self._send_agreement()
+        self.failed.update(self.agreement.suspected)
+        if self.agreement.number > before:
+            self._forget()
+            self._relay()
+
+    def _forget(self) -> None:
+        """Drop what belongs to attempts that are over."""
+        current = self.agreement.number
+        for key in [k for k in self._inbox if k[1] != _LAST and k[0] < current]:
+            del self._inbox[key]
+        for number in [k for k in self.abandoned if k < current - 1]:
+            del self.abandoned[number]
+
+    def _relay(self) -> None:
+        """Send the decision on: a peer may still wait for it, and the coordinator may have failed.
+
+        Without it the peer would wait until this learner comes to its next operation. It goes to the learners
+        1, 2, 4, ... places further, which send it on as well.
+        """
+        message = self.agreement.last_commit()
+        living = [i for i in range(self.size) if i not in self.failed or i == self.place]
+        mine, step = living.index(self.place), 1
+        while message and step < len(living):
+            self.send(living[(mine + step) % len(living)], _AGREEMENT, message)
+            step *= 2
+
+    def recycle(self, buffer: Bytes) -> None:
+        """A received message has been used: its memory serves again."""
+        self.transport.recycle(buffer)
+
+    # ---- failures -----------------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """Nothing has arrived for a while."""
+        self.look_for_failures()
+        self.at_wait()
+
+    def look_for_failures(self) -> None:
+        """Ask the transport which processes have failed."""
+        self.transport.look_for_failures()
+        self._believe_reported()
+
+    def _believe_reported(self) -> None:
+        if not self.transport.failed <= self.failed:
+            self.believe_failed(self.transport.failed)
+
+    def believe_failed(self, places: set[int]) -> None:
+        """From now on these are believed failed, for good; peers learn it with the next messages."""
+        before = self.agreement.number
+        for place in sorted(places - self.failed):
+            self.failed.add(place)
+            self.agreement.failed(place)
+        self._after_agreement(before)
+
+    # ---- attempts and decisions ---------------------------------------------------------------
+
+    def check(self, number: int) -> None:
+        """Raise AttemptAbandonedError if a peer has left this attempt."""
+        if number in self.abandoned:
+            raise AttemptAbandonedError(self.abandoned[number], is_told=True)
+
+    def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
+        """Tell these peers that this learner leaves the attempt under way, which they then leave too."""
+        message = pickle.dumps(reason)
+        for place in places:
+            if place != self.place:
+                self.send(place, _ABANDON, message)
+
+    def tell_waiting(self, facts: Any) -> None:
+        """Send all peers that this learner waits in the attempt under way, with these facts."""
+        message = pickle.dumps(facts)
+        for place in range(self.size):
+            if place != self.place:
+                self.send(place, _WAITS, message)
+
+    def reason(self, number: int) -> tuple[str, str, int] | None:
+        """The error for which a peer has left an attempt; waits a moment for its message."""
+        self.wait(
+            lambda: self.abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
+        )
+        return self.abandoned.get(number)
+
+    def take(self, number: int, channel: int, place: int) -> Bytes | None:
+        """The next message of this kind, if it is here."""
+        arrived = self._inbox.get((number, channel, place))
+        return arrived.popleft() if arrived else None
+
+    def vote(self, flag: int, digest: int = 0) -> int:
+        """Vote for the decision under way; returns its number."""
+        before = self.agreement.number
+        if self.agreement.excluded:  # `decision` raises
+            return before
+        number = self.agreement.vote(flag, digest)
+        self._after_agreement(before)
+        return number
+
+    def decision(self, number: int, ends: float | None = None) -> Decision | None:
+        """Wait for a decision; None after `ends`.
+
+        Raises:
+            LearnerFailedError: if the peers have declared this learner failed.
+        """
+        core = self.agreement
+        self.wait(lambda: core.number > number or core.excluded, ends=ends)
+        if core.excluded:
+            raise LearnerFailedError(
+                f"learner {self.place} of {self.size} was declared failed by its peers, because it was "
+                "stopped or cut off for too long, and they continue without it. Start the job again; if "
+                "learners stand still for so long, raise OMPI_MCA_mpi_ft_detector_timeout, without MPI "
+                "HVD_ADPSGD_FAILURE_TIMEOUT_S."
+            )
+        return core.decision(number)
+
+    def leave(self, ends: float, fails: bool = False) -> None:
+        """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
+        self.say_left([self.place], fails)
+        self.flush(ends=ends)
+
+    def say_left(self, places: Sequence[int], fails: bool = False) -> None:
+        """Tell all others that these learners leave; on any thread, also beside an operation.
+
+        Args:
+            places: of them.
+            fails: because of a failure.
+        """
+        tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
+        message = np.array([fails, *places], dtype=np.int32).tobytes()
+        for place in range(self.size):
+            if place not in places:
+                self.transport.send(place, tag, message)
+
+    def close(self, ends: float) -> bool:
+        """Receive everything that is on its way here; whether the communicator can be freed.
+
+        Without it, a late message would be delivered to the next communicator that has the same number.
+        """
+        peers = [i for i in range(self.size) if i != self.place]
+        for place in peers:
+            self.send(place, _LAST, b"")
+
+        def done() -> bool:
+            return not self.transport.is_sending and all(
+                place in self.failed or self._inbox.get((0, _LAST, place)) for place in peers
+            )
+
+        return self.wait(done, ends=ends) and not self.failed

@@ -1,0 +1,58 @@
+"""The methods of a wrapped optimizer with op=Adasum: Horovod's steps inside backward()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.errors import (
+    GradientOrderError,
+)
+from hvd_adpsgd.training.inner_averaging import (
+    completion_of,
+    first_by_name,
+    submit_missing,
+)
+from hvd_adpsgd.training.super_learner import inside_super_learner
+
+__all__ = ["ADASUM_METHODS"]
+
+
+def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """As the step of the others; Horovod's Adasum optimizer steps parameter by parameter during backward."""
+    averaging = self._averaging
+    with averaging.stepping(self.param_groups):
+        changed = [] if closure else self._gradients.changed()
+        self._gradients.forget()
+        if changed:
+            raise GradientOrderError(
+                f"step {averaging.step}: the gradient of {first_by_name(self, changed)} was changed after "
+                "backward(), without effect: op=Adasum uses gradients inside backward(). Change them in "
+                "Parameter.register_post_accumulate_grad_hook, or use op=Average."
+            )
+        if closure is None:
+            submit_missing(self)
+        are_averaged = None if closure else completion_of(self)
+        with averaging.reducing(len(self._requires_update), are_averaged=are_averaged):
+            loss = self._horovod.step(self, closure)
+        self._gradients.forget()
+        averaging.finish_step()
+        return loss
+
+
+def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
+    self._averaging.before_gradient(1, len(self._requires_update))
+    self._averaging.tensors.before_update()
+    with inside_super_learner(self._averaging):
+        handle = self._horovod._allreduce_grad_async(self, parameter)
+    self._gradients.submit((parameter,), self._requires_update)
+    return handle
+
+
+ADASUM_METHODS = {
+    "step": _adasum_step,
+    "synchronize": lambda self: None,
+    "_allreduce_grad_async": _adasum_allreduce,
+}

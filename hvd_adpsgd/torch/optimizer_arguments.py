@@ -1,0 +1,197 @@
+"""What DistributedOptimizer was called with: checks that need no other learner, and the spec made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_adpsgd import strategies
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import (
+    ConfigError,
+    InnerOnlyError,
+    StrategyMismatchError,
+)
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.torch.collectives import global_process_set
+from hvd_adpsgd.training.optimizer_state import require_shareable
+from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.supported import require_models, require_supported
+
+__all__ = ["NamedTensors", "inner_process_set", "listed", "make_spec", "trained_tensors"]
+
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+_OPS = {horovod.Average: "Average", horovod.Sum: "Sum", horovod.Adasum: "Adasum"}
+
+
+def make_spec(
+    world: World,
+    optimizer: torch.optim.Optimizer,
+    averaging: Strategy | str | None,
+    given: dict[str, Any],
+    inner: dict[str, Any],
+    process_set: Any,
+    named: list[tuple[str, torch.Tensor]] | None,
+    buffers: torch.nn.Module | NamedTensors | None,
+) -> AveragingSpec:
+    """The spec of this learner's call, after the checks that need no peer."""
+    require_supported(optimizer)
+    require_shareable(optimizer)
+    _require_named("named_parameters", named)
+    strategy = _strategy(averaging, world.config.averaging)
+    _require_joinable(strategy, world)
+    if not world.is_plain and strategy.averages != "nothing":
+        require_models(optimizer, named)
+    config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
+    if strategy.averages != "nothing":
+        inner_process_set(process_set, world)
+    _require_wire(strategy, config, world)
+    _require_pairs(strategy, config, world)
+    if buffers is not None:
+        strategy.refuse("buffers=")
+    if inner["op"] == horovod.Adasum:
+        strategy.refuse("op=Adasum")
+    names = _names(optimizer, named)
+    trained = trained_tensors(names, optimizer.param_groups)
+    compared = {
+        "optimizer": type(optimizer),
+        "averaging": strategy.spec(),
+        **{name: getattr(config, name) for name in given},
+        **inner,
+        "op": _OPS.get(inner["op"], inner["op"]),
+    }
+    arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
+    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments)
+
+
+def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
+    """An argument of DistributedOptimizer for comparisons, the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return names.get(value, "a tensor that is not a parameter")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_as_text(each, names) for each in value)}]"
+    if value is None or isinstance(value, (bool, str)):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return repr(float(value)).removesuffix(".0")
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__
+
+
+def listed(pairs: Any) -> Any:
+    """An iterable, which may be read once only, as a list; anything else as it is."""
+    return list(pairs) if isinstance(pairs, Iterable) else pairs
+
+
+def _require_named(argument: str, pairs: Any) -> None:
+    """Raise ConfigError unless `pairs` is None or a list of (name, tensor)."""
+    if pairs is None:
+        return
+    odd = (
+        pairs if not isinstance(pairs, list) else next((p for p in pairs if not _is_named(p)), None)
+    )
+    if odd is not None:
+        raise ConfigError(
+            f"{argument} got a {type(odd).__name__}, allowed are pairs (name, tensor). Pass "
+            f"model.named_{argument.removeprefix('named_')}()."
+        )
+
+
+def _is_named(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+    )
+
+
+def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
+    """Raise ConfigError if wire_dtype is set for a mean of all, which is summed in full precision."""
+    plan = strategy.plan(world.super_rank, world.super_size)
+    if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:
+        raise ConfigError(
+            f"wire_dtype={config.wire_dtype} with averaging={strategy.spec()}: the mean of all is summed "
+            "in full precision. Leave wire_dtype out, or use a strategy of pairs."
+        )
+
+
+def _require_joinable(strategy: Strategy, world: World) -> None:
+    """Raise StrategyMismatchError if others may join the job, and cannot with this strategy."""
+    if world.config.join_secret_file is None:
+        return
+    if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
+        raise StrategyMismatchError(
+            f"averaging={strategy.spec()} with HVD_ADPSGD_JOIN_SECRET_FILE and "
+            f"super_size()={world.super_size}: others cannot join this job. Use random_pairs, fixed_ring or "
+            "random_ring, or leave the file out."
+        )
+
+
+def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
+    """Raise ConfigError if exchange_share is set for a strategy without pairs."""
+    plan = strategy.plan(world.super_rank, world.super_size)
+    if world.super_size > 1 and plan.averages_all and plan.width == 0 and config.exchange_share < 1:
+        raise ConfigError(
+            f"exchange_share={config.exchange_share:g} with averaging={strategy.spec()}: a mean of "
+            "all is one of whole models. Leave exchange_share out, or use a strategy of pairs."
+        )
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Horovod's names of the parameters, before Horovod has looked at them."""
+    names = {
+        p: f"allreduce.noname.{i}.{j}"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    }
+    if named is not None and all(isinstance(pair, tuple) for pair in named):
+        names.update({p: name for name, p in sorted(named, key=lambda pair: pair[0])})
+    return names
+
+
+def _strategy(averaging: Strategy | str | None, default: str) -> Strategy:
+    if isinstance(averaging, Strategy):
+        return averaging
+    if averaging is not None and not isinstance(averaging, str):
+        raise ConfigError(
+            f"averaging={averaging!r}: allowed are a strategy and its name. Pass hvd.RandomPairs() or "
+            '"random_pairs", for instance.'
+        )
+    return strategies.parse(default if averaging is None else averaging)
+
+
+def inner_process_set(process_set: Any, world: World) -> Any:
+    if process_set is None or process_set is global_process_set:
+        return horovod.global_process_set
+    if not world.is_plain and process_set is not horovod.global_process_set:
+        raise InnerOnlyError(
+            f"process_set={process_set} with {world.super_size} super learners: gradients are "
+            "averaged in a whole super learner. Leave process_set out, pass hvd.super_learner, or "
+            "run one super learner."
+        )
+    return process_set
+
+
+def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the buffers asked for that can be averaged."""
+    if buffers is None:
+        return []
+    pairs = listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)
+    _require_named("buffers", pairs)
+    return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
+
+
+def trained_tensors(
+    names: dict[torch.Tensor, str], groups: Iterable[dict[str, Any]]
+) -> list[tuple[str, torch.Tensor]]:
+    return [(names[p], p) for group in groups for p in group["params"] if p.requires_grad]

@@ -1,0 +1,148 @@
+"""With one super learner there is nothing to average: Horovod's optimizer, as users of torch expect it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.training.inner_averaging import (
+    Reducible,
+    drop_gradients,
+    drop_hooks,
+    lay_out_gradient,
+    require_no_handles,
+)
+from hvd_adpsgd.training.optimizer_state import keeping_held
+from hvd_adpsgd.training.timeline import StepRecord
+
+__all__ = [
+    "become_plain",
+    "is_plain_in_use",
+    "plain_step",
+    "record_parts",
+    "say_nothing_to_average",
+]
+
+log = logging.getLogger("hvd_adpsgd")
+
+
+def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
+    """With one super learner: Horovod's class, for this instance alone, with what users expect of torch.
+
+    The step hooks run once; a script may derive from the class. Horovod's Adasum steps by itself.
+    """
+    kind = type(wrapped)
+    kind._parent, kind.close, kind._closed = parent, _plain_close, False
+    kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
+    if not hasattr(wrapped, "_starting_models"):
+        kind.step = plain_step
+    _repair(wrapped)
+
+
+def _plain_close(self: Any) -> None:
+    self._closed = True
+    drop_hooks(self)
+
+
+def is_plain_in_use(world: weakref.ref[World], wrapped: Any) -> bool:
+    """Whether it is not closed, and hvd.shutdown() was not called since it was wrapped."""
+    return not wrapped._closed and worlds.is_initialized() and worlds.current() is world()
+
+
+def plain_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    _synchronize_for_step(self)
+    return self._parent.step(self, closure)
+
+
+def _plain_zero_grad(self: Any, set_to_none: bool = True) -> None:
+    require_no_handles(self)
+    self._parent.zero_grad(self, set_to_none)
+
+
+def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    drop_gradients(self)
+    with keeping_held(self):
+        self._parent.load_state_dict(self, state_dict)
+
+
+def _repair(wrapped: Any) -> None:
+    """Accept gradients that torch accepts and Horovod does not."""
+    kind = type(wrapped)
+    wrapped._compression = Reducible(wrapped._compression)
+    if hasattr(wrapped, "_starting_models"):  # Adasum reduces parameters
+        return
+    reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
+
+    def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+        lay_out_gradient(parameter)
+        return reduce(self, parameter)
+
+    def grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+        for parameter in parameters:
+            lay_out_gradient(parameter)
+        return reduce_group(self, parameters)
+
+    kind._allreduce_grad_async = allreduce_grad_async
+    kind._grouped_allreduce_grad_async = grouped_allreduce_grad_async
+
+
+def record_parts(wrapped: Any, record: StepRecord) -> None:
+    """With one super learner: the parts of Horovod's steps go into the timeline."""
+    kind = type(wrapped)  # Horovod made this class for this instance
+    horovods_synchronize, horovods_step = kind.synchronize, kind.step
+    made = 0
+
+    def synchronize(self: Any) -> None:
+        with record.part("inner_allreduce", made):
+            horovods_synchronize(self)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        nonlocal made
+        adasum = hasattr(self, "_starting_models")  # its step reduces by itself
+        if not adasum:
+            _synchronize_for_step(self)
+        with record.part("optimizer", made):
+            loss = horovods_step(self, closure) if adasum else self._parent.step(self, closure)
+        made += 1
+        return loss
+
+    step.hooked = getattr(horovods_step, "hooked", False)  # type: ignore[attr-defined]
+    kind.synchronize, kind.step = synchronize, step
+
+
+def _synchronize_for_step(self: Any) -> None:
+    if self._should_synchronize:
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
+                "it in `with optimizer.skip_synchronize():`.",
+                stacklevel=3,  # the line that calls step()
+            )
+        self.synchronize()
+    self._synchronized = False
+
+
+_said_nothing_to_average = False
+
+
+def say_nothing_to_average(world: World, strategy: Strategy) -> None:
+    """Once, however many optimizers there are."""
+    global _said_nothing_to_average
+    if world.rank > 0 or _said_nothing_to_average:
+        return
+    if strategy.averages != "nothing":
+        _said_nothing_to_average = True
+        log.warning(
+            "one super learner of %d learner%s: nothing to average between super learners, this is "
+            "plain Horovod. HVD_ADPSGD_SUPER_LEARNER_SIZE=k cuts a host into super learners of k.",
+            world.size,
+            "" if world.size == 1 else "s",
+        )

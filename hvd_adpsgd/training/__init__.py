@@ -1,0 +1,1 @@
+"""What happens in a step: tensors, averaging beside the gradient, what is measured."""

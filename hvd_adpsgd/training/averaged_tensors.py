@@ -1,0 +1,151 @@
+"""The tensors that an optimizer averages, and how its engine reaches them: in place, or by copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.consistency import require_same_inside, unanimous
+from hvd_adpsgd.training.cores import pass_threads
+from hvd_adpsgd.training.parameters import Parameters
+from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
+
+__all__ = ["AveragedTensors"]
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class AveragedTensors:
+    """Tensors, and the memory of the engine that averages them. Made by all learners together.
+
+    Args:
+        world: of this learner.
+        named: the first ones; see `add`.
+        shards: into how many the model is cut.
+
+    Attributes:
+        world: see the arguments.
+        parameters: the tensors.
+        specs: of them, as they were added.
+        memory: of the engine, once it is bound.
+    """
+
+    memory: ModelMemory
+
+    def __init__(self, world: World, named: Named, shards: int):
+        self.world, self._shards = world, shards
+        self.parameters = Parameters()
+        self.specs: list[list[TensorSpec]] = [
+            unanimous(world, "averaging", lambda: self.parameters.add(named))
+        ]
+        # of parameters on devices, one for each shard; the own one last: it sees all corrections applied
+        self._stagings: list[Staging] = []
+
+    @property
+    def are_staged(self) -> bool:
+        """Whether they are on devices, which copy them."""
+        return bool(self._stagings)
+
+    def add(self, named: Named) -> None:
+        """Average these too, from the next step on. All learners of the super learner call it.
+
+        Raises:
+            ModelMismatchError: on every learner of the super learner, if they add different tensors.
+        """
+        named = list(named)
+        require_same_inside(self.world, "add_param_group", named)
+        self.settle()
+        self.specs.append(self.parameters.add(named))
+        self.memory.extend(self.specs[-1])
+        self.bind(self.memory)
+
+    def bind(self, memory: ModelMemory) -> None:
+        """Copy parameters on devices from and to this memory of an engine, from now on."""
+        self.memory = memory
+        if self.parameters.staged:
+            own = min(self.world.inner_rank, self._shards - 1)
+            numbers = [*(i for i in range(self._shards) if i != own), own]
+            self._stagings = self._stagings or [
+                Staging(piece_nbytes=PIECE_NBYTES // self._shards, checks=number == own)
+                for number in numbers
+            ]
+            for number, staging in zip(numbers, self._stagings, strict=True):
+                staging.bind(memory.shards[number], self.parameters.tensors)
+
+    def release(self) -> None:
+        """The memory is not used from now on, until another one is bound."""
+        for staging in self._stagings:
+            staging.release()
+
+    def close(self) -> None:
+        """The memory is freed next."""
+        for staging in self._stagings:
+            staging.close()
+
+    def before_update(self) -> None:
+        """They change next: their devices wait for copies of them, the host does not."""
+        for staging in self._stagings:
+            staging.before_update()
+
+    def settle(self) -> None:
+        """Wait until devices have applied the last corrections, and the mirror holds its copy."""
+        for staging in self._stagings:
+            staging.settle()
+
+    def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
+        """Apply the readable slot, if there is one, and copy the tensors to the mirror.
+
+        Args:
+            engine: whose memory is bound.
+            step: of the trainer.
+            waits: until devices have done so. Else the model is offered when its copy has come.
+
+        Returns:
+            The last step whose parameters were found not to be finite, None if all are; without `waits` of
+            the steps that devices know of.
+        """
+        if not self._stagings:
+            return self._absorb_in_place(step)
+        *others, own = self._stagings
+        if waits:
+            self.settle()
+        for staging in others:
+            staging.absorb(step, False)
+        if waits:
+            own.absorb(step, True)
+            self.settle()
+            found = own.nonfinite()
+        else:
+            own.absorb(step, engine.wants_copy(step), engine.offer)
+            found = own.nonfinite(step if self.world.inner_size > 1 else None)
+        return max(found, default=None)
+
+    def _absorb_in_place(self, step: int) -> int | None:
+        threads = pass_threads(self.world.local_size)
+        finite, corrected = self.memory.absorb(self.parameters.addresses(), step, threads)
+        if corrected:
+            self.parameters.write_back()
+        return None if finite else step
+
+    def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Add to copies of tensors the corrections that these lack, which stay pending. Leaders only.
+
+        Args:
+            copies: by id of the tensor; contiguous, on the host, float64 for float64 tensors, else float32.
+        """
+        places = [
+            copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
+        ]
+        self.memory.add_pending(np.array(places, dtype=np.uintp))
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were replaced while averaging is paused: drop what rounding to 16 bits holds back of them."""
+        replaced = {id(tensor) for tensor in tensors}
+        mine = enumerate(self.parameters.tensors)
+        self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])

@@ -1,0 +1,418 @@
+"""The order of a step: gradients, optimizer, corrections, offer, round."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.collectives import usage
+from hvd_adpsgd.collectives.of_communicator import barrier
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.errors import ModelMismatchError, NonFiniteModelError, UnsupportedOptimizerError
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.strategies.plan import AFTER
+from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+from hvd_adpsgd.training.engine_maker import EngineMaker
+from hvd_adpsgd.training.gradients import Replacements
+from hvd_adpsgd.training.mates import Mates
+from hvd_adpsgd.training.parameters import AveragingSpec
+from hvd_adpsgd.training.presence import Presence
+from hvd_adpsgd.training.round_accounting import Steps
+from hvd_adpsgd.training.step_checks import StepChecks
+from hvd_adpsgd.training.step_order import StepOrder
+from hvd_adpsgd.training.super_learner import (
+    inner_failures,
+    inside_super_learner,
+    wrapping_failures,
+)
+from hvd_adpsgd.training.timeline import StepRecord
+from hvd_adpsgd.training.update_rules import make_rule
+
+__all__ = ["Averaging"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+
+class Averaging:
+    """Averages the tensors of one optimizer between super learners. Made by all learners together.
+
+    Args:
+        world: the worlds of this learner.
+        spec: what to average, and how; equal on all learners.
+
+    Attributes:
+        plan: of the strategy, for this super learner.
+        rule: what is done to the model besides averaging.
+        step: steps made; of strategies in step the same on all super learners.
+        restart: the rule resets to the model at the next step.
+        trained: ids of the tensors that the optimizer trains.
+        tensors: what is averaged, in the memory of the engine.
+        engines: makes them.
+        order: of steps, beside operations over all learners.
+        shards: into how many the model is cut; 1: the leader averages all of it.
+        stopped: why averaging has stopped; "" while it runs.
+        dropped: the optimizer was garbage collected, and `stop_dropped` has not seen it yet.
+        at_stop: called by `stop`.
+        optimizer: the wrapped optimizer, None once it is freed.
+        mates: where the other learners of the super learner are.
+        replacements: whether they step with the same gradients, where these replace averaged ones.
+        pauses: depth of nested pauses.
+        holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
+    """
+
+    def __init__(self, world: World, spec: AveragingSpec):
+        self.world = world
+        self.record = StepRecord(world)
+        self.nonfinite_steps = 0
+        self.nonfinite_step = -1  # the last of them
+        self.plan = spec.strategy.plan(world.super_rank, world.super_size)
+        rate = spec.config.exchanges_per_step * spec.config.exchange_share  # of each chunk
+        self.rule = make_rule(self.plan.rule, spec.trained, rate)
+        self.step = 0
+        self.restart = True
+        self.trained = {id(tensor) for _, tensor in spec.named}
+        self.stopped = ""
+        self.dropped = False
+        self.at_stop: list[Callable[[], object]] = []
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self.pauses = self.holds_mean = 0
+        self._submitted = 0  # gradients handed to Horovod for the step under way
+        self._steps = Steps()
+        self._averages_gradients = spec.strategy.averages == "gradients"
+        self._checks = StepChecks(self)
+        self.shards = _shards(world, spec)
+        self.tensors = AveragedTensors(world, self.rule.averaged() + spec.buffers, self.shards)
+        self.spec = replace(spec, config=_with_chunks_for(spec.config, self.tensors.specs[0]))
+        with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
+            self.mates = Mates(world.inner, world.inner_rank)
+            self.replacements = Replacements(world.inner, world.inner_rank)
+        self.order = StepOrder(self)
+        self.engines = EngineMaker(
+            self.spec, self.tensors.specs, self.shards, self.order.require_step
+        )
+        self.engine = self.engines.first(world)
+        try:
+            self.tensors.bind(self.engine.memory)
+        except BaseException:
+            self.engine.stop()  # nobody else can
+            self.engine.release()
+            raise
+        self._presence = Presence(self)
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Go on with another engine, between steps, paused. Exchange counters restart at 0."""
+        self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
+        self.record.events(self.engine)
+        self.tensors.release()
+        self.engine.release(keeps_memory=self.engine.memory is engine.memory)
+        self.engine = engine
+        self.engines.is_replaced()
+        self.tensors.bind(engine.memory)
+
+    @property
+    def _lands_later(self) -> bool:
+        """Whether a step waits neither for its copy of the model nor for what devices say of it."""
+        waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
+        return self.tensors.are_staged and not waits
+
+    def move_to(self, world: World) -> None:
+        """The world has changed: the engine is of the new one already."""
+        self.world = self.tensors.world = world
+        self.engine.memory.inner = world.inner
+        self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
+        self.rule.adapt(self.plan.rule)
+
+    def require_running(self, also_before_joining: bool = False) -> None:
+        """Raise NotInitializedError if this optimizer has been retired.
+
+        Args:
+            also_before_joining: a super learner that has not joined yet may do this.
+        """
+        self._checks.running(also_before_joining)
+
+    # ---- the step, in order ----------------------------------------------------------------
+
+    def before_gradient(self, count: int, total: int) -> None:
+        """`count` of the step's `total` gradients are passed to Horovod next.
+
+        The leader publishes before the last one: that all-reduce tells every learner of the super learner
+        that the slot may be read. Published after it, the slot could change while a learner reads it.
+        """
+        if self._submitted == 0:
+            self.require_running()
+            self.tensors.parameters.check()
+        self._submitted += count
+        if self._submitted >= total:
+            self.engine.publish(self.step)
+
+    @contextlib.contextmanager
+    def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+        """Check tensors and engine, and enclose a step. If the step raises, its round is owed.
+
+        Args:
+            groups: the optimizer's param_groups.
+        """
+        self._checks.before_step(groups)
+        self.order.entered()
+        if self.restart:
+            self.restart = False
+            with torch.no_grad():
+                self.rule.start()
+        self.tensors.before_update()
+        self._steps.begin()
+        try:
+            yield
+        finally:
+            if self.plan.in_step is None:  # no peer waits for a round of it
+                self._steps.end()
+            self._steps.leave()
+
+    @contextlib.contextmanager
+    def reducing(
+        self,
+        gradients: int,
+        again: bool = False,
+        are_averaged: Callable[[], bool] | None = None,
+    ) -> Iterator[None]:
+        """Inside, wait for the super learner's all-reduces.
+
+        Args:
+            gradients: how many.
+            again: they are those of the last time: no round belongs to them.
+            are_averaged: whether Horovod has finished with them, also in failure. With it they are submitted,
+                and this waits for the other learners first, as Horovod's wait cannot be ended.
+
+        Raises:
+            CollectiveMismatchError: if another learner of the super learner makes no such step: it waits
+                in an operation for this one, or has closed its optimizer.
+        """
+        self.require_running()
+        self.mates.submitted()
+        with self.record.part("inner_allreduce", self.step):
+            if are_averaged is not None:
+                self.order.await_mates(are_averaged)
+            with inside_super_learner(self):
+                yield
+        self._submitted = 0
+        self.mates.averaged()
+        if self.plan.in_step is not None and not again:
+            self._steps.averaged()
+        if gradients:
+            self.engine.memory.all_met(self.mates.has_joined)
+        self._checks.quorum()
+
+    @torch.no_grad()
+    def before_optimizer(self) -> bool:
+        """The super learner's gradients are averaged. False if there is nothing to step with."""
+        if not self._averages_gradients:
+            return True
+        if any(p.grad is not None and p.grad.is_sparse for p in self.rule.model):
+            self.spec.strategy.refuse("a sparse gradient", ModelMismatchError)
+        self.take_in()
+        self.rule.before_optimizer()
+        return self.step > 0
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Apply the published corrections, offer the model, and run the round of this step, if any.
+
+        Raises:
+            NonFiniteModelError: if a parameter is infinite or not a number, with nonfinite="raise". The
+                model was not offered.
+        """
+        self._run_owed_rounds()
+        with self.record.part("collect", self.step):
+            finite = self._collect()
+        with self.record.part("offer", self.step):
+            self._offer(finite, in_step=self._steps.due)
+        self._steps.end()
+        self.record.end_step(self.engine)
+        usage.end_step(self.world.rank == self.world.collectives.ranks[0])
+        if not finite:
+            _report_nonfinite(self)
+
+    def _collect(self) -> bool:
+        """Apply pending corrections, then refresh the mirror. True if all parameters are finite."""
+        if self._averages_gradients:  # applied before the optimizer; these are for the next step
+            return self.absorb()
+        self._publish_inside()
+        self.rule.pass_time()
+        self.rule.before_corrections()
+        finite = self.absorb(waits=not self._lands_later)
+        self.rule.after_corrections()
+        return finite
+
+    def _offer(self, finite: bool, in_step: bool = True) -> None:
+        """Offer the model to peers; with `in_step`, begin the round and count the step."""
+        if not self._lands_later:  # else it is offered when it has come
+            self.engine.offer(self.step, finite)
+        self.world.membership.update(self._presence.peer_news(), self.step)
+        if in_step:
+            self._round()
+            self.step += 1
+
+    def _round(self) -> None:
+        """Begin the round that follows this step, if one is due; with order AFTER, wait for it."""
+        rounds = self.plan.in_step
+        if rounds is None or not rounds.is_due(self.step):
+            return
+        self.order.begun = self.step
+        self.engine.rounds.begin(self.step // rounds.period)
+        if rounds.order != AFTER:
+            return
+        self.rule.before_round()
+        self.take_in()  # publishing waits for the round
+        self.rule.after_round()
+        self.absorb()
+        self.engine.resume()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Run owed rounds before an operation over all learners; else it and the rounds deadlock.
+
+        A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if a
+        global operation comes between synchronize() and step().
+        """
+        if self.stopped or self._steps.inside or self.plan.in_step is None or self.engine.failed:
+            return
+        self._steps.all_wait()
+        self._run_owed_rounds()
+
+    def _run_owed_rounds(self) -> None:
+        """Run the rounds of skipped steps with the current parameters.
+
+        Raises:
+            UnsupportedOptimizerError: if the strategy refuses skipped steps.
+        """
+        while self._steps.owed:
+            self.spec.strategy.refuse("a skipped step()", UnsupportedOptimizerError)
+            self._steps.owed -= 1
+            self._offer(self.take_in())
+
+    def take_in(self) -> bool:
+        """Publish and apply. True if every parameter is finite."""
+        self.tensors.settle()  # else the publication is put off
+        self._publish_inside()
+        return self.absorb()
+
+    def _publish_inside(self) -> None:
+        """Publish, unless this step's gradient all-reduce has made a published slot readable.
+
+        A learner that has called join() does not come: corrections wait in the open slot.
+        """
+        if not self.engine.memory.readable and not self.mates.someone_has_joined():
+            self.engine.publish(self.step)
+            if self.world.inner_size > 1:
+                self.inner_barrier()
+
+    def inner_barrier(self) -> None:
+        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
+        self.tensors.settle()  # devices read it too
+        with inner_failures(self), mpi_failures("in the super learner"):
+            barrier(self.world.inner)
+        self.engine.memory.all_met()
+
+    def absorb(self, waits: bool = True) -> bool:
+        """Apply the readable slot, if there is one, and copy the tensors to the mirror.
+
+        Args:
+            waits: until devices have done so. Else the model is offered when its copy has come.
+
+        Returns:
+            Whether every parameter is finite; without `waits` those of the last steps that devices know of.
+        """
+        bad = self.tensors.absorb(self.engine, self.step, waits)
+        if bad is not None:
+            self.nonfinite_step = bad
+        return bad is None
+
+    # ---- beside the step ---------------------------------------------------------------------
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Average these tensors too, from the next step on. All learners of the super learner call it.
+
+        Raises:
+            ModelMismatchError: on every learner of the super learner, if they add different tensors.
+        """
+        named = list(named)
+        self.tensors.add(named)
+        self.trained.update(id(tensor) for _, tensor in named)
+
+    def drop(self) -> None:
+        """The optimizer was garbage collected: `stop_dropped` stops this later.
+
+        The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
+        """
+        self.dropped = not self.stopped
+        self.stopped = self.stopped or "the optimizer was dropped"
+
+    def stop(self, why: str = "hvd.shutdown() was called") -> None:
+        """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
+        self.dropped = False
+        self.stopped = self.stopped or why
+        with contextlib.suppress(IndexError):  # another thread stops it, too
+            while True:
+                self.at_stop.pop()()
+        world = self.world
+        self._presence.end()
+        self.engine.stop(broken=world.teardown.fails)
+        world.membership.update(self._presence.peer_news(), self.step)
+        if not world.teardown.has_begun:
+            world.membership.rejoin()
+        self.record.events(self.engine)
+        self.tensors.close()
+        self.engine.release()
+        self.tensors.memory = self.engine.memory  # an empty one: the other is freed
+
+
+def _report_nonfinite(averaging: Averaging) -> None:
+    averaging.nonfinite_steps += 1
+    raises = averaging.spec.config.nonfinite == "raise"
+    if not raises and averaging.nonfinite_steps > 1:
+        return
+    names = ", ".join(averaging.tensors.parameters.nonfinite()[:3])
+    where = f" ({names})" if names else ""
+    message = (
+        f"step {averaging.nonfinite_step}: the model of super learner {averaging.world.super_rank} holds "
+        f"NaN or Inf{where}; it is not offered to the others. Lower the learning rate, warm it up, or "
+        "clip gradients; if they are clipped, look at the last batch. "
+        "HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
+    )
+    if raises:
+        raise NonFiniteModelError(message)
+    log.warning("%s", message)
+
+
+def _shards(world: World, spec: AveragingSpec) -> int:
+    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
+    if spec.config.shard is None:
+        return 1
+    why = ""
+    if not spec.strategy.is_gossip:
+        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
+    elif spec.buffers:
+        why = "buffers= are those of the leader"
+    elif world.shards == 1:
+        why = "one super learner, or one learner in a super learner"
+    if world.rank == 0:
+        sizes = sorted({len(group) for group in world.groups})
+        log.info(
+            "HVD_ADPSGD_SHARD: %s (learners per super learner: %s).",
+            f"no shards, {why}" if why else f"{world.shards} shards",
+            ", ".join(map(str, sizes)),
+        )
+    return 1 if why else world.shards
+
+
+def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
+    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
+    model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
+    return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))

@@ -1,0 +1,101 @@
+"""What a checkpoint holds of the averaging, besides the model and the optimizer's own state."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.strategies import same
+from hvd_adpsgd.strategies.plan import AFTER
+from hvd_adpsgd.training.averaging import Averaging
+
+__all__ = ["load_state", "state"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+
+def state(averaging: Averaging) -> dict[str, Any]:
+    """What a checkpoint needs besides the model; {} if nothing."""
+    held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
+    if not held and averaging.plan.in_step is None:
+        return {}
+    world = averaging.world
+    return {
+        "strategy": averaging.spec.strategy.spec(),
+        "of": [world.super_rank, world.super_size],
+        "step": averaging.step,
+        "rule": held,
+    }
+
+
+@torch.no_grad()
+def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
+    """Resume from `state` if it fits this averaging; else reset the strategy to the loaded model.
+
+    After a reset the strategy's tensors and step are those of a first step.
+
+    Args:
+        averaging: of this learner.
+        state: from `state`; None for checkpoints without one, as of plain optimizers.
+    """
+    plan = averaging.plan
+    waits = plan.in_step is not None and plan.in_step.order == AFTER
+    leaves_nothing = plan.width == 0 and waits  # each step applies all corrections of its round
+    if averaging.step and not averaging.pauses and not leaves_nothing:
+        log.warning(
+            "a state is loaded after step %d, outside `with hvd.averaging_paused():`. Pending corrections of "
+            "the old model will be added to the loaded one. Load model and optimizer inside.",
+            averaging.step,
+        )
+    averaging.restart = True
+    if state is None:
+        return
+    reason = _reason_against(averaging, state)
+    if reason:
+        log.warning("%s: it starts anew with the model loaded.", reason)
+        return
+    averaging.step = state["step"]  # on all super learners alike, or their rounds would not meet
+    averaging.restart = averaging.step == 0
+    if foreign := _belongs_elsewhere(averaging, state):
+        averaging.restart = True
+        log.warning("%s: it starts anew with the model loaded.", foreign)
+        return
+    for name, tensors in averaging.rule.tensors().items():
+        for mine, theirs in zip(tensors, state["rule"][name], strict=True):
+            mine.copy_(theirs)
+
+
+def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
+    """Why the state does not fit this averaging; "" if it does."""
+    spec = averaging.spec.strategy.spec()
+    try:
+        if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
+            return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
+        _, _ = state.get("of", (0, 1))
+        if operator.index(state["step"]) < 0 or not _fits(averaging, state["rule"]):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return 'the checkpoint\'s "averaging" is damaged'
+    return ""
+
+
+def _belongs_elsewhere(averaging: Averaging, state: dict[str, Any]) -> str:
+    """Whose the saved tensors are, if they are another super learner's; "" if they can be used."""
+    spec, world = averaging.spec.strategy.spec(), averaging.world
+    here = [world.super_rank, world.super_size]
+    number, of = there = state.get("of", here)
+    if averaging.rule.own and list(there) != here and state["step"]:
+        return (
+            f"what {spec} remembers is each super learner's own; the checkpoint is of number "
+            f"{number} of {of}, this is {here[0]} of {here[1]}"
+        )
+    return ""
+
+
+def _fits(averaging: Averaging, held: dict[str, list[torch.Tensor]]) -> bool:
+    """Whether the saved tensors of a strategy have the shapes of its tensors here."""
+    mine = averaging.rule.tensors()
+    return all([t.shape for t in held[name]] == [t.shape for t in ts] for name, ts in mine.items())

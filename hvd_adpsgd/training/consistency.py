@@ -1,0 +1,173 @@
+"""Checks, across learners, of what must be equal before training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hvd_adpsgd import errors
+from hvd_adpsgd.collectives.of_communicator import allgather_object
+from hvd_adpsgd.config import Config, environment_name
+from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.parameters import AveragingSpec, averaged_dtype
+
+__all__ = [
+    "agree",
+    "described",
+    "require_known",
+    "require_same",
+    "require_same_inside",
+    "require_same_sets",
+    "unanimous",
+]
+
+T = TypeVar("T")
+
+
+def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
+    """Run `act` on every learner; if it fails on one, raise on all, so that no learner blocks.
+
+    Raises:
+        AdpsgdError: a learner's own, or one of the same class that names the learner.
+    """
+    result, error = None, None
+    try:
+        result = act()
+    except AdpsgdError as mine:
+        error = mine
+    told = (type(error).__name__, str(error)) if error else None
+    errors_by_rank = world.collectives.gather(doing, told)
+    if error is not None:
+        raise error
+    for rank, other in zip(world.collectives.ranks, errors_by_rank, strict=True):
+        if other is not None:
+            raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
+    return result  # type: ignore[return-value]
+
+
+def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
+    """The spec of this learner, once arguments and tensors are equal on all learners.
+
+    Raises:
+        ModelMismatchError, StrategyMismatchError: on every learner alike.
+        AdpsgdError: on every learner, if `spec` raises on one.
+    """
+    doing = "hvd.DistributedOptimizer"
+    mine = unanimous(world, doing, spec)
+    _require_same_arguments(world, doing, mine.arguments)
+    require_same(world, doing, described(mine.named))
+    return mine
+
+
+def _require_same_arguments(world: World, doing: str, arguments: list[str]) -> None:
+    """Raise StrategyMismatchError on every learner if an argument differs on one."""
+    found = _first_difference(world, doing, arguments)
+    if found is None:
+        return
+    first, other, mine, theirs = found
+    one, another = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    name = one.split("=", 1)[0]
+    or_environment = f", or {environment_name(name)}" if hasattr(Config, name) else ""
+    raise StrategyMismatchError(
+        f"{doing}: {name} differs between learners, {one} on learner {first} and {another} on learner "
+        f"{other}. Use the same on all learners ({name}={or_environment})."
+    )
+
+
+def require_same_sets(world: World, doing: str, ranks: Sequence[int]) -> None:
+    """Raise StrategyMismatchError on every learner if one of a process set passes another set.
+
+    Args:
+        world: with one super learner.
+        doing: what is done, for messages.
+        ranks: of the process set that this learner passes; learners outside may pass others.
+    """
+    told = world.collectives.gather(doing, tuple(ranks))
+    for rank, members in enumerate(told):
+        other = next((m for m in members if told[m] != members), None)
+        if other is not None:
+            raise StrategyMismatchError(
+                f"{doing}: process_set differs between learners, {list(members)} on learner {rank} and "
+                f"{list(told[other])} on learner {other}. All learners of a set pass that set."
+            )
+
+
+def require_same(world: World, doing: str, tensors: list[str]) -> None:
+    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
+    found = _first_difference(world, doing, tensors)
+    if found is not None:
+        first, other, mine, theirs = found
+        raise ModelMismatchError(
+            f"{doing}: " + _difference(mine, theirs, f"learner {other}", f"learner {first}")
+        )
+
+
+def _first_difference(
+    world: World, doing: str, facts: list[str]
+) -> tuple[int, int, list[str], list[str]] | None:
+    """Two learners with different facts, and these; None if all are equal.
+
+    Every learner sends a digest. Only if digests differ, two learners send their facts: the first one, and
+    the first one that differs from it.
+    """
+    digests = world.collectives.gather(doing, _digest(facts))
+    by_rank = dict(zip(world.collectives.ranks, digests, strict=True))
+    first = min(by_rank)
+    other = min((rank for rank in by_rank if by_rank[rank] != by_rank[first]), default=None)
+    if other is None:
+        return None
+    told = world.collectives.gather(doing, facts if world.rank in (first, other) else None)
+    by_rank = dict(zip(world.collectives.ranks, told, strict=True))
+    if first not in by_rank or other not in by_rank:
+        return _first_difference(world, doing, facts)  # it failed meanwhile: of those that remain
+    return first, other, by_rank[first], by_rank[other]
+
+
+def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelMismatchError on every learner of the super learner if the tensors differ on one."""
+    told = allgather_object(world.inner, described(named))
+    for inner_rank, other in enumerate(told):
+        if other != told[0]:
+            who, first = f"inner learner {inner_rank}", "inner learner 0"
+            raise ModelMismatchError(f"{doing}: " + _difference(told[0], other, who, first))
+
+
+def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ModelMismatchError if a parameter of the groups is trained, and not one of `trained` (ids)."""
+    for i, group in enumerate(groups):
+        for j, p in enumerate(group["params"]):
+            if p.requires_grad and id(p) not in trained:
+                raise ModelMismatchError(
+                    f"parameter {j} of group {i}, shape {list(p.shape)}, is trained and not averaged: when "
+                    "the optimizer was wrapped it was frozen (requires_grad=False) or not in the group. "
+                    "Wrap first and freeze then, add it by add_param_group, or wrap a new optimizer."
+                )
+
+
+def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
+
+
+def _digest(tensors: list[str]) -> bytes:
+    """SHA-256 of the descriptions, 32 bytes."""
+    return hashlib.sha256("\n".join(tensors).encode()).digest()
+
+
+def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:
+    """Which tensor differs, and where."""
+    for i, (a, b) in enumerate(zip(mine, other, strict=False)):
+        if a != b:
+            return (
+                f"models differ at tensor {i}: {first} has {a}, {who} has {b}. Build the same "
+                "model with the same names on every learner."
+            )
+    i = min(len(mine), len(other))
+    longer, extra = (first, mine[i]) if len(mine) > len(other) else (who, other[i])
+    return (
+        f"models differ: {first} averages {len(mine)} tensors, {who} {len(other)}; {extra} is "
+        f"only on {longer}. Build the same model on every learner."
+    )

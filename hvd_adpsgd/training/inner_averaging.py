@@ -1,0 +1,359 @@
+"""When the gradients of a super learner are averaged: methods of Horovod's optimizer, replaced by these.
+
+With the last gradient submitted, backward() waits for the averages at its end, as with DDP: what a script
+does to gradients before step() (clip, unscale, log, zero), it does to the same numbers on all learners.
+If a gradient is missing then (unused parameters, several backward passes), synchronize() or step() waits.
+
+`self` is the wrapped optimizer; its `_gradients` knows what was submitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from torch.amp import grad_scaler
+
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    GradientOrderError,
+)
+from hvd_adpsgd.training.super_learner import inside_super_learner
+
+__all__ = [
+    "Reducible",
+    "allreduce_grad_async",
+    "average_for_step",
+    "completion_of",
+    "drop_gradients",
+    "drop_hooks",
+    "first_by_name",
+    "grouped_allreduce_grad_async",
+    "lay_out_gradient",
+    "register_hooks",
+    "require_no_handles",
+    "submit_missing",
+    "synchronize",
+    "watch_computed",
+]
+
+
+def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
+    return _submit(self, (parameter,), lambda h: h._allreduce_grad_async(self, parameter))
+
+
+def grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]) -> Any:
+    return _submit(self, parameters, lambda h: h._grouped_allreduce_grad_async(self, parameters))
+
+
+def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[Any], Any]) -> Any:
+    """Pass gradients to Horovod; with the last one, backward() averages them at its end."""
+    _before_gradient(self, parameters)
+    for parameter in parameters:
+        lay_out_gradient(parameter)
+    with inside_super_learner(self._averaging):
+        handle = submit(self._horovod)
+    is_last = self._gradients.submit(parameters, self._requires_update)
+    in_backward = any(p.requires_grad for p in parameters)  # else it is one that synchronize() adds
+    if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
+        self._averaging.mates.submitted()
+        # run by the thread of the last gradient: on a GPU that is not the caller's
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(_average_after_backward, self)
+        )
+    return handle
+
+
+def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
+    """See Averaging.before_gradient. If it refuses the first gradient of a step, Horovod forgets the hook."""
+    try:
+        _require_no_accumulation(self, parameters)
+        self._averaging.before_gradient(len(parameters), len(self._requires_update))
+    except AdpsgdError:
+        if not self._handles:  # else the all-reduces of other gradients are running
+            for parameter in self._allreduce_delay:
+                self._allreduce_delay[parameter] = self.backward_passes_per_step
+            self._group_counts = dict.fromkeys(self._group_counts, 0)
+        raise
+
+
+def watch_computed(self: Any, nodes: Iterable[Any]) -> None:
+    """Note gradients that backward() has computed and Horovod does not have yet."""
+    if hasattr(self, "_starting_models"):  # Adasum uses them inside backward()
+        return
+    for node in nodes:
+        node.register_hook(functools.partial(_note_computed, weakref.ref(self), node.variable))
+
+
+def _note_computed(optimizer: weakref.ref[Any], parameter: torch.Tensor, *_: Any) -> None:
+    if (self := optimizer()) is not None:
+        self._gradients.computed(parameter)
+
+
+def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Average these gradients in the super learner as soon as backward has computed them."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            self._requires_update.add(parameter)
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            assert node is not None
+            node.register_hook(self._make_hook(parameter))
+            watch_computed(self, [node])
+            self._grad_accs.append(node)
+
+
+def drop_hooks(wrapped: Any) -> None:
+    """Drop the gradient hooks: their autograd nodes have no other reference."""
+    with contextlib.suppress(ReferenceError):  # the optimizer and its hooks are freed already
+        wrapped._grad_accs.clear()
+
+
+def _average_after_backward(self: Any) -> None:
+    """Average, unless another learner of the super learner lacks gradients and waits for this one."""
+    if not self._handles:  # a hook has called step() or synchronize()
+        return
+    if self._averaging.order.all_submit(completion_of(self)):
+        _average(self, by_backward=True)
+
+
+def completion_of(self: Any) -> Callable[[], bool]:
+    """Whether Horovod has finished with the gradients that are submitted now, also in failure."""
+    handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
+    return lambda: all(map(horovod.poll, handles))
+
+
+def _pollable(handle: Any) -> list[int]:
+    """Horovod's handles; those of a sparse gradient are inside the function that Horovod gives for it."""
+    if isinstance(handle, int):
+        return [handle]
+    assert handle is not None, "every gradient is submitted"
+    held = inspect.getclosurevars(handle).nonlocals
+    return [value for name, value in held.items() if name.endswith("_handle")]
+
+
+def synchronize(self: Any) -> None:
+    """Wait until the gradients are averaged in the super learner; if backward() has not done it, do it."""
+    gradients = self._gradients
+    if gradients.averaged and gradients.by_backward and not self._handles:
+        self._averaging.require_running()
+        gradients.by_backward = False  # what comes now may be added to them, as in Horovod
+        self._synchronized = True
+        return
+    _average(self)
+
+
+def average_for_step(self: Any) -> None:
+    """Average what is not averaged yet, unless the script says that step() must not."""
+    gradients, averaging = self._gradients, self._averaging
+    if self._handles and not self._should_synchronize:
+        raise GradientOrderError(
+            f"step {averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
+            "averaged: each learner would use its own. Call optimizer.synchronize() before it."
+        )
+    if self._should_synchronize and (self._handles or not gradients.averaged):
+        _average(self, unscaled=bool(self._handles) and _is_called_by_scaler())
+    if averaging.world.inner_size > 1:
+        averaging.replacements.step(averaging.mates.sets, gradients.replaced(_reduced(self)))
+    gradients.release()
+    self._synchronized = False
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether GradScaler calls step(): it has unscaled the gradients, which their version does not show."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == grad_scaler.__file__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> None:
+    """Submit missing gradients, and wait for all.
+
+    Args:
+        self: the optimizer.
+        by_backward: backward() does it.
+        unscaled: gradients were changed since they were submitted.
+
+    Raises:
+        GradientOrderError: if gradients were changed between backward() and now. Those that Horovod has are
+            averaged first.
+    """
+    gradients, averaging = self._gradients, self._averaging
+    _require_no_accumulation(self, self._handles)
+    changed = gradients.changed()
+    if unscaled:
+        changed = gradients.submitted() + gradients.accumulating()
+    if changed and not gradients.submitted():  # no all-reduce is running
+        accumulated = gradients.accumulating()
+        drop_gradients(self)
+        gradients.forget()
+        _refuse_early(self, changed, accumulated)
+    missing = gradients.missing(self._requires_update) if changed else []
+    again = not self._handles and gradients.is_same(in_place=averaging.world.inner_size == 1)
+    gradients.release()
+    for parameter in changed:
+        lay_out_gradient(parameter)  # Horovod needs one to overwrite
+    if changed:
+        averaging.mates.refuses()
+    submit_missing(self)
+    are_averaged = None if by_backward else completion_of(self)  # it has waited for the others
+    with averaging.reducing(len(self._requires_update), again, are_averaged):
+        self._horovod.synchronize(self)
+    refusing = averaging.mates.refusing()
+    differ = averaging.replacements.differ(averaging.mates.sets - 1)
+    if refusing or differ:
+        gradients.forget()
+    if differ:
+        _refuse_replaced(self)
+    if changed:
+        _refuse_changed(self, changed, missing, by_backward)
+    if refusing:
+        _refuse_with(self, refusing[0])
+    gradients.average(_reduced(self), by_backward)
+
+
+def submit_missing(self: Any) -> None:
+    """Pass Horovod the gradients that it lacks, as its synchronize() does before it waits."""
+    sent: set[torch.Tensor] = set()
+    for key, (handle, _) in self._handles.items():
+        if handle is not None:
+            sent.update(key if isinstance(key, tuple) else (key,))
+    for parameter in self._requires_update - sent:
+        self._handles[parameter] = self._allreduce_grad_async(parameter)
+
+
+def _reduced(self: Any) -> Iterable[torch.Tensor]:
+    """The parameters whose gradients are averaged; none where nobody asks whether they are the same."""
+    if self._averaging.world.inner_size == 1 and self._averaging.plan.in_step is None:
+        return ()
+    return self._requires_update or self._allreduce_delay
+
+
+def _require_no_accumulation(self: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise GradientOrderError if new gradients were added to averaged ones."""
+    added = self._gradients.accumulated(parameters)
+    if added:
+        raise GradientOrderError(
+            f"step {self._averaging.step}: the gradient of {first_by_name(self, added)} was computed more "
+            f"than backward_passes_per_step={self.backward_passes_per_step} times before step(), and added "
+            "to one that is averaged. Increase backward_passes_per_step to accumulate gradients, or call "
+            "optimizer.zero_grad() before backward() if a step is skipped."
+        )
+
+
+def require_no_handles(self: Any) -> None:
+    if self._handles:
+        raise GradientOrderError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(), and the gradients are not averaged yet. Call optimizer.synchronize() "
+            "before a step is skipped (GradScaler does for infinite gradients) and after an exception in "
+            "backward(); or raise backward_passes_per_step, if more backward passes follow."
+        )
+
+
+def first_by_name(self: Any, parameters: list[torch.Tensor]) -> str:
+    """The first of them by name, for messages."""
+    others = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+    return f"{self._parameter_names.get(parameters[0])!r}{others}"
+
+
+def _refuse_changed(
+    self: Any, changed: list[torch.Tensor], missing: list[torch.Tensor], by_backward: bool
+) -> None:
+    why = "another learner of the super learner was in another operation"
+    if missing:
+        count = f"{len(missing)} of {len(self._requires_update)} parameters"
+        why = f"{count} got no gradient ({first_by_name(self, missing)})"
+    if by_backward:
+        why = "a hook changed it inside backward()"
+    raise GradientOrderError(
+        f"step {self._averaging.step}: the gradient of {first_by_name(self, changed)} was changed while the "
+        f"super learner averaged it: backward() had not waited for the average, because {why}. Call "
+        "optimizer.synchronize() after backward(), before gradients are changed; or freeze parameters that "
+        "the loss does not use (requires_grad_(False))."
+    )
+
+
+def _refuse_early(self: Any, changed: list[torch.Tensor], accumulated: list[torch.Tensor]) -> None:
+    raise GradientOrderError(
+        f"step {self._averaging.step}: the gradient of {first_by_name(self, changed)} was changed before the "
+        f"super learner averaged it: {first_by_name(self, accumulated)} waited for more backward passes "
+        f"(backward_passes_per_step={self.backward_passes_per_step}), or for other gradients of its group. "
+        "Call optimizer.synchronize() before gradients are clipped or unscaled, where an epoch may end with "
+        "fewer passes. Nothing was applied."
+    )
+
+
+def _refuse_replaced(self: Any) -> None:
+    raise GradientOrderError(
+        f"step {self._averaging.step}: in the step before, gradients that were averaged had been replaced "
+        "(p.grad = ...), and the learners of this super learner stepped with different ones: their models "
+        "differ now. Change gradients in place, alike on all learners; or call optimizer.zero_grad() before "
+        "you set them, and step() averages them. Load a checkpoint, or call hvd.broadcast_parameters."
+    )
+
+
+def _refuse_with(self: Any, mate: int) -> None:
+    world = self._averaging.world
+    raise GradientOrderError(
+        f"step {self._averaging.step}: learner {world.groups[world.super_rank][mate]}, of the same super "
+        "learner, changed gradients while they were averaged, so no learner of it steps with them. See the "
+        "error of that learner."
+    )
+
+
+def lay_out_gradient(parameter: torch.Tensor) -> None:
+    """Make the gradient contiguous, as Horovod requires; torch gives it the parameter's strides."""
+    grad = parameter.grad
+    if grad is None:
+        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif not grad.is_sparse and not grad.is_contiguous():
+        parameter.grad = grad.contiguous()
+
+
+class Reducible:
+    """The user's compression, then bfloat16, which Horovod cannot reduce, as float32."""
+
+    def __init__(self, compression: Any):
+        self._compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        compressed, context = self._compression.compress(tensor)
+        widened = compressed.dtype == torch.bfloat16
+        return compressed.float() if widened else compressed, (widened, context)
+
+    def decompress(self, tensor: torch.Tensor, context: tuple[bool, Any] | None) -> torch.Tensor:
+        if context is None:  # a sparse gradient, which Horovod never compresses
+            return tensor
+        widened, inner = context
+        narrow = tensor.to(torch.bfloat16) if widened else tensor
+        return self._compression.decompress(narrow, inner)
+
+
+def drop_gradients(self: Any) -> None:
+    """Forget gradients that wait for a step, as Horovod does; all-reduces under way end first."""
+    if hasattr(self, "_starting_models"):  # Adasum: the parameters hold differences until step()
+        return
+    running = {key: handle for key, (handle, _) in self._handles.items() if handle is not None}
+    if running:
+        sent = sum(len(key) if isinstance(key, tuple) else 1 for key in running)
+        averaging = getattr(self, "_averaging", None)
+        total = len(self._requires_update) if sent == len(self._requires_update) else 0
+        with averaging.reducing(total) if averaging else contextlib.nullcontext():
+            for handle in running.values():
+                handle() if callable(handle) else horovod.synchronize(handle)
+    self._handles.clear()
+    self._synchronized, self._should_synchronize = False, True
+    for parameter in self._allreduce_delay:
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+    self._group_counts = dict.fromkeys(self._group_counts, 0)

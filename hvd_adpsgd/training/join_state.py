@@ -1,0 +1,94 @@
+"""What a super learner that joins receives, and what it must agree on with the others."""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.training import checkpoint
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.consistency import described
+from hvd_adpsgd.training.optimizer_state import load_in_place
+from hvd_adpsgd.training.presence import live
+
+__all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
+
+
+def terms() -> list[str]:
+    """What joining and surviving learners must agree on, in words."""
+    return [term for averaging in live() for term in _terms_of(averaging)]
+
+
+def _terms_of(averaging: Averaging) -> list[str]:
+    """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
+    _, *added = averaging.tensors.specs
+    shards = "a model that is not cut"
+    if averaging.shards > 1:
+        shards = (
+            f"a model in {averaging.shards} shards, which needs so many learners in a super learner "
+            "(HVD_ADPSGD_SHARD)"
+        )
+    return [
+        f"with {averaging.spec.strategy.spec()}",
+        shards,
+        *(f"with {argument}" for argument in averaging.spec.arguments),
+        *described(averaging.spec.named),
+        *(str(spec) for specs in added for spec in specs),
+    ]
+
+
+def shares(model: torch.nn.Module, givers: int) -> list[range]:
+    """Which of [*parameters, *buffers] each giver sends: neighbours, of about as many bytes."""
+    nbytes = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
+    middles = [end - own / 2 for end, own in zip(itertools.accumulate(nbytes), nbytes, strict=True)]
+    ends = [bisect.bisect(middles, sum(nbytes) * (i + 1) / givers) for i in range(givers)]
+    return [range(a, b) for a, b in itertools.pairwise([0, *ends])]
+
+
+def pack(value: Any) -> bytes:
+    """Serialize a value with tensors of any device; `unpack` puts them into host memory."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The value in what `pack` made; it comes over a connection that has proven that it is of the job."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+class JoinState:
+    """What a joining learner receives beside the values of the model.
+
+    Args:
+        optimizers: of the learner that gives it.
+        state: the user's, packed.
+    """
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], state: bytes):
+        self.optimizers = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
+        self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
+        self.state = state
+
+    @torch.no_grad()
+    def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Overwrite optimizers and averagings; the model has its values."""
+        for averaging in live():
+            averaging.step = (
+                0  # its engine is new: exchanges owe nothing to what it has trained before
+            )
+        for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
+            load_in_place(optimizer, saved)
+        for averaging, (step, state) in zip(live(), self.memories, strict=True):
+            if state and not averaging.rule.own:
+                checkpoint.load_state(averaging, state)
+            averaging.step = step
+
+
+def _without_averaging(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a wrapped optimizer; what its averaging remembers travels once, in `memories`."""
+    return {key: value for key, value in state.items() if key != "averaging"}

@@ -1,0 +1,229 @@
+"""Torch tensors as the plain memory that the engine's loops can reach."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
+from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.training.devices import is_staged
+
+__all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
+
+
+@dataclass(frozen=True)
+class AveragingSpec:
+    """What one learner asks for when it wraps an optimizer.
+
+    Attributes:
+        strategy: which peers to ask, with which weight.
+        config: options, those of this optimizer already in.
+        trained: (name, tensor) of what the optimizer trains.
+        buffers: (name, tensor) of what is only averaged.
+        arguments: "name=value" of each argument that is no tensor.
+    """
+
+    strategy: Strategy
+    config: Config
+    trained: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+    arguments: list[str]
+
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of everything that the user wants averaged."""
+        return self.trained + self.buffers
+
+
+def averaged_dtype(tensor: torch.Tensor) -> str:
+    """The layout's name of a tensor's dtype, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the buffers whose mean makes sense: dense, floating-point, not of spectral_norm.
+
+    The vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
+    """
+    vectors = {id(buffer) for each in module.modules() for buffer in _vectors(each)}
+    for name, buffer in module.named_buffers():
+        dense = buffer.layout == torch.strided and buffer.is_floating_point()
+        if dense and id(buffer) not in vectors:
+            yield name, buffer
+
+
+def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The vectors of power iterations; spectral_norm keeps them as a parametrization, once with a hook."""
+    if isinstance(module, _SpectralNorm):
+        return list(module.buffers(recurse=False))
+    hooks = [h for h in module._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]
+    return [getattr(module, f"{hook.name}_{which}") for hook in hooks for which in "uv"]
+
+
+class Parameters:
+    """The averaged tensors of one optimizer, each once, in a fixed order.
+
+    A contiguous CPU tensor is reached in place. A strided one goes through a contiguous copy, which is filled
+    before a step's corrections are applied and copied back after. If any is on a device, all take the way of
+    `staging`, and none that of `addresses`.
+
+    Attributes:
+        staged: whether one is on a device that the engine's loops cannot reach.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self._known: set[int] = set()
+        self.staged = False
+        self._as_wrapped: list[tuple[torch.device, torch.dtype, torch.Size]] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        self._addresses = np.zeros(0, dtype=np.uintp)
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+        """Take in tensors not yet known. Returns what the layout needs to know of them.
+
+        Raises:
+            ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
+        """
+        named = list(named)
+        _require_own_memory(zip(self.names, self.tensors, strict=True), named)
+        specs = []
+        for name, tensor in named:
+            if tensor in self:
+                continue
+            self._known.add(id(tensor))
+            specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
+            self.names.append(name)
+            self.tensors.append(tensor)
+            self.staged |= is_staged(tensor.device)
+            self._as_wrapped.append((tensor.device, tensor.dtype, tensor.shape))
+        self._addresses = np.zeros(len(self.tensors), dtype=np.uintp)
+        return specs
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._known  # self.tensors keeps them alive
+
+    def addresses(self) -> NDArray[np.uintp]:
+        """Address of each tensor's memory, copies of strided ones filled."""
+        reached = self.tensors
+        if not all(map(torch.Tensor.is_contiguous, self.tensors)):
+            reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
+        elif self._copies:
+            self._copies.clear()
+        self._addresses[:] = list(
+            map(torch.Tensor.data_ptr, reached)
+        )  # in C: there may be thousands
+        return self._addresses
+
+    def write_back(self) -> None:
+        """Copy corrected copies to where they came from."""
+        with torch.no_grad():
+            for i, copy in self._copies.items():
+                self.tensors[i].data.copy_(copy.view(self.tensors[i].shape))
+
+    def nonfinite(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity."""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
+
+    def _reached(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its contiguous copy, filled."""
+        if tensor.is_contiguous():
+            self._copies.pop(i, None)
+            return tensor
+        copy = self._copies.get(i)
+        if copy is None:
+            copy = self._copies[i] = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        copy.view(tensor.shape).copy_(tensor.detach())
+        return copy
+
+    def check(self) -> None:
+        """Require the tensors to be where and what they were.
+
+        Raises:
+            DeviceMovedError: if a tensor lies on another device than when it was wrapped.
+            ModelMismatchError: if its shape or dtype changed.
+        """
+        now = [(t.device, t.dtype, t.shape) for t in self.tensors]
+        if now != self._as_wrapped:
+            changed = next(i for i, kind in enumerate(self._as_wrapped) if now[i] != kind)
+            self._refuse(changed, *now[changed])
+
+    def _refuse(self, i: int, device: torch.device, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Raise for a tensor that is not what it was."""
+        its_device, its_dtype, its_shape = self._as_wrapped[i]
+        if device != its_device:
+            raise DeviceMovedError(
+                f"parameter {self.names[i]!r} is on {device}, it was on {its_device} when the optimizer was "
+                "wrapped. Move the model before hvd.DistributedOptimizer, or wrap a new optimizer."
+            )
+        raise ModelMismatchError(
+            f"parameter {self.names[i]!r} is {dtype}{list(shape)}, it was {its_dtype}{list(its_shape)} "
+            "when the optimizer was wrapped. Wrap a new optimizer after changing a parameter."
+        )
+
+
+def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A correction is added to each tensor once, so none may lie in another's memory."""
+    everything = {id(tensor): (name, tensor) for name, tensor in itertools.chain(*named)}
+    for name, tensor in everything.values():
+        if shares_elements(tensor):
+            raise ModelMismatchError(
+                f"tensor {name!r} is expanded: several of its elements are one number in memory, and a "
+                "correction would be added to it several times. Train the tensor that it expands, or a clone."
+            )
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), key)
+        for key, (_, tensor) in everything.items()
+        if tensor.numel()
+    )
+    group: list[int] = []  # tensors whose spans hang together
+    on, ends = "", 0
+    for device, start, end, key in spans:
+        if device != on or start >= ends:
+            group, on, ends = [], device, 0
+        group.append(key)
+        ends = max(ends, end)
+        if len(group) > 1:
+            _require_apart([everything[k] for k in group])
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of the tensor share memory with each other, as those of an expanded one do."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
+
+
+def _require_apart(group: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Views of one memory may be interleaved: each byte is marked by the tensor that has it."""
+    first = group[0][1].data_ptr()
+    marks = np.zeros(max(t.data_ptr() - first + _extent(t) for _, t in group), dtype=np.int32)
+    for i, (name, tensor) in enumerate(group, start=1):
+        strides = [4 * stride * tensor.element_size() for stride in tensor.stride()]
+        mine = np.lib.stride_tricks.as_strided(
+            marks[tensor.data_ptr() - first :],
+            (*tensor.shape, tensor.element_size()),
+            (*strides, 4),
+        )
+        if mine.any():
+            raise ModelMismatchError(
+                f"parameters {group[mine.max() - 1][0]!r} and {name!r} share memory. Tie weights by using "
+                "one torch.nn.Parameter in both places."
+            )
+        mine[...] = i

@@ -1,0 +1,533 @@
+"""Parameters on devices and the memory that the engine averages, copied beside the training.
+
+One step of a leader, per device; `down` and `up` are streams of our own:
+
+    trainer's stream      down                          up
+    optimizer
+    -------------------> (both wait for it)
+                          corrected piece 1 -> mirror   its corrections -> buffer
+                          piece 2 -> mirror  ---------> parameter += correction (after its copy)
+                                                        piece 2 ...
+    <-------------------------------------------------  (waits: forward sees corrected parameters)
+    finite? -> a flag     the other pieces -> mirror
+    forward, backward     ...
+    <-------------------  (waits)
+    the next optimizer
+
+The host waits for none of it. A thread waits until the copy has come, adds the same corrections to the
+mirror (`ShardMemory.land`) and offers the model. While a copy is on its way no other one begins, and
+nothing is published: with a host far ahead of its device, or slow copies, models are offered, and
+corrections applied, every few steps.
+
+Parameters go to the mirror without the corrections that are added to them meanwhile. So a copy differs from
+the one before it by local updates only, and the engine may read the mirror while it is coming in. What
+rounding to 16 bits holds back is computed from the mirror in `land`, by the leader alone.
+
+Other learners of the super learner add the same corrections from the super learner's shared memory, by the
+same operation, and copy nothing down.
+
+A slot is filled again only when every device of the super learner has read it. The leader publishes after the
+copy of the last publication has come. That copy was behind an all-reduce of the super learner, the all-reduce
+behind the gradients of all learners, and those behind the corrections of the publication before, which the
+forward pass waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
+from hvd_adpsgd.training.devices import Device, Event, Host, device_of
+
+__all__ = ["PIECE_NBYTES", "Staging"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+PIECE_NBYTES = 8 * 2**20
+_REPLACES = 2  # as in store.pxd: the slot holds the parameters themselves
+
+Submit = Callable[[Callable[[], None]], "Future[None]"]
+
+
+class Staging:
+    """The copies of one optimizer's tensors.
+
+    Args:
+        submit: runs a function in a thread; by default in one of its own.
+        devices: the device of a tensor.
+        piece_nbytes: of corrections that are copied at once, if a chunk is not larger. A device holds two
+            buffers of that size.
+        checks: look whether parameters are finite; without, nothing is copied down and `nonfinite` is empty.
+    """
+
+    def __init__(
+        self,
+        submit: Submit | None = None,
+        devices: Callable[[torch.Tensor], Device] = device_of,
+        piece_nbytes: int = PIECE_NBYTES,
+        checks: bool = True,
+    ):
+        self._threads = None if submit else ThreadPoolExecutor(1, "hvd_adpsgd-landing")
+        self._submit: Submit = submit or self._threads.submit  # type: ignore[union-attr]
+        self._devices, self._piece_nbytes, self._looks = devices, piece_nbytes, checks
+        self._lanes: dict[Device, _Lane] = {}
+        self._table: _Table | None = None
+        self._landing: Future[None] | None = None
+        self._checks: deque[_Check] = deque()
+        self._fit = True  # the model in the mirror
+        self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
+
+    def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
+        where = [self._devices(tensor) for tensor in tensors]
+        self._table = _Table(memory, tensors, self._piece_nbytes)
+        for device in dict.fromkeys(where):
+            if device not in self._lanes:
+                self._lanes[device] = _Lane(device)
+            mine = [i for i, its in enumerate(where) if its == device]
+            self._lanes[device].bind(self._table, mine)
+        self._pin(memory)
+
+    def _pin(self, memory: ShardMemory) -> None:
+        """Lock the memory that copies reach, once; it need not be known to each device."""
+        away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
+        for area in memory.areas:
+            for part in (area.shared.memory, area.mirror if area.shared.front is None else None):
+                if away and part is not None and part.ctypes.data not in self._pinned:
+                    self._pinned[part.ctypes.data] = away[0].pin(part), away[0], part
+
+    def absorb(
+        self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
+    ) -> None:
+        """Let the devices apply the readable slot, and on the leader copy the parameters to the mirror.
+
+        Args:
+            step: the trainer's step of these parameters.
+            wants: copy them also if there is nothing to apply (if no copy is on its way).
+            offer: called with the step of the mirror and whether it is finite: in another thread when the
+                copy has come; now, if there is none.
+
+        Raises:
+            RuntimeError: torch's, if a device failed in an earlier copy.
+        """
+        assert self._table is not None
+        memory = self._table.memory
+        if self._landing is not None and self._landing.done():
+            self._landed()
+        slot = memory.take()
+        copies = memory.leads and memory.landing is None and (slot != NO_SLOT or wants)
+        runs = self._table.runs(slot)
+        corrected, others = [r for r in runs if r.kind], [r for r in runs if not r.kind]
+        if copies:
+            self._landed()
+            memory.depart(slot, step)
+        for lane in self._lanes.values():
+            lane.absorb(corrected, others, slot, copies)
+        if not self._looks:
+            return
+        check = _Check(step, [lane.check() for lane in self._lanes.values()])
+        self._checks.append(check)
+        if copies:
+            busy = [event for lane in self._lanes.values() for event in lane.busy]
+            self._landing = self._submit(lambda: self._land(memory, busy, check, offer))
+        elif offer is not None and memory.step >= 0:
+            offer(memory.step, self._fit)
+
+    def _land(
+        self,
+        memory: ShardMemory,
+        busy: list[Event],
+        check: _Check,
+        offer: Callable[[int, bool], None] | None,
+    ) -> None:
+        for event in busy:
+            event.wait()
+        self._fit = check.finite()
+        memory.land()
+        if offer is not None:
+            offer(memory.step, self._fit)
+
+    def _landed(self) -> None:
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.result()
+
+    def nonfinite(self, before: int | None = None) -> list[int]:
+        """Steps whose parameters were not finite, of those that were looked at since the last call.
+
+        Args:
+            before: of all steps before this one, so that the learners of a super learner, whose bits are the
+                same, get the same answer; devices have done with them where gradients are averaged. Without
+                it, of those that the devices have done with.
+        """
+        found = []
+        while self._checks and self._checks[0].known(before):
+            check = self._checks.popleft()
+            if not check.finite():
+                found.append(check.step)
+        return found
+
+    def before_update(self) -> None:
+        """The trainer changes parameters next: its streams wait until their copies are made."""
+        for lane in self._lanes.values():
+            lane.before_update()
+
+    def settle(self) -> None:
+        """Wait until the devices have done all of this, and the mirror holds the parameters."""
+        self._await_devices()
+        self._landed()
+
+    def _await_devices(self) -> None:
+        for lane in self._lanes.values():
+            for event in lane.busy:
+                event.wait()
+
+    def release(self) -> None:
+        """The memory is freed next."""
+        try:
+            self.settle()
+        except RuntimeError as error:  # of a device that failed: training raises it, or has
+            log.warning("copies of the model from its device ended: %s", error)
+        for pinned, device, memory in self._pinned.values():
+            if pinned:
+                device.unpin(memory)
+        self._pinned.clear()
+        self._lanes.clear()  # they hold the memory, too
+        self._table = None
+
+    def close(self) -> None:
+        """`release`, for good."""
+        self.release()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+class _Check(NamedTuple):
+    """Whether the parameters of a step are finite, once the devices know."""
+
+    step: int
+    flags: list[tuple[Event, torch.Tensor]]
+
+    def known(self, before: int | None) -> bool:
+        """Whether the step is done with; one before that step is waited for."""
+        if before is None:
+            return all(event.done() for event, _ in self.flags)
+        if self.step >= before:
+            return False
+        for event, _ in self.flags:
+            event.wait()
+        return True
+
+    def finite(self) -> bool:
+        return all(bool(flag) for _, flag in self.flags)
+
+
+# ---- where things lie ------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Consecutive chunks of one dtype whose slots hold the same kind of thing; at most a piece.
+
+    Attributes:
+        part: of the layout.
+        first, last: chunks in that part, `last` excluded.
+        kind: 0 (nothing), ADDS or REPLACES of store.pxd.
+    """
+
+    part: int
+    first: int
+    last: int
+    kind: int
+
+
+class _Span(NamedTuple):
+    """Consecutive elements of a tensor, where they lie in the corrections and in the mirror of a run."""
+
+    tensor: int
+    start: int
+    wide: int
+    narrow: int
+    length: int
+
+
+class _Table:
+    """The memory of a model as torch tensors, and what lies where."""
+
+    def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
+        self.memory = memory
+        self._piece_nbytes = piece_nbytes
+        self.tensors = tensors
+        self.parts = memory.layout.parts
+        self._mirrors = [
+            None if a.mirror is None else torch.from_numpy(a.mirror) for a in memory.areas
+        ]
+        self._slots = [[torch.from_numpy(slot) for slot in a.shared.slots] for a in memory.areas]
+        self._pieces = [piece for part in range(len(self.parts)) for piece in self._cut(part)]
+
+    def area(self, run: _Run) -> Area:
+        return self.memory.areas[run.part]
+
+    def first_chunk(self, run: _Run) -> int:
+        """The number of the run's first chunk among all."""
+        part = self.parts[run.part]
+        return part.last_chunk - len(part.chunks) + run.first
+
+    def dtype(self, run: _Run) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.parts[run.part].chunks[run.first].dtype)
+        return found
+
+    def wide(self, run: _Run) -> torch.dtype:
+        """Of its corrections."""
+        return torch.float64 if self.dtype(run) == torch.float64 else torch.float32
+
+    def _cut(self, number: int) -> Iterator[_Run]:
+        """A part in pieces."""
+        chunks, places = self.parts[number].chunks, self.memory.areas[number].places
+        first = 0
+        for i in range(1, len(chunks) + 1):
+            full = i < len(chunks) and places[i + 1] - places[first] > self._piece_nbytes
+            if i == len(chunks) or full or chunks[i].dtype != chunks[first].dtype:
+                yield _Run(number, first, i, 0)
+                first = i
+
+    def runs(self, slot: int) -> list[_Run]:
+        """All chunks, by what the slot holds for them."""
+        if slot == NO_SLOT:
+            return self._pieces
+        return [run for piece in self._pieces for run in self._split(piece, slot)]
+
+    def _split(self, piece: _Run, slot: int) -> Iterator[_Run]:
+        kinds = self.area(piece).shared.flags[slot][piece.first : piece.last]
+        edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+        for a, b in itertools.pairwise(edges):
+            yield _Run(piece.part, piece.first + a, piece.first + b, int(kinds[a]))
+
+    def corrections(self, run: _Run, slot: int) -> torch.Tensor:
+        """What the slot holds for the run."""
+        places, wide = self.area(run).places, self.wide(run)
+        last = self.parts[run.part].chunks[run.last - 1].count * _itemsize(wide)
+        return self._slots[run.part][slot][places[run.first] : places[run.last - 1] + last].view(
+            wide
+        )
+
+    def mirror(self, run: _Run) -> torch.Tensor:
+        """Its part of the mirror (leader only)."""
+        chunks, memory = self.parts[run.part].chunks, self._mirrors[run.part]
+        assert memory is not None
+        last = chunks[run.last - 1]
+        end = last.offset + last.count * _itemsize(self.dtype(run))
+        return memory[chunks[run.first].offset : end].view(self.dtype(run))
+
+    def spans(self, run: _Run, mine: dict[int, list[tuple[int, int, int, int]]]) -> list[_Span]:
+        """What of the run lies in some of the tensors.
+
+        Args:
+            run: the chunks.
+            mine: by chunk: tensor, first element in it, first element in the chunk, count.
+        """
+        chunks, places = self.parts[run.part].chunks, self.area(run).places
+        narrow, wide = _itemsize(self.dtype(run)), _itemsize(self.wide(run))
+        found: list[_Span] = []
+        for i in range(run.first, run.last):
+            corrections = (places[i] - places[run.first]) // wide
+            mirror = (chunks[i].offset - chunks[run.first].offset) // narrow
+            for tensor, start, offset, count in mine.get(self.first_chunk(run) + i - run.first, ()):
+                span = _Span(tensor, start, corrections + offset, mirror + offset, count)
+                _append(found, span)
+        return found
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits // 8
+
+
+def _append(spans: list[_Span], span: _Span) -> None:
+    """Append, or lengthen the last one if this one goes on where it ends."""
+    if spans:
+        last = spans[-1]
+        end = (last.start + last.length, last.wide + last.length, last.narrow + last.length)
+        if last.tensor == span.tensor and end == span[1:4]:
+            spans[-1] = last._replace(length=last.length + span.length)
+            return
+    spans.append(span)
+
+
+def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
+    """First and last element in the mirror, `last` excluded, of spans that lie one behind the other."""
+    first = last = 0
+    for span in spans:
+        if span.narrow != last:
+            if last > first:
+                yield first, last
+            first = span.narrow
+        last = span.narrow + span.length
+    if last > first:
+        yield first, last
+
+
+# ---- one device ------------------------------------------------------------------------------
+
+
+class _Lane:
+    """The copies of one device.
+
+    Attributes:
+        busy: events behind the last operations of this lane.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self.busy: list[Event] = []
+        self._up, self._down = device.stream(), device.stream()
+        self._corrections, self._copies = device.empty(0), device.empty(0)
+        self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._spans: dict[_Run, list[_Span]] = {}
+        self._flat: dict[int, torch.Tensor] = {}  # kept until the streams have done with them
+
+    def bind(self, table: _Table, tensors: list[int]) -> None:
+        """These of its tensors are on this device."""
+        self._table, self._tensors = table, tensors
+        self._spans.clear()
+        self._mine.clear()
+        spans = table.memory.layout.spans
+        for tensor, start, chunk, offset, count in spans[np.isin(spans[:, 0], tensors)].tolist():
+            self._mine.setdefault(chunk, []).append((tensor, start, offset, count))
+        runs = [run for run in table.runs(NO_SLOT) if self._spans_of(run)]
+        corrections = [table.corrections(run, 0).nbytes for run in runs]
+        copies = [table.mirror(run).nbytes for run in runs] if table.memory.leads else []
+        self._corrections = self.device.empty(max(corrections, default=0))
+        self._copies = self.device.empty(max(copies, default=0))
+
+    def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
+        """Apply the slot; before that, with `copies`, copy the tensors to the mirror."""
+        current = self.device.current()
+        ready = current.record()
+        self._up.wait(ready)
+        self._down.wait(ready)
+        self._flatten()
+        for run in corrected:
+            copied = self._copy(run) if copies else None
+            self._correct(run, slot, copied)
+        if corrected:
+            self._write_back()
+            current.wait(self._up.record())
+        for run in others if copies else ():
+            self._copy(run)
+        self.busy = [self._up.record(), self._down.record()]
+
+    def _flatten(self) -> None:
+        """Strided tensors need a contiguous copy on their device."""
+        self._flat = {}
+        strided = []
+        for i in self._tensors:
+            tensor = self._table.tensors[i].data
+            if tensor.is_contiguous():
+                self._flat[i] = tensor.view(-1)
+            else:
+                copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                self._flat[i] = copy
+                strided.append((copy.view(tensor.shape), tensor))
+        self._strided = strided
+        if strided:
+            self._up.do(lambda: [copy.copy_(tensor) for copy, tensor in strided])
+            self._down.wait(self._up.record())
+
+    def _write_back(self) -> None:
+        strided = self._strided
+        if strided:
+            self._up.do(lambda: [tensor.copy_(copy) for copy, tensor in strided])
+
+    def _spans_of(self, run: _Run) -> list[_Span]:
+        where = run._replace(kind=0)
+        if where not in self._spans:
+            self._spans[where] = self._table.spans(where, self._mine)
+        return self._spans[where]
+
+    def _views(self, spans: Iterable[_Span]) -> list[torch.Tensor]:
+        return [self._flat[s.tensor][s.start : s.start + s.length] for s in spans]
+
+    def _copy(self, run: _Run) -> Event | None:
+        """Copy a run to the mirror; the event after which it may change."""
+        spans = self._spans_of(run)
+        if not spans:
+            return None
+        mirror = self._table.mirror(run)
+        buffer = self._copies[: mirror.nbytes].view(mirror.dtype)
+        sources, places = (
+            self._views(spans),
+            [buffer[s.narrow : s.narrow + s.length] for s in spans],
+        )
+        stretches = list(_stretches(spans))
+
+        def copy() -> None:
+            _copy_each(places, sources)
+            for first, last in stretches:
+                mirror[first:last].copy_(buffer[first:last], non_blocking=True)
+
+        self._down.do(copy)
+        return self._down.record()
+
+    def _correct(self, run: _Run, slot: int, copied: Event | None) -> None:
+        """Apply the corrections of a run, once it has been copied."""
+        spans = self._spans_of(run)
+        if not spans:
+            return
+        source = self._table.corrections(run, slot)
+        buffer = self._corrections[: source.nbytes].view(source.dtype)
+        targets, terms = self._views(spans), [buffer[s.wide : s.wide + s.length] for s in spans]
+        replaces = run.kind == _REPLACES
+        self._up.do(lambda: buffer.copy_(source, non_blocking=True))
+        if copied is not None:
+            self._up.wait(copied)
+        self._up.do(
+            lambda: _copy_each(targets, terms) if replaces else torch._foreach_add_(targets, terms)
+        )
+
+    def check(self) -> tuple[Event, torch.Tensor]:
+        """Look whether the tensors are finite: an event, and a flag that says so after it.
+
+        On the trainer's stream, before anything that the script does to them next: the learners of a super
+        learner must not see different numbers.
+        """
+        flag, current = self.device.flag(), self.device.current()
+        tensors = [self._table.tensors[i].data for i in self._tensors]
+        current.do(lambda: flag.copy_(_all_finite(tensors), non_blocking=True))
+        event = current.record()
+        self.busy.append(event)
+        return event, flag
+
+    def before_update(self) -> None:
+        current = self.device.current()
+        for event in self.busy:
+            current.wait(event)
+
+
+def _copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """One fused operation, where torch has it."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(to, values)
+        return
+    for target, source in zip(to, values, strict=True):
+        target.copy_(source)
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A bool on the device of these tensors, which is true if there are none."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+    finite = [
+        torch.stack(torch._foreach_norm(group, math.inf)).isfinite().all()
+        for group in by_type.values()
+    ]
+    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device="cpu")

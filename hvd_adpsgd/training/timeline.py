@@ -1,0 +1,108 @@
+"""Where the time of steps goes: counters, the timeline of this learner, and marks for torch's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.metrics import EVENT_NAMES, Counters
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.consistency import unanimous
+from hvd_adpsgd.watching.trace import Timeline, learner_path
+
+__all__ = ["StepRecord", "mark"]
+
+_shared_timeline: Timeline | None = None
+_NO_MARK: AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def mark(name: str) -> AbstractContextManager[Any]:
+    """Show the block to a profiler as hvd_adpsgd.NAME; nothing if none runs on this thread.
+
+    record_function takes microseconds also when no profiler runs, so it is asked for first.
+    """
+    if not torch.autograd._profiler_enabled():
+        return _NO_MARK
+    return record_function(f"hvd_adpsgd.{name}")
+
+
+class StepRecord:
+    """Where the time of one optimizer's steps goes. Made by all learners together.
+
+    Args:
+        world: the worlds of this learner.
+    """
+
+    def __init__(self, world: World):
+        self.counters = Counters(time.monotonic)
+        self.timeline = _open_timeline(world)
+
+    @contextlib.contextmanager
+    def part(self, name: str, step: int) -> Iterator[None]:
+        """Count the time of the block as this part of the step."""
+        began = time.monotonic()
+        try:
+            with mark(name):
+                yield
+        finally:
+            ended = time.monotonic()
+            self.counters.add(name, ended - began)
+            if self.timeline is not None:
+                self.timeline.complete(name, "trainer", began, ended, step=step)
+
+    def end_step(self, engine: Engine) -> None:
+        """The step is done; what the engine did goes into the timeline."""
+        self.counters.end_step()
+        self.events(engine)
+
+    def events(self, engine: Engine) -> None:
+        """Put what the engine did into the timeline."""
+        if self.timeline is None:
+            return
+        for kind, peer, began, ended, nbytes, step in engine.take_events():
+            self.timeline.complete(
+                EVENT_NAMES[kind], "engine", began, ended, peer=peer, bytes=nbytes, step=step
+            )
+
+
+def _open_timeline(world: World) -> Timeline | None:
+    """The file of HVD_ADPSGD_TIMELINE of this learner, opened once per job; None without it."""
+    global _shared_timeline
+    path = world.config.timeline
+    if path is None or _shared_timeline is not None:
+        return _shared_timeline
+    offset_s = time.time() - time.monotonic()  # hosts share the wall clock only
+    joining = world.collectives.joining
+    job = world.collectives.gather("timeline", time.time())[0]
+    label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
+
+    def open_it() -> Timeline:
+        return Timeline(
+            learner_path(path, world.rank),
+            rank=world.rank,
+            origin_s=job - offset_s,
+            unix_s=job,
+            job=None if joining else job,
+            label=label,
+            limit_nbytes=world.config.timeline_mib << 20,
+            continues=joining,  # the file is that of the learner it replaces
+        )
+
+    _shared_timeline = unanimous(world, "timeline", open_it)
+    world.teardown.at_shutdown(_close_timeline)
+    world.departure.at_leave(_shared_timeline.flush)
+    return _shared_timeline
+
+
+def _close_timeline() -> None:
+    global _shared_timeline
+    timeline, _shared_timeline = _shared_timeline, None
+    if timeline is not None:
+        timeline.close()

@@ -1,0 +1,250 @@
+"""How a super learner updates its own model after averaging, on torch tensors.
+
+All learners of a super learner apply the same update to bitwise equal tensors, so their models stay equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvd_adpsgd.strategies import update_rules as laws
+
+__all__ = ["UpdateRule", "make_rule"]
+
+Tensors = list[torch.Tensor]
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+class UpdateRule:
+    """The hooks of a rule, in the order of a step. The base class changes nothing: plain averaging.
+
+    Args:
+        model: (name, tensor) of what the optimizer trains.
+
+    Attributes:
+        own: whether the state differs between super learners and fits only one of them.
+    """
+
+    own = False
+
+    def __init__(self, model: Named):
+        self.model = [tensor for _, tensor in model]
+        self.names = [name for name, _ in model]
+
+    def averaged(self) -> list[tuple[str, torch.Tensor]]:
+        """What is averaged between super learners: the model, and further tensors of a rule."""
+        return list(zip(self.names, self.model, strict=True))
+
+    def start(self) -> None:
+        """Reset to the model: before the first step, and after other parameters are loaded."""
+
+    def before_optimizer(self) -> None:
+        """The step's gradients are averaged in the super learner; the optimizer steps next."""
+
+    def pass_time(self) -> None:
+        """The optimizer has stepped: advance by one unit of time."""
+
+    def before_corrections(self) -> None:
+        """Corrections are added to the model next, in a step or in a pause."""
+
+    def after_corrections(self) -> None:
+        """Corrections have been added."""
+
+    def before_round(self) -> None:
+        """A round is over; its correction is applied next."""
+
+    def after_round(self) -> None:
+        """The correction of a round has been applied."""
+
+    def settle(self) -> None:
+        """All corrections are applied; average_model or a checkpoint comes next."""
+
+    def adapt(self, law: laws.Rule | None) -> None:
+        """There are more super learners: take over the constants of the same rule for them."""
+
+    def tensors(self) -> dict[str, Tensors]:
+        """The state, by name, for checkpoints."""
+        return {}
+
+
+class _BlockMomentum(UpdateRule):
+    """w(t) = w(t-1) + D(t), D(t) = eta D(t-1) + zeta (mean - s(t)); see PeriodicAveraging."""
+
+    def __init__(self, model: Named, law: laws.BlockMomentum):
+        super().__init__(model)
+        self._law = law
+        self._global = _like(self.model)
+        self._start = _like(self.model) if law.nesterov else self._global
+        self._delta = _like(self.model)
+
+    def start(self) -> None:
+        _copy(self._global, self.model)
+        _copy(self._start, self.model)
+        torch._foreach_zero_(self._delta)
+
+    def after_round(self) -> None:
+        law = self._law
+        block = torch._foreach_sub(self.model, self._start)
+        _hold_frozen(self.model, self._delta)
+        torch._foreach_mul_(self._delta, law.momentum)
+        torch._foreach_add_(self._delta, block, alpha=law.rate)
+        torch._foreach_add_(self._global, self._delta)
+        _copy(self.model, self._global)
+        if law.nesterov:
+            torch._foreach_add_(self.model, self._delta, alpha=law.momentum)
+            _copy(self._start, self.model)
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"global": self._global, "start": self._start, "delta": self._delta}
+
+
+class _SlowModel(UpdateRule):
+    """m' = mu m + eta bar(w - p) + eta (bar(p) - p), w' = p' = p + m'; see NoLoCo."""
+
+    own = True
+
+    def __init__(self, model: Named, law: laws.SlowModel):
+        super().__init__(model)
+        self._law = law
+        self._slow = _like(self.model)
+        self._momentum = _like(self.model)
+        self._before: Tensors = []
+
+    def averaged(self) -> list[tuple[str, torch.Tensor]]:
+        slow = [(f"slow.{name}", p) for name, p in zip(self.names, self._slow, strict=True)]
+        return super().averaged() + slow
+
+    def start(self) -> None:
+        _copy(self._slow, self.model)
+        torch._foreach_zero_(self._momentum)
+
+    def before_round(self) -> None:
+        self._before = [p.clone() for p in self._slow]
+
+    def after_round(self) -> None:
+        # bar(w) - bar(p) + bar(p) - p, as the law adds them up
+        pull = torch._foreach_sub(self.model, self._slow)
+        torch._foreach_add_(pull, torch._foreach_sub(self._slow, self._before))
+        _hold_frozen(self.model, self._momentum)
+        torch._foreach_mul_(self._momentum, self._law.momentum)
+        torch._foreach_add_(self._momentum, pull, alpha=self._law.rate)
+        _copy(self._slow, self._before)
+        torch._foreach_add_(self._slow, self._momentum)
+        _copy(self.model, self._slow)
+        self._before = []
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"slow": self._slow, "momentum": self._momentum}
+
+
+class _Accelerate(UpdateRule):
+    """The second model as its distance h = xt - x, which no gradient changes; see A2CiD2.
+
+    In a unit of time x += h (1 - exp(-2 eta)) / 2 and h *= exp(-2 eta). An exchange that moves x by
+    c moves xt by 2 alpha_tilde c, and so h by (2 alpha_tilde - 1) c.
+
+    The two sides of an exchange apply c and -c in different steps. Between them the coupling moves x of
+    one side only, so the mean of x differs slightly from that of plain optimizers. The mean of x + h / 2,
+    the middle of both models, is exact.
+    """
+
+    own = True
+
+    def __init__(self, model: Named, law: laws.Accelerate, exchanges_per_step: float):
+        super().__init__(model)
+        self._exchanges_per_step = exchanges_per_step
+        self.adapt(law)
+        self._distance = _like(self.model)
+        self._before: Tensors = []
+
+    def adapt(self, law: laws.Rule | None) -> None:
+        """See UpdateRule."""
+        assert isinstance(law, laws.Accelerate)
+        self._decay = math.exp(-2 * law.eta * self._exchanges_per_step)
+        self._share = 2 * law.alpha_tilde - 1
+
+    def start(self) -> None:
+        torch._foreach_zero_(self._distance)
+
+    def pass_time(self) -> None:
+        torch._foreach_add_(self.model, self._distance, alpha=(1 - self._decay) / 2)
+        torch._foreach_mul_(self._distance, self._decay)
+
+    def before_corrections(self) -> None:
+        self._before = [p.clone() for p in self.model]
+
+    def after_corrections(self) -> None:
+        moved = torch._foreach_sub(self.model, self._before)
+        torch._foreach_add_(self._distance, moved, alpha=self._share)
+        self._before = []
+
+    def settle(self) -> None:
+        """Set both models to their middle x + h/2, whose mean exchanges do not change."""
+        torch._foreach_add_(self.model, self._distance, alpha=1 / 2)
+        torch._foreach_zero_(self._distance)
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"distance": self._distance}
+
+
+class _LateGradients(UpdateRule):
+    """Steps with the mean gradient of the step before; see DelayedGradients.
+
+    Copies of the gradients are averaged while the next gradients are computed.
+    """
+
+    def __init__(self, model: Named, law: laws.LateGradients):
+        super().__init__(model)
+        self._late = _like(self.model)
+
+    def start(self) -> None:
+        torch._foreach_zero_(self._late)
+
+    def averaged(self) -> list[tuple[str, torch.Tensor]]:
+        return [(f"gradient.{n}", g) for n, g in zip(self.names, self._late, strict=True)]
+
+    def before_optimizer(self) -> None:
+        """Swap the gradients and the mean gradients of the step before."""
+        for p, late in zip(self.model, self._late, strict=True):
+            if not p.requires_grad:  # frozen after it was wrapped
+                late.zero_()
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            mine = p.grad.clone()
+            p.grad.copy_(late)
+            late.copy_(mine)
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"late": self._late}
+
+
+def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) -> UpdateRule:
+    """The rule of a plan on the tensors that an optimizer trains."""
+    if isinstance(law, laws.Accelerate):
+        return _Accelerate(model, law, exchanges_per_step)
+    made: dict[type, Callable[..., UpdateRule]] = {
+        laws.BlockMomentum: _BlockMomentum,
+        laws.SlowModel: _SlowModel,
+        laws.LateGradients: _LateGradients,
+    }
+    return UpdateRule(model) if law is None else made[type(law)](model, law)
+
+
+def _like(model: Tensors) -> Tensors:
+    return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in model]
+
+
+def _hold_frozen(model: Tensors, momentum: Tensors) -> None:
+    """Clear the momentum of parameters frozen after wrapping; they are averaged only."""
+    for p, m in zip(model, momentum, strict=True):
+        if not p.requires_grad:
+            m.zero_()
+
+
+def _copy(to: Tensors, values: Tensors) -> None:
+    for target, source in zip(to, values, strict=True):
+        target.copy_(source)

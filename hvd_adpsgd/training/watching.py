@@ -1,0 +1,484 @@
+"""The view of a run on a learner: what the script logs, and the thread that reports, records and warns."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import numbers
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_adpsgd.collectives import usage
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.errors import ConfigError, NotInitializedError
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle.shutdown import script_fails
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.consistency import unanimous
+from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.watching.alerts import Alert, Alerts
+from hvd_adpsgd.watching.board import Board
+from hvd_adpsgd.watching.dashboard import Dashboard
+from hvd_adpsgd.watching.record import Event, Record
+from hvd_adpsgd.watching.reports import Report, decode, encode, readable
+from hvd_adpsgd.watching.sampler import Sample, Sampler
+from hvd_adpsgd.watching.writers import Outlet
+
+__all__ = ["log", "log_to", "running", "start"]
+
+logger = logging.getLogger("hvd_adpsgd")
+
+_MOST, _LONGEST = 64, 128  # names of scalars, and characters of one
+_LEFT_OUT = 8  # exchanges in a row
+_PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
+_TAKEOVER_S = (
+    3.0  # at the end of a job leaders leave one after the other: none opens a page for a moment
+)
+_SILENT_S = 10.0  # suspect for so long, and the next leader speaks in its place
+_GONE = (PeerState.LEFT, PeerState.FAILED)
+
+_SIZED = (torch.Tensor, np.ndarray, np.generic)
+_scalars: dict[str, Any] = {}  # by name: floats, and tensors whose device has not been waited for
+_full = False  # a warning was given
+_running: list[Watcher] = []
+_outlet: Outlet | None = None  # of log_to
+
+
+# ---- what the script logs ------------------------------------------------------------------------
+
+
+def log(**scalars: Any) -> None:
+    """Show numbers of this learner in the view of the run: hvd.log(loss=loss, lr=lr).
+
+    Returns at once: a tensor on a GPU is read later, by another thread. The last value of each name counts.
+    The leader's values stand for its super learner; as many names as fit in about 130 bytes (5 and the name
+    for each) reach the other super learners, the record has them all. NaN and infinity are shown.
+
+    Args:
+        **scalars: by name: numbers, or tensors of one element; at most 64 names, of at most 128 characters.
+
+    Raises:
+        ConfigError: for what is no number, and for a name that is longer, or that UTF-8 cannot hold.
+    """
+    global _full
+    for name, value in scalars.items():
+        _require_name(name)
+        number = _number(name, value)
+        if name in _scalars or len(_scalars) < _MOST:
+            _scalars[name] = number
+        elif not _full:
+            _full = True
+            logger.warning(
+                "hvd.log(%s=...) is the name after the %dth, and is not shown. Log under a few fixed names.",
+                name,
+                _MOST,
+            )
+
+
+def log_to(writer: Any, every_s: float = 10.0) -> None:
+    """Send the numbers of the run to TensorBoard, Weights & Biases or MLflow: hvd.log_to(SummaryWriter()).
+
+    The first surviving leader sends, on a thread of its own: what each super learner logs and reports as
+    hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME. On other learners
+    nothing is sent until theirs is the first surviving leader; pass a writer on every leader if the curves
+    must continue after a failure. A writer that raises is left off, with one warning; training continues.
+
+    Args:
+        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init(), mlflow with an active run, or
+            an object with their add_scalar(tag, value, step), log(numbers, step=...) or
+            log_metrics(numbers, step=...). It takes the place of the one before; None: nothing more is sent
+            after the return.
+        every_s: between two sendings, at least; the last numbers are sent in shutdown().
+
+    Raises:
+        ConfigError: for an object without these methods, or every_s below 0.
+    """
+    global _outlet
+    outlet = None if writer is None else Outlet(writer, every_s)
+    before, _outlet = _outlet, outlet
+    if before is not None:
+        before.close()
+
+
+def _require_name(name: str) -> None:
+    if len(name) <= _LONGEST and readable(name) == name:
+        return
+    raise ConfigError(
+        f"hvd.log: the name {name[:20]!r}... has {len(name)} characters, allowed are {_LONGEST} that UTF-8 "
+        "can hold (no lone surrogates). Use a shorter, plain name."
+    )
+
+
+def _number(name: str, value: Any) -> Any:
+    """A float; or a copy of a tensor on another device, which is read later."""
+    is_tensor = isinstance(value, torch.Tensor)
+    has_values = not (is_tensor and value.is_meta)
+    is_one = isinstance(value, _SIZED) and _size(value) == 1 and has_values
+    if is_tensor and is_one and value.device.type != "cpu" and not value.is_complex():
+        return value.detach().clone()
+    plain: Any = value.item() if is_one else value
+    if _is_real(plain):
+        try:
+            return float(plain)
+        except OverflowError:
+            return math.inf if plain > 0 else -math.inf
+    shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+    raise ConfigError(
+        f"hvd.log({name}=...): {shown[:80]} is no number. Pass a number or a tensor of one element, for "
+        "instance loss.mean()."
+    )
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _size(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> int:
+    """How many numbers it holds."""
+    return value.numel() if isinstance(value, torch.Tensor) else value.size
+
+
+def _logged() -> dict[str, float]:
+    """What is logged, as floats; waits for the device of tensors."""
+    found = dict(_scalars)
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = float(value)
+            if _scalars.get(name) is value:  # it is not waited for twice
+                _scalars[name] = found[name]
+    return found
+
+
+# ---- the thread ----------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Reports on this super learner, records, and warns, on a thread of its own (leaders only).
+
+    Args:
+        world: of this learner, for its options; later looks are at the world of their time.
+
+    Attributes:
+        rests: it does nothing, for a measurement of what it costs.
+        cpu_s: CPU seconds of its thread.
+    """
+
+    def __init__(self, world: World):
+        config = world.config
+        self._membership = world.membership
+        self._joining = world.collectives.joining
+        self._replaces = self._joining  # its page opens after a while: another leader has one
+        self._every_s = config.report_s
+        self._record: Record | None = None
+        if config.record is not None:
+            self._record = Record(config.record, world.super_rank, every_s=config.report_s)
+            self._record.write("start", time_s=time.time(), **_about(world))
+        self._board: Board | None = None
+        self._dashboard: Dashboard | None = None
+        self._first_since: float | None = None  # this leader is the first living one
+        if config.dashboard is not None:
+            self._board = Board(world.membership.names, _about(world), config.report_s)
+            self._dashboard = Dashboard(
+                config.dashboard, config.dashboard_token, self._board, config.record
+            )
+            self._warnings = _Warnings(self._board, world.super_rank)
+        self._sampler = Sampler(world.super_size)
+        self._alerts = Alerts(world.membership.names)
+        self._states = [PeerState.ALIVE] * world.super_size
+        self._suspect: dict[int, float] = {}  # since when
+        self._ill: dict[int, tuple[str, float]] = {}  # suspect or failed, and since when: time.time
+        self._recorded: dict[int, float] = {}  # times of the reports of others that are recorded
+        self._watched: weakref.ref[Averaging] | None = None
+        self._lock = threading.Lock()  # of a look: the last one is the trainer's
+        self._shown: tuple[dict[int, Report], int, set[int]] | None = None  # what log_to sends
+        self.rests, self.cpu_s = False, 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hvd_adpsgd.watching")
+
+    def start(self) -> None:
+        if self._board is not None:
+            logger.addHandler(self._warnings)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; bounded."""
+        _running.remove(self)
+        self._over.set()
+        self._thread.join(5.0)
+        if self._board is not None:
+            logger.removeHandler(self._warnings)
+        if self._dashboard is not None:
+            self._dashboard.close()
+        if self._record is not None:
+            self._note_end()
+            self._record.close()
+
+    def note_leaving(self) -> None:
+        """The process ends next, by SIGTERM; on another thread."""
+        with self._lock:
+            self._note_end()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            if not self.rests:
+                self.look()
+                self._send()
+                self.cpu_s = time.thread_time()
+        self._send(last=True)
+
+    def _send(self, last: bool = False) -> None:
+        """What log_to asks for: on this thread only, and outside of a look, for which the trainer waits."""
+        outlet, shown = _outlet, self._shown
+        if outlet is not None and shown is not None:
+            outlet.send(time.monotonic(), *shown, last=last)
+
+    def look(self, stopping: Averaging | None = None) -> None:
+        """Report, record and warn, once; an error ends the view, not the training.
+
+        Args:
+            stopping: this averaging stops after the look, which is recorded however recent the one before
+                is. In shutdown() there is no current world any more.
+        """
+        try:
+            with self._lock:
+                self._look(stopping.world if stopping else worlds.current(), stopping)
+        except NotInitializedError:
+            return  # the worlds are being made again
+        except Exception as error:
+            self._over.set()
+            logger.error("the view of the run ends, training continues: %s", error, exc_info=True)
+
+    def _look(self, world: World, stopping: Averaging | None) -> None:
+        averaging, last = stopping or next(iter(live()), None), stopping is not None
+        if averaging is None and self._watched is not None:
+            return  # it has stopped: its last look was at its stop
+        if averaging is not None and (self._watched is None or self._watched() is not averaging):
+            self._watched = weakref.ref(averaging)
+            averaging.at_stop.append(functools.partial(self.look, averaging))
+        counters = averaging.engine.counters() if averaging is not None else None
+        own = self._sampler.report(_sample(averaging, counters), time.time())
+        known = {world.super_rank: own}
+        if averaging is not None:
+            averaging.engine.tell(encode(own))
+            known = {**self._heard(averaging), **known}
+        now_s = time.monotonic()
+        self._note_joined(world)
+        self._note_states(world, now_s)
+        speaks = self._speaks(world, now_s)
+        self._write(world, known, counters, last, speaks)
+        self._show(world, known, counters, speaks and not last)
+        if speaks:
+            self._shown = known, world.super_rank, _alive(world)
+            for alert in self._alerts.check(now_s, known, _alive(world), self._suspect):
+                self._warn(alert)
+        else:
+            self._shown = None
+
+    def _heard(self, averaging: Averaging) -> dict[int, Report]:
+        """The newest report of each super learner that is known."""
+        told = {i: decode(text) for i, (_, text, _) in averaging.engine.told().items()}
+        return {i: report for i, report in told.items() if report is not None}
+
+    def _write(
+        self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
+    ) -> None:
+        """Record the own report; the first living leader those of others whose files it does not see, too."""
+        record = self._record
+        if record is None:
+            return
+        own, size = known[world.super_rank], world.super_size
+        more = {"every_s": record.every_s, "super_size": size, **_tables(counters)}
+        if (
+            speaks and self._ill
+        ):  # who reads the end of a file only does not see an event of long ago
+            more["states"] = self._ill
+        record.look(time.monotonic())
+        record.report(world.super_rank, own, last=last, **more)
+        if not speaks:
+            return
+        for i, report in known.items():
+            is_new = report.time_s != self._recorded.get(i)
+            if i != world.super_rank and is_new and not (record.folder / f"{i}.jsonl").exists():
+                self._recorded[i] = report.time_s
+                record.report(i, report, every_s=record.every_s)
+
+    def _show(self, world: World, known: dict[int, Report], counters: Any, opens: bool) -> None:
+        """Add to what the dashboard shows, and open its page on the first living leader alone."""
+        if self._board is None or self._dashboard is None:
+            return
+        self._board.take(known)
+        tables = _tables(counters)
+        if tables:
+            self._board.tables(world.super_rank, tables["peers"], tables["staleness"])
+        if not opens:
+            self._first_since = None
+            self._dashboard.close()
+            return
+        now = time.monotonic()
+        self._first_since = now if self._first_since is None else self._first_since
+        at_once = world.super_rank == 0 and not self._replaces
+        if at_once or now - self._first_since >= _TAKEOVER_S:
+            self._dashboard.open()
+
+    def _note_joined(self, world: World) -> None:
+        """Note that this super learner, which replaces a failed one, has joined."""
+        if self._joining and not world.collectives.joining:
+            self._joining = False
+            i = world.super_rank
+            self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
+
+    def _note_grown(self, world: World, size: int) -> None:
+        """There are more super learners than before."""
+        for i in range(len(self._states), size):
+            self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
+            self._states.append(PeerState.ALIVE)
+        self._sampler = Sampler(size)
+
+    def _note_states(self, world: World, now_s: float) -> None:
+        """Note which super learners have become suspect, have answered, left, failed or joined."""
+        states = list(world.membership.states)
+        if len(states) > len(self._states):
+            self._note_grown(world, len(states))
+        for i, (before, now) in enumerate(zip(self._states, states, strict=False)):
+            if now is not before:
+                what = "joined" if before in _GONE and now not in _GONE else now.name.lower()
+                self._note(what, i, f"super learner {i} ({world.membership.names[i]}): {what}")
+                self._ill.pop(i, None)
+                if now in (PeerState.SUSPECT, PeerState.FAILED):
+                    self._ill[i] = what, time.time()
+        self._states = states
+        self._suspect = {
+            i: self._suspect.get(i, now_s)
+            for i, state in enumerate(states)
+            if state is PeerState.SUSPECT
+        }
+
+    def _note(self, what: str, about: int | None, text: str) -> None:
+        """Record and show an event."""
+        event = Event(time.time(), what, about, text)
+        if self._record is not None:
+            self._record.write("event", time_s=event.time_s, event=what, about=about, text=text)
+        if self._board is not None:
+            self._board.event(event)
+
+    def _note_end(self) -> None:
+        """Note that this super learner has ended its training, unless it ends because of a failure."""
+        own = self._membership.own
+        if self._joining:
+            text = f"super learner {own} ({self._membership.names[own]}): ended before it joined"
+            self._note("failed", own, text)
+        elif not self._membership.own_failed and not script_fails():
+            self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
+
+    def _speaks(self, world: World, now_s: float) -> bool:
+        """Whether this is the first living leader, which warns; those that do not answer are passed over."""
+        return not world.collectives.joining and all(
+            state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
+            for i, state in enumerate(world.membership.states[: world.super_rank])
+        )
+
+    def _warn(self, alert: Alert) -> None:
+        logger.warning("%s", alert.text, extra={"is_shown": True})
+        self._note("alert", alert.about, alert.text)
+
+
+class _Warnings(logging.Handler):
+    """Shows the library's warnings on this learner as events, but those that are shown as others."""
+
+    def __init__(self, board: Board, super_rank: int):
+        super().__init__(logging.WARNING)
+        self._board, self._super_rank = board, super_rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "is_shown", False):
+            text = record.getMessage()
+            self._board.event(Event(record.created, "warning", self._super_rank, text))
+
+
+def _about(world: World) -> dict[str, Any]:
+    return {
+        "super_learner": world.super_rank,
+        "super_size": world.super_size,
+        "name": world.membership.names[world.super_rank],
+        "learners": world.inner_size,
+        "averaging": world.config.averaging,
+        "every_s": world.config.report_s,
+        "joining": world.collectives.joining,
+        "script": readable(sys.argv[0]),
+    }
+
+
+def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> Sample:
+    """The counters of this moment."""
+    parts = {"global_operations": usage.totals()["global_operations_s"]}
+    if averaging is None:  # nobody counts steps, but the script may
+        logged = _logged()
+        step = logged.get("step", 0.0)
+        counted = int(step) if math.isfinite(step) else 0
+        return Sample(time.monotonic(), counted, parts, scalars=logged)
+    sums = averaging.record.counters.sums
+    rounds = averaging.plan.in_step
+    return Sample(
+        monotonic_s=time.monotonic(),
+        step=averaging.step,
+        parts_s={**{part: sums[part] for part in _PARTS}, **parts},
+        engine=counters,
+        due_steps=rounds.period if rounds else 1 / averaging.spec.config.exchanges_per_step,
+        left_out=len(averaging.engine.memory.store.left_out(_LEFT_OUT)),
+        nonfinite_steps=averaging.nonfinite_steps,
+        scalars=_logged(),
+    )
+
+
+def _tables(counters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is recorded of an engine and not told to others."""
+    if counters is None:
+        return {}
+    return {
+        "peers": {i: count for i, count in enumerate(counters["met"]) if count},
+        "staleness": {i: count for i, count in enumerate(counters["staleness"]) if count},
+    }
+
+
+def _alive(world: World) -> set[int]:
+    states = world.membership.states
+    return {i for i, state in enumerate(states) if state is PeerState.ALIVE}
+
+
+def start(world: World) -> None:
+    """Watch from now on, until shutdown, unless the option report_s is 0. All learners call it together.
+
+    Raises:
+        ConfigError: if the record cannot be written, or for a bad address of the dashboard.
+        MissingRequirementError: if a package that serves the dashboard is not installed.
+    """
+    if world.config.report_s <= 0:
+        return
+    may_raise = world.config.record is not None or world.config.dashboard is not None
+    if not may_raise or world.collectives.joining:
+        watcher = _made(world)
+    else:  # the others would wait for a learner that raises
+        watcher = unanimous(world, "record", lambda: _made(world))
+    if watcher is not None:
+        _running.append(watcher)
+        watcher.start()
+        world.teardown.at_shutdown(watcher.stop)
+        world.departure.at_leave(watcher.note_leaving)
+
+
+def running() -> list[Watcher]:
+    """The watcher of this learner; none on learners that do not lead."""
+    return list(_running)
+
+
+def _made(world: World) -> Watcher | None:
+    return Watcher(world) if world.is_leader else None

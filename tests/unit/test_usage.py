@@ -1,0 +1,76 @@
+"""Who is told that a script is synchronous, and of which line; without learners."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hvd_adpsgd.collectives import usage
+from hvd_adpsgd.collectives.usage import LIMIT, WINDOW, counted, end_step, totals
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_tally", usage._Tally())
+
+
+def train(steps: int, operations: int, warns: bool = True) -> None:
+    """A first step, then windows with operations in their first steps."""
+    end_step(warns)
+    for step in range(steps):
+        if step % WINDOW < operations:
+            with counted("allreduce"):
+                pass
+        end_step(warns)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_one_warning_names_the_line_that_calls_most(caplog: pytest.LogCaptureFixture) -> None:
+    with counted("broadcast_parameters"):
+        pass
+    train(3 * WINDOW, LIMIT + 1)
+    (message,) = warnings(caplog)
+    line = train.__code__.co_firstlineno + 5
+    assert f"allreduce at {__file__}:{line} " in message
+    assert f"{LIMIT + 1} operations over all learners in {WINDOW} steps" in message
+    assert f" is {LIMIT + 1} of them" in message
+    assert "process_set=hvd.super_learner" in message
+
+
+def test_several_lines_that_call_are_summed(caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(WINDOW + 1):
+        if step <= LIMIT:
+            with counted("allreduce"):
+                pass
+        if step == 1:
+            with counted("barrier"):
+                pass
+        end_step(True)
+    (message,) = warnings(caplog)
+    assert f"{LIMIT + 1} operations over all learners" in message
+    assert f" is {LIMIT} of them" in message
+
+
+def test_few_operations_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    train(3 * WINDOW, LIMIT)
+    train(WINDOW - 2, WINDOW)
+    assert not warnings(caplog)
+
+
+def test_the_others_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+    train(WINDOW, WINDOW, warns=False)
+    assert not warnings(caplog)
+
+
+def test_an_operation_of_several_counts_once_and_its_failure_too() -> None:
+    with counted("average_model"), counted("allgather_object"):
+        pass
+    with pytest.raises(ArithmeticError), counted("allreduce"):
+        raise ArithmeticError
+    with counted("allreduce"):
+        pass
+    assert totals()["global_operations"] == 3
