@@ -323,7 +323,7 @@ class Collectives:
                 self._note_left()
 
     def _note_left(self) -> set[int]:
-        """The learners that have left in order."""
+        """Record in the membership the learners that announced a normal departure; these."""
         left = {self._ranks[place] for place in self.messages.left - self.messages.failing}
         self._membership.note_left(left)
         return left
@@ -355,7 +355,7 @@ class Collectives:
                 return outcome.get()
             if not has_fewer:
                 raise TransportError(
-                    f"{call.kind}: it was left by a learner, though none has failed. Start the job again."
+                    f"{call.kind}: a learner dropped out of it, though none has failed. Start the job again."
                 )
 
     def _decision(self, number: int, ends: float | None = None) -> Decision | None:

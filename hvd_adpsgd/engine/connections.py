@@ -326,7 +326,7 @@ class Connections:
                     await self._introduce(connection, peer, address)
                 _prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
-                # before the engine can ask for another
+                # before DIALED is told: the engine may then ask for the next connection to this peer
                 self._end_dial(peer, asyncio.current_task())
                 await self._tell(TcpWire.DIALED, peer, connection)
                 return

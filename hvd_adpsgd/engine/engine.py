@@ -268,7 +268,7 @@ class Engine:
             self.rounds.finish()
             self.check()
             if self.config.max_staleness is not None:
-                # corrections merged after this publication are applied one step later
+                # what exchanges add after this publish() reaches the parameters one step later
                 oldest = step + 1 - self.config.max_staleness
                 self.loop.wait_fresh(oldest, self.config.deadline_s)
         self.memory.publish()

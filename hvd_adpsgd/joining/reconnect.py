@@ -245,7 +245,7 @@ def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
         state, *arrays = _broadcast(transfer, None, _empty)
     except AttemptAbandonedError:
         raise PeerFailedError(
-            "admit: a learner that gave this one the model is lost. The others go on, and start "
+            "admit: the learner that was sending the model failed. The others train on, and start "
             "another one."
         ) from None
     return state.tobytes(), arrays

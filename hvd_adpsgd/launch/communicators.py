@@ -306,7 +306,7 @@ def over_sockets(
         _require_connected(everyone, place, deadline)
         exit_state.hub = hub
         if place.rank == 0:
-            gather.clear()  # the job's secret; of a store that others may serve, as torchrun
+            gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
             store.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
         return everyone

@@ -26,7 +26,7 @@ __all__ = ["places_told", "world_over_gloo"]
 # server, which Horovod may ask until it shuts down.
 _of_horovod: list[tuple[int, int]] = []
 _server: Any = None
-_told: dict[str, str] = {}  # its variables; none where Horovod's world is over MPI
+_told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty where Horovod runs over MPI
 
 
 @contextlib.contextmanager

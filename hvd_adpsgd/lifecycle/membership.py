@@ -107,7 +107,7 @@ class Membership:
         return bool(self._minority[0])
 
     def are_minority(self, ranks: Collection[int]) -> bool:
-        """Whether these learners make up half or fewer of the super learners that have not left."""
+        """Whether the super learners of these ranks are half or fewer of those that have not left."""
         known = zip(self._groups, self._left, strict=False)
         staying = [group for group, left in known if not left]
         whole = sum(set(ranks).issuperset(group) for group in staying)

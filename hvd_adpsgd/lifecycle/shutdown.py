@@ -203,7 +203,8 @@ class Teardown:
         free(other._barrier.comm)
 
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
-        """Use this barrier, which includes a super learner that has joined; free MPI's old ones at the end.
+        """Use this barrier, which includes a super learner that has joined; the old communicators are freed
+        at shutdown.
 
         Those over sockets end with their connections, which a reference would keep.
         """

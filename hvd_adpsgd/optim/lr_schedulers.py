@@ -209,7 +209,7 @@ class Newbob(_Resumable):
         return [lr * self.factor**self.halvings for lr in self.base_lrs]
 
     def _judge(self, best: float, loss: float) -> None:
-        """Move on to the stage that the loss of an epoch calls for."""
+        """Choose the stage of the schedule (constant, halving, over) by the held-out loss of an epoch."""
         gain = (best - loss) / abs(best) if best and loss < best else 0.0
         self.best = min(best, loss)
         if self.stage == "halving" and gain < self.stop:

@@ -186,7 +186,7 @@ class Outcome:
 
 
 def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> Outcome:
-    """Simulate a cluster.
+    """Simulate the training of a cluster, and say what averaging costs and achieves there.
 
     Args:
         cluster: what is planned.

@@ -73,7 +73,7 @@ class Change(NamedTuple):
 # exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
 # processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
 # status on (128 + n for signal n). The file named by ADPSGD_LEARNER has a byte from hvd.init() until the
-# learner has left; see lifecycle/shutdown.py. It has no name in a folder, so nothing is left of it if the
+# learner has left; see lifecycle/shutdown.py. The file has no name in any folder, so it vanishes if the
 # launcher kills both. Without room for it the name is empty. The launcher signals both: SIGTERM and SIGUSR1
 # are for the learner.
 KEEPER = (

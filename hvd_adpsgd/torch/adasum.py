@@ -21,7 +21,7 @@ __all__ = ["ADASUM_METHODS"]
 
 
 def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """As the step of the others; Horovod's Adasum optimizer steps parameter by parameter during backward."""
+    """As optimizer._step, but Horovod's Adasum optimizer has stepped each parameter inside backward()."""
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         changed = [] if closure else self._gradients.changed()

@@ -99,7 +99,7 @@ class AveragedTensors:
             staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
-        """Apply the readable slot, if there is one, and copy the tensors to the mirror.
+        """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
 
         Args:
             engine: whose memory is bound.

@@ -321,7 +321,7 @@ class Averaging:
         self.engine.memory.all_met()
 
     def absorb(self, waits: bool = True) -> bool:
-        """Apply the readable slot, if there is one, and copy the tensors to the mirror.
+        """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
 
         Args:
             waits: until devices have done so. Else the model is offered when its copy has come.

@@ -52,7 +52,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self.averaged = self.by_backward = False
-        self._awaited = 0  # gradients of which the next average is made
+        self._awaited = 0  # how many gradients the next average needs
         self._computed: dict[torch.Tensor, _Mark] = {}
         self._submitted: dict[torch.Tensor, _Mark] = {}
         self._averaged: dict[torch.Tensor, _Mark] = {}

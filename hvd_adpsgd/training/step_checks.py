@@ -76,7 +76,7 @@ class StepChecks:
         ):  # frameworks put DDP around the model after the optimizer is wrapped
             require_no_ddp({p for group in groups for p in group["params"]})
             self._alone_in_model = True
-        if averaging.world.inner_size == 1:  # else before its first gradient
+        if averaging.world.inner_size == 1:  # with several learners before_gradient() has done it
             averaging.tensors.parameters.check()
 
     def quorum(self) -> None:

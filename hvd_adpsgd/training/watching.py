@@ -43,7 +43,7 @@ _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 _TAKEOVER_S = (
     3.0  # at the end of a job leaders leave one after the other: none opens a page for a moment
 )
-_SILENT_S = 10.0  # suspect for so long, and the next leader speaks in its place
+_SILENT_S = 10.0  # suspect for so long, a leader no longer reports for all; the next one does
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
 _SIZED = (torch.Tensor, np.ndarray, np.generic)

@@ -325,7 +325,7 @@ def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
-    """What the learners of a kind report; None if they failed, with what they wrote on stderr."""
+    """Launch the learners of one benchmark; their report, or None if they failed (stderr is printed)."""
     kind = asked["kind"]
     path = programs_path()
     size = str(asked["super_learner_size"])

@@ -154,7 +154,7 @@ def _different(visits: Sequence[findings.Visit]) -> list[str]:
 
 
 def _visits(args: argparse.Namespace) -> list[findings.Visit]:
-    """What came of visiting the hosts named; none if none are.
+    """Run the checks on each named host, by ssh; an empty list if no host is named.
 
     Raises:
         ConfigError: if they cannot be read.

@@ -49,7 +49,7 @@ def of_seeds(runs: int) -> Callable[[Report], None]:
 
 
 def of_states(name: str) -> Callable[[int], None]:
-    """For an exploration: how many states were met."""
+    """For `--explore`: prints how many states of the job were reached."""
     line = _Line()
     return lambda states: line.show(lambda: f"{name}: {states:,} states so far")
 
