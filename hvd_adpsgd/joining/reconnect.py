@@ -3,7 +3,7 @@
 All make a second Hub, communicators and engines beside what they have, agree, and switch to them. What must
 be gathered before there is a connection is relayed over the joining super learner's conversation with one of
 them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of
-them, fails in between, they go on as they were.
+them, fails in between, the learners of the job keep their connections and engines.
 """
 
 from __future__ import annotations

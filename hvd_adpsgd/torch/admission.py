@@ -280,7 +280,7 @@ def _admit(
     optimizers: list[torch.optim.Optimizer],
     state: bytes,
 ) -> None:
-    """Meet the joining super learner, and give it the state; go on without it if it fails."""
+    """Connect to the joining super learner and send it the state; continue without it if it fails."""
     here, candidate = join_server(world), None
     if chosen.rank == world.rank:
         candidate = next(n for n in here.candidates if n.number == chosen.number and n.request)

@@ -108,7 +108,7 @@ class Averaging:
         self._presence = Presence(self)
 
     def replace_engine(self, engine: Engine) -> None:
-        """Go on with another engine, between steps, paused. Exchange counters restart at 0."""
+        """Replace the engine by this one, between steps, paused. Exchange counters restart at 0."""
         self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
         self.record.events(self.engine)
         self.tensors.release()

@@ -1,4 +1,4 @@
-"""Steps and operations in the same order on all learners: who waits for whom, and when that would never end.
+"""Steps and operations in the same order on all learners; waits that would never end are refused.
 
 A step waits for gradients of the other learners of the super learner, and, with strategies in step, for steps
 of other super learners. An operation over all learners waits for all of them. Where one learner waits in a

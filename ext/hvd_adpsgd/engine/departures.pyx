@@ -6,7 +6,7 @@
                <-------------     BYE_SEEN: this engine stays, and tells its listeners
                <-------------     BYE: it has left itself; choose another listener
 
-An engine may end once a listener that stays has answered: it tells the rest. So an engine has log2(n) departures to
+An engine may end once a listener that stays has answered: it tells the rest. So an engine has log2(n) BYEs to
 send, and each departure costs every other engine at most as many messages: fewer if several come together, because a
 listener is sent no NEWS before it has answered the last. A listener that has ended answers nothing: after a while
 (PATIENCE) another one is chosen beside it. An engine also ends if no peer that may be there has answered in half of the
@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport (Listener, Membership, choose_listeners, give_up_listeners, has_departed,
                                            hops, is_taken_over, knows_no_more, listener_of, note_departure)
 
-cdef double PATIENCE = 0.04         # for the answer to a departure, times leave_deadline_s
+cdef double PATIENCE = 0.04         # for the answer to a BYE, times leave_deadline_s
 
 
 cdef void announce_departure(Core* e) noexcept nogil:

@@ -109,7 +109,7 @@ cdef void search_failures(Core* e) noexcept nogil:
 
 
 cdef bint leave(Core* e) noexcept nogil:
-    """Finish what runs, announce their departure, wait until others pass it on. True when done."""
+    """Finish what runs, announce the departure of this engine, wait until others pass it on. True when done."""
     cdef Membership* m = &e.membership
     cdef double t = now(e)
     if m.leave_by == 0:

@@ -162,7 +162,7 @@ cdef int hops(Membership* m) noexcept nogil:
 
 
 cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
-    """Those that have not answered a departure of that time or earlier: they may have left, and nobody says so."""
+    """Peers that have not answered a BYE sent at that time or earlier: they may have left unnoticed."""
     cdef int i
     for i in range(m.nlisteners):
         if m.listeners[i].acknowledged < m.owed and m.listeners[i].told_at < before and not m.mute[m.listeners[i].peer]:

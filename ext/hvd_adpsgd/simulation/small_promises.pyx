@@ -76,7 +76,7 @@ cdef int check_transfers(SmallJob job, int i, Core* e) except -1:
 
 
 cdef int check_peers(SmallJob job, int i, Core* e) except -1:
-    """Who is taken for failed has failed, or was suspected; who is taken for one that left has announced the departure."""
+    """An engine marked FAILED has failed, or was suspected; an engine marked LEFT has announced its departure."""
     cdef int j
     for j in range(job.n):
         if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.departing:
@@ -135,7 +135,7 @@ cdef int check_over(SmallJob job, int i) except -1:
 
 
 cdef int check_unread(SmallJob job, int i, Core* e) except -1:
-    """From who has answered its departure, nothing but departures is on its way to an engine that ends."""
+    """A peer that has answered the BYE of an engine that ends has nothing but departures under way to it."""
     cdef Underway* message
     cdef Listener* listener
     cdef int k

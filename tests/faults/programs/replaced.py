@@ -2,9 +2,9 @@
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
 models differ. When everybody is there, the next of --victims kills itself (or all of them do); when all
-of them have been replaced, everybody trains --after more epochs. Replacements that are --held never come:
-when some, but not all, have been there for --part epochs, learner --then kills itself, and the others
-train as many more. Each learner says its facts.
+of them have been replaced, everybody trains --after more epochs. Replacements of the super learners in
+--held never come: when some, but not all, have been there for --part epochs, learner --then kills
+itself, and the others train as many more. Each learner says its facts.
 """
 
 import argparse
