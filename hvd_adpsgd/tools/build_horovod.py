@@ -184,6 +184,36 @@ CHANGES = (
         '    throw std::runtime_error("MPI_Gatherv failed, see MPI output for details.");\n'
         "  }\n",
     ),
+    # Open MPI tells one thread that a process has failed, and this thread walks all communicators. One that
+    # another thread frees meanwhile ends the process by SIGSEGV (5.0.11). So the background loop leaves its
+    # communicators to MPI_Finalize when it ends, at shutdown or by an error.
+    Change(
+        "horovod/common/mpi/mpi_context.h",
+        "  // Flag indicating whether mpi is enabled.\n",
+        "  // Communicators are not freed: the background loop ends.\n"
+        "  inline static bool keeps_communicators = false;\n"
+        "\n"
+        "  // Flag indicating whether mpi is enabled.\n",
+    ),
+    Change(
+        "horovod/common/mpi/mpi_context.cc",
+        "void MPIContext::FinalizeWithoutEnv() {\n   if (!enabled_) {\n",
+        "void MPIContext::FinalizeWithoutEnv() {\n   if (!enabled_ || keeps_communicators) {\n",
+    ),
+    Change(
+        "horovod/common/operations.cc",
+        "  // Initialize mpi context\n",
+        "  MPIContext::keeps_communicators = false;\n  // Initialize mpi context\n",
+    ),
+    Change(
+        "horovod/common/operations.cc",
+        "  // Signal that shutdown has been requested.\n  state.shut_down = true;\n",
+        "  // Signal that shutdown has been requested.\n"
+        "  state.shut_down = true;\n"
+        "#if HAVE_MPI\n"
+        "  MPIContext::keeps_communicators = true;\n"
+        "#endif\n",
+    ),
     # Schedulers signal the process that they started: it must be mpirun, not a shell that waits for it.
     Change(
         "horovod/runner/mpi_run.py",

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,6 +104,49 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
     assert time.monotonic() - interrupted < ENDS_S, result.report()
     assert result.returncode != 0, result.report()
     wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", GONE_S)
+
+
+FREES = r"""
+    #include <mpi.h>
+    #include <stdio.h>
+    #include <unistd.h>
+    int MPI_Comm_free(MPI_Comm *comm) {
+        fprintf(stderr, "MPI_Comm_free on %s thread\n", gettid() == getpid() ? "the main" : "another");
+        return PMPI_Comm_free(comm);
+    }
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["shutdown", "error"])
+def test_horovod_frees_no_communicator_when_its_loop_ends(tmp_path: Path, fails: bool) -> None:
+    """Open MPI may be walking them on another thread, to tell of a process that has failed: a SIGSEGV."""
+    source, library = tmp_path / "frees.c", tmp_path / "frees.so"
+    source.write_text(textwrap.dedent(FREES))
+    mpicc = str(Path(sys.executable).with_name("mpicc"))
+    compiler = mpicc if os.path.exists(mpicc) else shutil.which("mpicc") or pytest.skip("no mpicc")
+    command = [compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    program = """
+        import signal
+        import hvd_adpsgd.torch as hvd, torch
+        hvd.init()
+        hvd.allreduce(torch.ones(2), process_set=hvd.super_learner)
+        if sys.argv[1] == "True":
+            if hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                while True:
+                    hvd.allreduce(torch.ones(2), process_set=hvd.super_learner)
+            except Exception as error:
+                print(f"saw {type(error).__name__}", file=sys.stderr)
+        hvd.shutdown()
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
+    preloaded = {**env, "LD_PRELOAD": str(library)}
+    result = run_learners(2, program, args=[str(fails)], env=preloaded, fresh=True)
+    assert ("MPI_Comm_free on the main thread" in result.stderr) != fails, result.report()
+    assert ("background loop uncaught exception" in result.stderr) == fails, result.report()
+    assert "MPI_Comm_free on another thread" not in result.stderr, result.report()
 
 
 def test_a_signal_to_horovodrun_ends_the_job(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def require_survivors(
     for rank in victims.survivors:
         assert ends[rank]["steps"] == STEPS, result.report()
     assert set(victims.survivors) <= set(left(folder, "left")), result.report()
+    assert set(victims.left_behind) <= set(left(folder, "left")), result.report()
     if place != "last_step":  # there the others of a super learner may be done already
         assert not set(ends) & set(victims.left_behind), result.report()
         for rank in victims.left_behind:
