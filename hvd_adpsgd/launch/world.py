@@ -150,8 +150,8 @@ class World:
         names = names_of(groups, placements)
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
         plain = _is_plain(config, len(groups))
-        done, departure, left, minority = _flags(comms.inner, len(groups), plain)
-        membership = Membership(groups, names, super_rank, left, minority)
+        done, departure, left = _flags(comms.inner, len(groups), plain)
+        membership = Membership(groups, names, super_rank, left)
         is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
             ShutdownBarrier(comms.departures, ranks), membership, groups[super_rank], done
@@ -249,10 +249,10 @@ def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
     """Bytes that the learners of a super learner share; unshared in plain Horovod, which may span hosts.
 
     Returns:
-        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner and
-        another one for Membership.
+        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner
+        for Membership.
     """
-    sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM, 1
+    sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM
     if plain:
         return [
             np.ones(sizes[0], dtype=np.uint8),

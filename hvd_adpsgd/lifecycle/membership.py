@@ -41,9 +41,9 @@ class Membership:
         names: what to call each super learner in messages.
         own: this learner's super_rank.
         left: a byte per super learner, shared by the learners of this one: it has left, as the leader knows.
-        minority: another shared byte: see is_minority.
 
     Attributes:
+        is_minority: whether half or more of the super learners that have not left have failed.
         states: of the super learners, by super_rank.
         sources: each returns changes for `update`, whenever it is asked.
     """
@@ -54,14 +54,13 @@ class Membership:
         names: Sequence[str],
         own: int,
         left: NDArray[np.uint8] | None = None,
-        minority: NDArray[np.uint8] | None = None,
     ):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
         self._groups, self.names = groups, list(names)
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
-        self._minority = np.zeros(1, dtype=np.uint8) if minority is None else minority
+        self.is_minority = False
         self._departed: set[int] = set()  # have left in order, with all their engines
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
@@ -89,7 +88,7 @@ class Membership:
                 self._tell(i, state, line)
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
-            self._minority[0] = 2 * self._staying(failed=False) <= self._staying(failed=True)
+            self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
 
     def _staying(self, failed: bool) -> int:
         """Super learners that have not left, with or without those that have failed."""
@@ -100,11 +99,6 @@ class Membership:
     def is_alone(self) -> bool:
         """Whether no other super learner trains: all others have left or failed."""
         return self._staying(failed=False) <= 1
-
-    @property
-    def is_minority(self) -> bool:
-        """Whether half or more of the super learners have failed, as the leader knew before the last step."""
-        return bool(self._minority[0])
 
     def are_minority(self, ranks: Collection[int]) -> bool:
         """Whether the super learners of these ranks are half or fewer of those that have not left."""
@@ -167,7 +161,7 @@ class Membership:
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = False
         self._departed.clear()
-        self._minority[0] = False
+        self.is_minority = False
         self._told.clear()
 
     def rejoin(self) -> None:

@@ -127,6 +127,7 @@ class Averaging:
         """The world has changed: the engine is of the new one already."""
         self.world = self.tensors.world = world
         self.engine.memory.inner = world.inner
+        self.mates.regains_quorum()
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 
@@ -149,6 +150,7 @@ class Averaging:
         if self._submitted == 0:
             self.require_running()
             self.tensors.parameters.check()
+            self._checks.note_quorum()
         self._submitted += count
         if self._submitted >= total:
             self.engine.publish(self.step)

@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 
 __all__ = ["Mates"]
 
-_COMPLETE, _JOINED, _ASKED, _CLOSED, _REFUSED = range(5)  # columns
+_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns
 _COLUMNS = _REFUSED + 2
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks; Horovod's own cycle is 1 ms
 
@@ -30,6 +30,7 @@ class Mates:
         asked       operations other than gradient averaging that it has begun since the last set, behind the
                     number of that set: a count that differed before (after an error) is alike again
         closed      whether it submits nothing more
+        quorum      0, or 1 + the first set that no learner steps with, because this one knows of no quorum
         refused     1 + the last set that it averages but does not step with, of the even and of the odd sets:
             a learner may refuse the next set before its mates have looked, but not the one after that
 
@@ -81,6 +82,23 @@ class Mates:
         """The learners for which no learner may step with the set that was averaged last."""
         refused = self._rows[:, _REFUSED + (self.sets - 1) % 2].tolist()
         return [rank for rank, sets in enumerate(refused) if sets == self.sets]
+
+    def loses_quorum(self) -> None:
+        """Note, before a gradient of the set under way is submitted, that no learner steps with that set."""
+        self._mine[_QUORUM] = self._mine[_QUORUM] or self.sets + 1
+
+    def regains_quorum(self) -> None:
+        """Note, between two sets, that this learner knows of a quorum again."""
+        self._mine[_QUORUM] = 0
+
+    @property
+    def lack_quorum(self) -> bool:
+        """Whether no learner may step with the set that was averaged last.
+
+        Alike on all learners: the number of the set decides, not the moment at which one looks.
+        """
+        lost = self._rows[:, _QUORUM]
+        return bool(((lost > 0) & (lost <= self.sets)).any())
 
     def asks(self) -> None:
         """Note that this learner begins an operation of all learners, or of the super learner."""

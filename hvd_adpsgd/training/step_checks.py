@@ -79,17 +79,27 @@ class StepChecks:
         if averaging.world.inner_size == 1:  # with several learners before_gradient() has done it
             averaging.tensors.parameters.check()
 
+    def note_quorum(self) -> None:
+        """Note a lost quorum for all learners of the super learner, before a gradient is submitted."""
+        if self._is_minority:
+            self._averaging.mates.loses_quorum()
+
+    @property
+    def _is_minority(self) -> bool:
+        averaging = self._averaging
+        return averaging.spec.config.quorum is not None and averaging.world.membership.is_minority
+
     def quorum(self) -> None:
-        """On all learners of the super learner alike: the leader noted it before the step's all-reduce.
+        """On all learners of the super learner alike, after the step's all-reduce.
 
         Raises:
             QuorumLostError: with HVD_ADPSGD_QUORUM=majority, if this super learner is in a minority.
         """
         averaging = self._averaging
-        membership, quorum = averaging.world.membership, averaging.spec.config.quorum
-        if quorum is not None and membership.is_minority:
+        alone = averaging.world.inner_size == 1
+        if self._is_minority if alone else averaging.mates.lack_quorum:
             raise QuorumLostError(
-                f"step {averaging.step}, super learner {membership.own}: half or more of the super learners "
-                "have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. The model is "
+                f"step {averaging.step}, super learner {averaging.world.super_rank}: half or more of the super "
+                "learners have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. The model is "
                 "that before this step: save a checkpoint and exit. Start the job again from the newest one."
             )

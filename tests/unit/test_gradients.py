@@ -207,6 +207,22 @@ def test_a_learner_does_not_wait_for_one_that_waits_for_it() -> None:
     assert me.all_submit([], lambda: next(waits)), "it is only late, and not ahead"
 
 
+def test_a_lost_quorum_stops_all_learners_after_the_same_set() -> None:
+    """Also one that looks so late that its mate has noted the loss before the next set."""
+    leader, other = mates()
+    for one in (leader, other):
+        one.averaged()
+    assert not leader.lack_quorum
+    leader.loses_quorum()
+    leader.loses_quorum()  # of each further set
+    assert not other.lack_quorum, "that set is stepped with on the leader"
+    for one in (leader, other):
+        one.averaged()
+        assert one.lack_quorum
+    leader.regains_quorum()
+    assert not other.lack_quorum
+
+
 def test_a_learner_that_averages_meanwhile_is_not_elsewhere() -> None:
     """Between two reads of the counters it submits, and its average is complete."""
     me, other = mates()
