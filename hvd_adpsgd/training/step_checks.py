@@ -99,7 +99,8 @@ class StepChecks:
         alone = averaging.world.inner_size == 1
         if self._is_minority if alone else averaging.mates.lack_quorum:
             raise QuorumLostError(
-                f"step {averaging.step}, super learner {averaging.world.super_rank}: half or more of the super "
-                "learners have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. The model is "
-                "that before this step: save a checkpoint and exit. Start the job again from the newest one."
+                f"step {averaging.step}, super learner {averaging.world.super_rank}: half or more of the "
+                "super learners have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. "
+                "The model is that before this step: save a checkpoint and exit. Start the job again from "
+                "the newest one."
             )
