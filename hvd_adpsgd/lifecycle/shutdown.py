@@ -486,8 +486,14 @@ def _leave_hub(hub: Hub) -> None:
 
 
 def _end_without_finalize(keeps_status: bool, last: bool) -> None:
-    """See process_exit; the process that ends last reports a failure in place of status 0."""
-    exit_state.verdict = FAILED_STATUS if last and exit_state.has_failures else 0
+    """See process_exit; the process that ends last reports a failure in place of status 0.
+
+    So does each learner of a failed super learner whose status ends no other learner: where a peer does not
+    know of that failure, each believes that the other one ends last.
+    """
+    barrier = exit_state.barrier
+    tells = last or (barrier is not None and barrier.rank in exit_state.failed)
+    exit_state.verdict = FAILED_STATUS if tells and exit_state.has_failures else 0
     process_exit.end_without_finalize(keeps_status, exit_state.verdict)
 
 

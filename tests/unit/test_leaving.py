@@ -154,6 +154,15 @@ def test_a_failure_of_others_is_the_status_whatever_the_output_is(end, status):
     assert said.returncode == status, said.stderr
 
 
+@pytest.mark.parametrize(("failed", "status"), [((), 0), ((0, 1), 0), ((0, 3), 75)])
+def test_a_learner_of_a_failed_super_learner_tells_it_itself(failed, status):
+    """Here learner 3, while all others run. They may not know of the failure, and leave it to this one."""
+    others = "SimpleNamespace(rank=3, ranks=(0, 1, 2, 3), ended=lambda: set())"
+    script = LAST.replace(ALONE, others) + f"shutdown.exit_state.failed = {failed}"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert said.returncode == status, said.stderr
+
+
 def test_a_process_without_mpi_does_not_start_it_at_its_end():
     """In a job of torchrun, whether it leaves or init() has failed."""
     script = """
