@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.engine.admission import Joiner, Member
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
 from hvd_adpsgd.joining import joining, reconnect
@@ -344,15 +345,16 @@ def _met(
 ) -> NewGroup | None:
     """Connect anew, on learners of the job; None on all of them if it failed on one."""
     ranks = tuple(sorted({*world.collectives.ranks, *offer.groups[offer.super_rank]}))
-    before = world.collectives.ranks
+    member = Member()
+    member.begins(world.collectives.ranks)
     ends = time.monotonic() + RECONNECT_S
     gather = reconnect.gather_with(world, len(offer.placements), candidate, ends)
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
     prepared = _prepare(world, offer, ranks, senders, gather, ends)
     # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
-    met = all(world.collectives.gather(DOING, prepared is not None))
-    if not met or world.collectives.ranks != before or prepared is None:
+    all_made = all(world.collectives.gather(DOING, member.votes(prepared is not None)))
+    if not member.goes_over(all_made, world.collectives.ranks) or prepared is None:
         _drop(prepared)
         return None
     if candidate is not None:
@@ -427,12 +429,18 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     for averaging in live():
         averaging.engines.make_memory_ahead(world)
     offer, ranks, senders = candidate.ready(world, terms())
+    joiner = Joiner()
+    joiner.offered()
     ends = time.monotonic() + 2 * RECONNECT_S  # the others give up first
     gather = reconnect.gather_as_candidate(
         world, len(offer.placements), candidate.conversation, ends
     )
     prepared = _prepare(world, offer, ranks, senders, gather, ends)
-    if not candidate.is_in(world) or prepared is None:
+    if candidate.is_in(world):
+        joiner.let_in()
+    else:
+        joiner.times_out()
+    if joiner.is_out or prepared is None:
         _drop(prepared)
         raise PeerFailedError(
             f"super learner {world.super_rank} was to join, but the others did not connect to it: one of "
@@ -441,6 +449,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     _switch(world, *prepared)
     new_group = prepared[0]
     told = _receive(new_group, model)
+    joiner.received()
     told.give(optimizers)
     for averaging in live():
         resume(averaging)

@@ -3,7 +3,7 @@
     python -m tests.simulation.mutants [NAME ...] [--seeds N]
     python -m tests.simulation.mutants [NAME ...] --explored      # by which exhaustive exploration?
 
-Each mutant is one replacement in one source of ext/hvd_adpsgd/engine, or in how the simulator lets a
+Each mutant is one replacement in one source of the engine, or in how the simulator lets a
 newcomer in or opens a connection again. It is made in a copy of the project,
 built there, and run seed by seed until a promise breaks, the process dies, or a seed takes longer than a
 minute.
@@ -22,8 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENGINE = Path("ext/hvd_adpsgd/engine")
-ADMISSION = (
-    "../simulation/admission.pyx"  # of the simulator itself: the library's is Python, with sockets
+ADMISSION = "../simulation/admission.pyx"  # of the simulator itself ...
+ADMITTED = (
+    "../../../hvd_adpsgd/engine/admission.py"  # ... and the decisions, which the library shares
 )
 STREAMS = (
     "../simulation/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
@@ -412,12 +413,30 @@ MUTANTS = (
     Mutant(
         "a member goes over without the decision",
         ADMISSION,
-        "        return say(job, p, not happens(&job.net.chance, REFUSED))\n",
-        "        say(job, p, not happens(&job.net.chance, REFUSED))\n"
-        "        if m.stages[p] == SAYS:\n"
-        "            m.stages[p] = OVER\n"
+        "        return say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))\n",
+        "        say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))\n"
+        "        if m.states[p].stage is MemberStage.VOTED:\n"
+        "            m.states[p].goes_over(True, members)\n"
         "            go_over(job, p)\n"
         "        return 0\n",
+    ),
+    Mutant(
+        "members go over although one has voted no",
+        ADMITTED,
+        "        return all_made and frozenset(members) == self.members\n",
+        "        return frozenset(members) == self.members\n",
+    ),
+    Mutant(
+        "members go over although one of them was lost",
+        ADMITTED,
+        "        return all_made and frozenset(members) == self.members\n",
+        "        return all_made\n",
+    ),
+    Mutant(
+        "a newcomer that is let in gives up when its patience ends",
+        ADMITTED,
+        "        if self.stage in (JoinerStage.WAITS, JoinerStage.MAKES):\n",
+        "        if self.stage is not JoinerStage.TRAINS:\n",
     ),
     Mutant(
         "an old engine is left while its exchanges run",
@@ -427,9 +446,9 @@ MUTANTS = (
     ),
     Mutant(
         "a newcomer whose giver is lost waits for its model",
-        ADMISSION,
-        "(kind == LOST and not m.joined)",
-        "(kind == LOST and not m.is_in and not m.joined)",
+        ADMITTED,
+        "        if self.stage is not JoinerStage.TRAINS:\n",
+        "        if self.stage not in (JoinerStage.IN, JoinerStage.TRAINS):\n",
     ),
     Mutant(
         "what was lost with a connection is not sent again",

@@ -3,29 +3,19 @@ from libc.stdint cimport int64_t
 
 from hvd_adpsgd.simulation.state cimport JobState
 
-cdef enum Stage:            # of a member
-    ABSENT = 0              # it has not come
-    RESTS = 1               # its engine is at rest, and it has said so
-    WAITS = 2               # it has its new engine; the giver waits for the newcomer's
-    SAYS = 3                # it has said whether it is ready
-    OVER = 4                # it has switched to the new engine, or keeps the old one
-
 cdef class Admission:
     cdef int n              # members: processes 0 to n - 1; the newcomer is process n
     cdef object plan
     cdef int number         # of the newcomer among super learners
     cdef list agreements    # [process]
-    cdef list stages        # [process]
+    cdef list states        # [process]: its Member; None: it has not come
+    cdef object joiner      # the newcomer's Joiner
     cdef list members       # processes that have come, as all have decided; None: not yet
     cdef dict places        # process -> its new engine
-    cdef object failed      # of the first decision
     cdef int giver
     cdef object values      # the mean of the members' models
     cdef object gift        # step, values
     cdef bint newcomer_lost
-    cdef bint is_in         # the newcomer knows that it is let in
-    cdef bint joined        # ... and has its model
-    cdef bint gave_up
     cdef list letters       # (from, to, kind, content), None: lost or read
     cdef dict arrives       # (from, to) -> when the last letter does
     cdef dict held          # process that is stopped -> letters that have arrived

@@ -2,7 +2,8 @@
 # Why compiled: it makes and begins engines.
 """A newcomer is let in: all go over to new engines beside the old ones, or none does.
 
-As torch/admission.py and joining/meeting.py do it, with real engines and the real agreement:
+As torch/admission.py and joining/reconnect.py do it, with real engines, the real agreement, and the real decisions
+(engine/admission.py):
 
     each member                                             the newcomer
     before the same step: its engine comes to rest,
@@ -22,6 +23,7 @@ from libc.stdint cimport int64_t, uintptr_t
 
 import numpy as np
 
+from hvd_adpsgd.engine.admission import Joiner, Member, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.loop cimport begin_turns
@@ -51,7 +53,8 @@ cdef class Admission:
     def __cinit__(self, int n, plan):
         self.n, self.plan = n, plan
         self.agreements = [Agreement(n, i) for i in range(n)]
-        self.stages = [ABSENT] * n
+        self.states = [None] * n
+        self.joiner = Joiner()
         self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
 
 
@@ -84,6 +87,7 @@ cdef int come(JobState job, int i) except -1:
             job.stores[i].publish()
             absorb(job, i, a.step - 1)
         a.doing = AWAIT_ALL
+        m.states[a.process] = Member()
         say(job, a.process, True)
     return 0
 
@@ -91,7 +95,6 @@ cdef int come(JobState job, int i) except -1:
 cdef int say(JobState job, int p, bint flag) except -1:
     """Vote: at rest; ready to go over."""
     cdef Admission m = job.admission
-    m.stages[p] = RESTS if m.stages[p] == ABSENT else SAYS
     m.agreements[p].vote(flag)
     return act_on(job, p)
 
@@ -99,13 +102,16 @@ cdef int say(JobState job, int p, bint flag) except -1:
 cdef int act_on(JobState job, int p) except -1:
     """Send what the agreement wants to tell, and do what is decided."""
     cdef Admission m = job.admission
-    agreement = m.agreements[p]
+    agreement, member = m.agreements[p], m.states[p]
     for peer, message in agreement.take_outgoing():
         post(job, p, peer, AGREES, message)
-    if m.stages[p] == RESTS and agreement.number == 1:
-        prepare(job, p, decided(job, agreement, 0).failed)
-    elif m.stages[p] == SAYS and agreement.number == 2:
-        conclude(job, p, decided(job, agreement, 1))
+    if member is None:
+        return 0
+    if member.stage is MemberStage.RESTS and agreement.number == 1:
+        prepare(job, p, staying(job, decided(job, agreement, 0)))
+    elif member.stage is MemberStage.VOTED and agreement.number == 2:
+        decision = decided(job, agreement, 1)
+        conclude(job, p, member.goes_over(decision.flag, staying(job, decision)))
     return 0
 
 
@@ -118,21 +124,26 @@ cdef object decided(JobState job, agreement, number):
     return decision
 
 
-cdef int prepare(JobState job, int p, failed) except -1:
+cdef list staying(JobState job, decision):
+    """The members that a decision does not take for failed."""
+    cdef Admission m = job.admission
+    return [q for q in range(m.n) if q not in decision.failed]
+
+
+cdef int prepare(JobState job, int p, list members) except -1:
     """The members are decided: make an engine for them and the newcomer."""
     cdef Admission m = job.admission
     if m.members is None:
-        m.failed = failed
-        m.members = [q for q in range(m.n) if q not in failed]
-        m.giver = m.members[0]
+        m.members = members
+        m.giver = members[0]
         make_engines(job)
     begin(job, m.places[p])
-    m.stages[p] = WAITS
+    m.states[p].begins(members)
     if p != m.giver:
-        return say(job, p, not happens(&job.net.chance, REFUSED))
+        return say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))
     m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
     if m.newcomer_lost:
-        return say(job, p, False)
+        return say(job, p, m.states[p].votes(False))
     post(job, p, m.n, INVITED, None)
     post_later(job, p, NO_MORE, job.leave_deadline_s)
     return 0
@@ -184,11 +195,10 @@ cdef void begin(JobState job, int at):
             enter(job.net, job.net.now_s + between(&job.chance, 0, job.detect_s), REPORT, at, <void*><uintptr_t>i)
 
 
-cdef int conclude(JobState job, int p, decision) except -1:
+cdef int conclude(JobState job, int p, bint goes_over) except -1:
     """All members switch to the new engines, or all keep the old ones."""
     cdef Admission m = job.admission
-    m.stages[p] = OVER
-    if decision.flag and decision.failed == m.failed:
+    if goes_over:
         job.note("join | all go over" if p == m.giver else "join | a member goes over")
         if p == m.giver:
             check_joined(job, [job.seats[q] for q in m.members], m.values)
@@ -246,16 +256,18 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
     cdef Admission m = job.admission
     cdef int at = job.seats[m.n]
     cdef Actor* a = &job.actors[at]
-    if m.gave_up:
+    joiner = m.joiner
+    if joiner.is_out:
         return 0
     if kind == INVITED:
+        joiner.offered()
         begin(job, at)
         post(job, m.n, m.giver, READY, None)
         post_later(job, m.n, NO_MORE, 2 * job.leave_deadline_s)
     elif kind == IS_IN:
-        m.is_in = True
+        joiner.let_in()
     elif kind == GIFT:
-        m.joined = True
+        joiner.received()
         step, values = content
         job.models[at][...] = values
         job.expected += job.models[at]
@@ -265,8 +277,11 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
         a.doing = STEP
         job.note("join | the newcomer begins")
         job.again(at, between(&job.chance, 20e-6, 200e-6))
-    elif (kind == NO_MORE and not m.is_in) or (kind == LOST and not m.joined):
-        m.gave_up = True
+    elif kind == NO_MORE:
+        joiner.times_out()
+    elif kind == LOST:
+        joiner.is_abandoned()
+    if joiner.is_out:
         job.note("join | the newcomer gives up")
         if not a.absent:
             a.done_at = job.net.now_s
@@ -332,8 +347,8 @@ cdef int read_letter(JobState job, int which) except -1:
         m.agreements[dst].failed(src)
     elif kind == PACKED:
         post(job, dst, m.n, GIFT, m.gift)
-    elif dst == m.giver and m.stages[dst] == WAITS and kind in (READY, NO_MORE, LOST):
-        return say(job, dst, kind == READY)
+    elif dst == m.giver and kind in (READY, NO_MORE, LOST) and is_in_stage(m.states[dst], MemberStage.MAKES):
+        return say(job, dst, m.states[dst].votes(kind == READY))
     return act_on(job, dst)
 
 
@@ -363,5 +378,9 @@ cdef void tell_lost(JobState job, int i, int who):
     """The process of engine i notices that the one of `who` has ended, after its last letter."""
     cdef Admission m = job.admission
     cdef int p = job.actors[i].process, q = job.actors[who].process
-    if m is not None and p != q and (p == m.n or q == m.n or m.stages[p] != OVER):
+    if m is not None and p != q and (p == m.n or q == m.n or not is_in_stage(m.states[p], MemberStage.OVER)):
         deliver(job, q, p, LOST, None, job.net.now_s)
+
+
+cdef bint is_in_stage(member, stage):
+    return member is not None and member.stage is stage
