@@ -154,7 +154,7 @@ class Config:
         1.0,
         float,
         "exchanges/step",
-        "exchanges per step on average, whether this or the other super learner started them",
+        "exchanges per step on average, whichever of the two super learners starts them",
         low=0,
         low_open=True,
         high=64,
@@ -172,8 +172,8 @@ class Config:
         None,
         str,
         "",
-        "auto: each learner of a super learner averages a shard of the model with its counterparts in the "
-        "others, where that is possible; None: the leader averages all of it",
+        "auto: each learner averages a shard of the model with its counterparts in the other super learners, "
+        "where possible; None: the leader averages all of it",
         choices=("auto",),
         optional=True,
     )
@@ -181,15 +181,15 @@ class Config:
         None,
         str,
         "",
-        "cores for engines alone, as 3 or 2,5-7, which the learners' other threads leave alone; auto: one "
-        "for each engine where torch's threads need fewer than there are; None: the system decides",
+        "cores reserved for engines, as 3 or 2,5-7; auto: one for each engine, if torch's threads leave "
+        "enough; None: the system decides",
         optional=True,
     )
     max_staleness: int | None = _option(
         None,
         int,
         "steps",
-        "wait when a correction would be older than this; None: never wait for another super learner",
+        "wait when a correction would be older; None: never wait for another super learner",
         low=1,
         high=10**9,
         optional=True,
@@ -206,7 +206,7 @@ class Config:
         "mpi",
         str,
         "",
-        "how a mean of all super learners is summed: MPI's all-reduce, or pairwise in log2 n stages; "
+        "how a mean of all super learners is summed: by MPI, or pairwise in log2 n stages; "
         "with ULFM (failures are survived) always pairwise",
         choices=("mpi", "butterfly"),
     )
@@ -221,7 +221,7 @@ class Config:
         None,
         str,
         "",
-        "with wire=tcp: names of network interfaces, separated by commas; the first that a host has is used; "
+        "with wire=tcp: network interfaces, separated by commas; each host uses the first that it has; "
         "None: loopback on a single host, else the one that reaches the other hosts",
         optional=True,
     )
@@ -229,7 +229,7 @@ class Config:
         128,
         int,
         "connections",
-        "with wire=tcp: most connections that an engine opens and keeps; those in use are kept beyond it",
+        "with wire=tcp: most connections that an engine keeps open; those in use may exceed it",
         low=1,
         high=65536,
     )
@@ -237,7 +237,7 @@ class Config:
         300.0,
         float,
         "s",
-        "with wire=tcp: a connection that has carried nothing for so long is closed, and opened when needed",
+        "with wire=tcp: a connection idle for so long is closed, and reopened when needed",
         low=1,
         high=10**6,
     )
@@ -245,7 +245,7 @@ class Config:
         60.0,
         float,
         "s",
-        "with wire=tcp: a super learner whose host has answered nothing for so long has failed",
+        "with wire=tcp: a super learner whose host has not answered for so long has failed",
         low=1,
         high=86400,
     )
@@ -253,23 +253,21 @@ class Config:
         "memory",
         str,
         "",
-        "how models, and large tensors in operations over all learners, travel on one host: "
-        "in shared memory, or as messages",
+        "how models and large tensors travel on one host: in shared memory, or as messages",
         choices=("memory", "mpi"),
     )
     nonfinite: str = _option(
         "raise",
         str,
         "",
-        "what to do when the local model holds NaN or infinity; of one on a GPU it is known a step later",
+        "what to do when the local model holds NaN or infinity; on a GPU, a step later",
         choices=("raise", "skip"),
     )
     chunk_kib: int = _option(
         256,
         int,
         "KiB",
-        "size of the pieces in which a model travels, at most; above the default no more than an eighth of "
-        "the model",
+        "largest piece in which a model travels; above the default at most an eighth of the model",
         low=64,
         high=65536,
     )
@@ -277,8 +275,8 @@ class Config:
         1.0,
         float,
         "s",
-        "silence after which exchanges with a peer stop, until it answers again; at least the time of a "
-        "chunk at 10 Mb/s",
+        "silence after which exchanges with a peer stop until it answers; at least the time of a chunk at "
+        "10 Mb/s",
         low=0.05,
         high=3600,
     )
@@ -286,7 +284,7 @@ class Config:
         5.0,
         float,
         "s",
-        "longest wait for other learners when one ends; for exchanges with silent peers half of it",
+        "longest wait for other learners when one ends; half of it for exchanges with silent peers",
         low=0.05,
         high=3600,
     )
@@ -294,7 +292,7 @@ class Config:
         300.0,
         float,
         "s",
-        "longest time in which hvd.init() finds and connects all learners; then it raises LaunchError",
+        "longest time for hvd.init() to connect all learners; then it raises LaunchError",
         low=1,
         high=86400,
     )
@@ -302,8 +300,8 @@ class Config:
         0,
         int,
         "learners",
-        "learners that a host may run beyond those that its launcher started there: hvd.admit starts "
-        "replacements of super learners of lost hosts in these",
+        "learners that a host may run beyond those that its launcher started, as replacements of super "
+        "learners of lost hosts (hvd.admit)",
         low=0,
         high=10**6,
     )
@@ -318,8 +316,8 @@ class Config:
         None,
         str,
         "",
-        "majority: with half or more of the super learners failed, as after a cut, the rest stops with "
-        "QuorumLostError; None: it trains on",
+        "majority: with half or more of the super learners failed, the rest stops with QuorumLostError; "
+        "None: it trains on",
         choices=("majority",),
         optional=True,
     )
@@ -327,7 +325,7 @@ class Config:
         None,
         str,
         "path",
-        "folder for the state that SIGUSR1 makes a learner write; None: the one for temporary files",
+        "folder for the state that SIGUSR1 makes a learner write; None: the temporary folder",
         optional=True,
         same=False,
     )
@@ -336,7 +334,7 @@ class Config:
         str,
         "host:port,...",
         "as a job prints it: these learners form a super learner that joins that job, with the "
-        "same join_secret_file, and the other options of the job; None: they do not join",
+        "same join_secret_file and other options; None: they do not join",
         optional=True,
         same=False,
     )
@@ -344,8 +342,8 @@ class Config:
         None,
         str,
         "path",
-        "file with the secret of those that may join (64 hexadecimal digits, mode 0600); "
-        "learner 0 makes it if it is missing, and prints how to join; None: nobody can join",
+        "file with the secret for joining (64 hexadecimal digits, mode 0600); learner 0 makes it if it is "
+        "missing, and prints how to join; None: nothing can join",
         optional=True,
         same=False,
     )
@@ -353,7 +351,7 @@ class Config:
         1.0,
         float,
         "s",
-        "interval at which super learners report to each other how they are; 0: never",
+        "interval of the reports that super learners send to each other; 0: never",
         low=0.01,
         off=True,
         high=3600,
@@ -369,7 +367,7 @@ class Config:
         None,
         str,
         "",
-        "[host]:port of the dashboard, without a host on the loopback interface; None: no dashboard",
+        "[host]:port of the dashboard, loopback without a host; None: none",
         optional=True,
     )
     dashboard_token: str | None = _option(
@@ -385,14 +383,14 @@ class Config:
         None,
         str,
         "path",
-        "file for Chrome traces, one of each learner: trace.json becomes trace.0.json, ...; None: none",
+        "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...; None: none",
         optional=True,
     )
     timeline_mib: int = _option(
         16,
         int,
         "MiB",
-        "most that the trace of one learner takes; its oldest records go first",
+        "largest trace of a learner; its oldest records are dropped first",
         low=1,
         high=65536,
     )

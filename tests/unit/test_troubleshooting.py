@@ -1,8 +1,8 @@
 """The troubleshooting pages together have an entry for every error and every warning of the library.
 
 Messages are read from the sources: the first argument of every call of an error class and of log.warning,
-log.error and warnings.warn. An entry quotes the longest run of constant text in the message's first sentence
-that has one; backquotes do not count.
+log.error and warnings.warn. An entry quotes the first six words of the longest run of constant text
+in the message's first sentence that has one; backquotes do not count.
 docs/troubleshooting.md has the messages of a job, docs/troubleshooting_tools.md those of everything else.
 Messages that are put together elsewhere ("%s", a variable) are out of this test's reach.
 """
@@ -25,6 +25,7 @@ ERRORS = {*errors.__all__, "BuildError"}
 LOGS = {"warning", "error", "warn"}
 HOLE = "…"
 SHORTEST = 10  # less says nothing
+QUOTED = 6  # words that find a message
 
 
 def text(node: ast.expr) -> str:
@@ -40,14 +41,15 @@ def text(node: ast.expr) -> str:
 
 
 def key(message: str) -> str:
-    """What an entry must quote: the longest constant run of the first sentence that is long enough."""
+    """What an entry must quote: words of the longest constant run, in the first sentence with a long one."""
     runs: list[str] = []
     for sentence in re.split(r"(?<=[.:;?]) ", " ".join(message.replace("`", "").split())):
         runs += [run.strip(" .,:;()'`") for run in sentence.split(HOLE)]
         if max(map(len, runs)) >= 2 * SHORTEST:
             break
     longest = max(runs, key=len)
-    return longest if len(longest) >= SHORTEST else ""
+    words = " ".join(longest.split()[:QUOTED]).strip(" .,:;()'`")
+    return words if len(longest) >= SHORTEST else ""
 
 
 @functools.cache
