@@ -433,12 +433,6 @@ MUTANTS = (
         "        return all_made\n",
     ),
     Mutant(
-        "a newcomer that is let in gives up when its patience ends",
-        ADMITTED,
-        "        if self.stage in (JoinerStage.WAITS, JoinerStage.MAKES):\n",
-        "        if self.stage is not JoinerStage.TRAINS:\n",
-    ),
-    Mutant(
         "an old engine is left while its exchanges run",
         ADMISSION,
         "        begin_rest(job, i)\n",

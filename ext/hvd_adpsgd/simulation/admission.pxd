@@ -10,6 +10,7 @@ cdef class Admission:
     cdef list agreements    # [process]
     cdef list states        # [process]: its Member; None: it has not come
     cdef object joiner      # the newcomer's Joiner
+    cdef set ready          # processes that have voted to go over
     cdef list members       # processes that have come, as all have decided; None: not yet
     cdef dict places        # process -> its new engine
     cdef int giver

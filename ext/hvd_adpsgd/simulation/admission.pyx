@@ -55,6 +55,7 @@ cdef class Admission:
         self.agreements = [Agreement(n, i) for i in range(n)]
         self.states = [None] * n
         self.joiner = Joiner()
+        self.ready = set()
         self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
 
 
@@ -95,6 +96,8 @@ cdef int come(JobState job, int i) except -1:
 cdef int say(JobState job, int p, bint flag) except -1:
     """Vote: at rest; ready to go over."""
     cdef Admission m = job.admission
+    if flag and m.states[p].stage is MemberStage.VOTED:
+        m.ready.add(p)
     m.agreements[p].vote(flag)
     return act_on(job, p)
 
@@ -111,7 +114,8 @@ cdef int act_on(JobState job, int p) except -1:
         prepare(job, p, staying(job, decided(job, agreement, 0)))
     elif member.stage is MemberStage.VOTED and agreement.number == 2:
         decision = decided(job, agreement, 1)
-        conclude(job, p, member.goes_over(decision.flag, staying(job, decision)))
+        living = staying(job, decision)
+        conclude(job, p, member.goes_over(decision.flag, living), m.ready.intersection(living))
     return 0
 
 
@@ -195,10 +199,12 @@ cdef void begin(JobState job, int at):
             enter(job.net, job.net.now_s + between(&job.chance, 0, job.detect_s), REPORT, at, <void*><uintptr_t>i)
 
 
-cdef int conclude(JobState job, int p, bint goes_over) except -1:
+cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
     """All members switch to the new engines, or all keep the old ones."""
     cdef Admission m = job.admission
     if goes_over:
+        if not ready.issuperset(m.members):
+            job.fail("promise 8 (one decision)", f"members {m.members} go over, ready and alive are {sorted(ready)}")
         job.note("join | all go over" if p == m.giver else "join | a member goes over")
         if p == m.giver:
             check_joined(job, [job.seats[q] for q in m.members], m.values)
