@@ -67,13 +67,12 @@ def test_nothing_comes_from_another_server(site: Path) -> None:
 
 def test_it_works_when_it_is_opened_from_files(site: Path, tmp_path: Path) -> None:
     with browser(tmp_path) as page:
-        for name in ("index", "strategies"):
-            page.show((site / f"{name}.html").as_uri(), 1280, scheme="dark")
-            page.wait_for("document.querySelector('div.mermaid')?.offsetHeight > 100")
-            assert page.value("document.querySelector('pre.mermaid')") is None
-            assert page.value("document.body.dataset.mdColorScheme") == "slate"
-            page.picture(tmp_path / f"{name}.png")
-        page.show((site / "strategies.html").as_uri(), 400)
+        page.show((site / "index.html").as_uri(), 1280, scheme="dark")
+        page.wait_for("document.querySelector('div.mermaid')?.offsetHeight > 100")
+        assert page.value("document.querySelector('pre.mermaid')") is None
+        assert page.value("document.body.dataset.mdColorScheme") == "slate"
+        page.picture(tmp_path / "index.png")
+        page.show((site / "index.html").as_uri(), 400)
         page.wait_for("document.querySelector('div.mermaid')?.offsetWidth > 500")
         page.value(
             "document.querySelector('[data-md-toggle=search]').click();"
