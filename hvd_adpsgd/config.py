@@ -63,10 +63,11 @@ class Option:
         return " | ".join(self.choices) or "any text"
 
     def _interval_text(self) -> str:
-        sign = ">" if self.low_open else ">="
         if self.high is None:
-            return f"{sign} {self.low:g}"
-        return f"{sign} {self.low:g} and <= {self.high:g}"
+            return f"{'>' if self.low_open else '>='} {self.low:g}"
+        if self.low_open:
+            return f"> {self.low:g} and <= {self.high:g}"
+        return f"{self.low:g} to {self.high:g}"
 
     def allows(self, value: Any) -> bool:
         """Whether a value of the right kind lies in the range; NaN never does."""
@@ -148,13 +149,13 @@ class Config:
         "random_pairs",
         str,
         "",
-        "strategy, as name or name:key=value; see hvd_adpsgd.strategies",
+        "strategy, as name or name:key=value",
     )
     exchanges_per_step: float = _option(
         1.0,
         float,
         "exchanges/step",
-        "exchanges per step on average, whichever of the two super learners starts them",
+        "exchanges per step on average, whichever side starts them",
         low=0,
         low_open=True,
         high=64,
@@ -172,8 +173,8 @@ class Config:
         None,
         str,
         "",
-        "auto: each learner averages a shard of the model with its counterparts in the other super learners, "
-        "where possible; None: the leader averages all of it",
+        "auto: each learner averages a shard of the model, where possible; None: the leader averages all "
+        "of it",
         choices=("auto",),
         optional=True,
     )
@@ -182,14 +183,14 @@ class Config:
         str,
         "",
         "cores reserved for engines, as 3 or 2,5-7; auto: one for each engine, if torch's threads leave "
-        "enough; None: the system decides",
+        "enough",
         optional=True,
     )
     max_staleness: int | None = _option(
         None,
         int,
         "steps",
-        "wait when a correction would be older; None: never wait for another super learner",
+        "wait when a correction would be older; None: never wait",
         low=1,
         high=10**9,
         optional=True,
@@ -207,29 +208,29 @@ class Config:
         str,
         "",
         "how a mean of all super learners is summed: by MPI, or pairwise in log2 n stages; "
-        "with ULFM (failures are survived) always pairwise",
+        "with ULFM always pairwise",
         choices=("mpi", "butterfly"),
     )
     wire: str = _option(
         "auto",
         str,
         "",
-        "what carries messages between engines: MPI, or TCP connections of their own; auto: MPI",
+        "what carries messages between engines; auto: MPI, in a job without it TCP",
         choices=("auto", "mpi", "tcp"),
     )
     nics: str | None = _option(
         None,
         str,
         "",
-        "with wire=tcp: network interfaces, separated by commas; each host uses the first that it has; "
-        "None: loopback on a single host, else the one that reaches the other hosts",
+        "with wire=tcp: interfaces, separated by commas; each host uses the first that it has; None: "
+        "loopback on a single host, else the one that reaches the other hosts",
         optional=True,
     )
     connections: int = _option(
         128,
         int,
         "connections",
-        "with wire=tcp: most connections that an engine keeps open; those in use may exceed it",
+        "with wire=tcp: most connections that an engine keeps open; more if more are in use",
         low=1,
         high=65536,
     )
@@ -237,7 +238,7 @@ class Config:
         300.0,
         float,
         "s",
-        "with wire=tcp: a connection idle for so long is closed, and reopened when needed",
+        "with wire=tcp: a connection idle for so long is closed until it is needed",
         low=1,
         high=10**6,
     )
@@ -253,14 +254,15 @@ class Config:
         "memory",
         str,
         "",
-        "how models and large tensors travel on one host: in shared memory, or as messages",
+        "how models and large tensors travel on one host: shared memory, or messages",
         choices=("memory", "mpi"),
     )
     nonfinite: str = _option(
         "raise",
         str,
         "",
-        "what to do when the local model holds NaN or infinity; on a GPU, a step later",
+        "a model with NaN or infinity: raise NonFiniteModelError, or train on without averaging; on a GPU "
+        "a step later",
         choices=("raise", "skip"),
     )
     chunk_kib: int = _option(
@@ -292,7 +294,7 @@ class Config:
         300.0,
         float,
         "s",
-        "longest time for hvd.init() to connect all learners; then it raises LaunchError",
+        "longest time for hvd.init() to connect all learners; then LaunchError",
         low=1,
         high=86400,
     )
@@ -300,8 +302,7 @@ class Config:
         0,
         int,
         "learners",
-        "learners that a host may run beyond those that its launcher started, as replacements of super "
-        "learners of lost hosts (hvd.admit)",
+        "learners that a host may run beyond its launcher's, to replace those of lost hosts (hvd.admit)",
         low=0,
         high=10**6,
     )
@@ -316,8 +317,7 @@ class Config:
         None,
         str,
         "",
-        "majority: with half or more of the super learners failed, the rest stops with QuorumLostError; "
-        "None: it trains on",
+        "majority: with half or more of the super learners failed, the rest stops with QuorumLostError",
         choices=("majority",),
         optional=True,
     )
@@ -333,8 +333,7 @@ class Config:
         None,
         str,
         "host:port,...",
-        "as a job prints it: these learners form a super learner that joins that job, with the "
-        "same join_secret_file and other options; None: they do not join",
+        "as a job prints it: these learners join that job as a super learner, with its join_secret_file",
         optional=True,
         same=False,
     )
@@ -342,8 +341,8 @@ class Config:
         None,
         str,
         "path",
-        "file with the secret for joining (64 hexadecimal digits, mode 0600); learner 0 makes it if it is "
-        "missing, and prints how to join; None: nothing can join",
+        "file of the secret for joining (64 hexadecimal digits, mode 0600), made if missing; None: nothing "
+        "can join",
         optional=True,
         same=False,
     )
@@ -360,21 +359,21 @@ class Config:
         None,
         str,
         "path",
-        "folder for the record of the run, for `python -m hvd_adpsgd top` and `report`; None: none",
+        "folder for the record of the run",
         optional=True,
     )
     dashboard: str | None = _option(
         None,
         str,
         "",
-        "[host]:port of the dashboard, loopback without a host; None: none",
+        "[host]:port of the dashboard, loopback without a host",
         optional=True,
     )
     dashboard_token: str | None = _option(
         None,
         str,
         "",
-        "token of the dashboard, at least 16 characters; None: a random one",
+        "token of the dashboard, at least 16 characters; None: random",
         secret=True,
         optional=True,
         same=False,
@@ -383,7 +382,7 @@ class Config:
         None,
         str,
         "path",
-        "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...; None: none",
+        "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...",
         optional=True,
     )
     timeline_mib: int = _option(

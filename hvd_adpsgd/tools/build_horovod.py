@@ -459,7 +459,8 @@ def find_machine() -> Machine:
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> None:
     if version < (3, 11):
         raise BuildError(
-            f"this is Python {version[0]}.{version[1]}; hvd_adpsgd needs 3.11 or newer."
+            f"this is Python {version[0]}.{version[1]}; hvd_adpsgd needs 3.11 or newer. "
+            "Run this command with such a Python."
         )
 
 
@@ -486,7 +487,9 @@ def check_packages() -> None:
 
 def check_make() -> None:
     if shutil.which("make", path=search_path()) is None:
-        raise BuildError("make not found (Debian, Ubuntu: apt install build-essential).")
+        raise BuildError(
+            "make not found. Install it (Debian, Ubuntu: apt install build-essential)."
+        )
 
 
 def check_cxx17(cxx: str, folder: Path) -> None:

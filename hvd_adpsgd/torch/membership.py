@@ -64,7 +64,8 @@ def on_failure(what: str) -> Iterator[None]:
         ConfigError: for another word.
     """
     if what not in _CHOICES:
-        raise ConfigError(f"on_failure({what!r}): allowed are {' and '.join(map(repr, _CHOICES))}.")
+        allowed = " and ".join(map(repr, _CHOICES))
+        raise ConfigError(f"on_failure({what!r}): allowed are {allowed}. Pass one of these.")
     with worlds.current().collectives.instead(what):
         yield
 

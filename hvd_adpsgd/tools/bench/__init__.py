@@ -315,7 +315,8 @@ def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> No
     for name, bound in least.items():
         if name in given and not bound <= given[name] < math.inf:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}."
+                f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}. "
+                "Pass such a number."
             )
 
 
