@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +52,14 @@ class Training:
         folder: its working directory.
         number: of the job.
         learners: how many.
+        env: variables of the job.
     """
 
     slurm: Slurm
     folder: Path
     number: int
     learners: int
+    env: dict[str, str]
 
     def facts(self, rank: int) -> list[dict[str, Any]]:
         """What a learner has said."""
@@ -107,24 +109,33 @@ class Training:
 
 @contextmanager
 def training(
-    folder: Path, *, nodes: int = 3, tasks: int = 1, script: str | None = None, grace_s: int = 0
+    folder: Path,
+    *,
+    nodes: int = 3,
+    tasks: int = 1,
+    spare: int = 0,
+    script: str | None = None,
+    grace_s: int = 0,
+    env: Mapping[str, str] = {},
 ) -> Iterator[Training]:
     """Yields when all learners train. Their hosts are node1, node2, ...
 
     Args:
         folder: the working directory.
         nodes, tasks: of the job, and tasks per node.
+        spare: further nodes.
         script: default the page's.
         grace_s: of a preempted job.
+        env: variables of the job.
     """
     shutil.copy(PROGRAM, folder / "train.py")
     (folder / "job.sh").write_text(page_script() if script is None else script)
-    env = {**environment({}, [QUICK]), **IMPATIENT}
-    own = {name: env[name] for name in env if name.startswith(("HVD_", "PYTHON"))}
-    with Cluster(nodes + 1) as cluster, Slurm(cluster, grace_s=grace_s) as slurm:
+    known = {**environment({}, [QUICK]), **IMPATIENT, **env}
+    own = {name: known[name] for name in known if name.startswith(("HVD_", "PYTHON"))}
+    with Cluster(nodes + spare + 1) as cluster, Slurm(cluster, grace_s=grace_s) as slurm:
         sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
         number = slurm.sbatch([*sizes, "job.sh"], cwd=folder, env=own)
-        run = Training(slurm, folder, number, nodes * tasks)
+        run = Training(slurm, folder, number, nodes * tasks, own)
         try:
             run.wait_for_steps()
             yield run
@@ -202,6 +213,20 @@ def test_one_node_leaves_in_order(tmp_path: Path) -> None:
         run.wait_for_steps([0, 1])
         assert run.end()["JobState"] == "COMPLETED"
     assert run.last(0, "failed") == []
+
+
+def test_a_second_job_joins(tmp_path: Path) -> None:
+    secret = {"HVD_ADPSGD_JOIN_SECRET_FILE": str(tmp_path / "job.secret")}
+    with training(tmp_path, nodes=2, spare=1, env=secret) as run:
+        [address] = re.findall(r"HVD_ADPSGD_JOIN=(\S+)", run.said())
+        options = ["--nodes=1", "--ntasks-per-node=1", "job.sh"]
+        second = run.slurm.sbatch(
+            options, cwd=tmp_path, env={**run.env, "HVD_ADPSGD_JOIN": address}
+        )
+        run.slurm.wait_for(lambda: run.last(0, "size") == 3, "it joins", run.said)
+        run.wait_for_steps([0, 2])
+        assert run.end()["JobState"] == "COMPLETED"
+        run.slurm.wait_state(second, "COMPLETED")
 
 
 def test_a_preempted_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 
 STEPS = 25  # of an epoch
-MOST = 200  # epochs, if nothing says that it is enough
+MOST = 1000  # epochs, if nothing says that it is enough
 
 
 def main() -> None:
