@@ -97,9 +97,12 @@ class Training:
         return self.slurm.wait_state(self.number, *ENDED)
 
     def wait_for_restart(self) -> None:
-        """Wait until the job is requeued; start it at once, and wait until it trains."""
+        """Wait until the job is requeued; start it soon, and wait until it runs again.
+
+        Not at once: slurmd refuses a job that starts in the second in which it was requeued.
+        """
         self.slurm.wait_for(lambda: self.job()["JobState"] == "PENDING", "requeued", self.said)
-        self.slurm.scontrol("update", f"JobId={self.number}", "StartTime=now")
+        self.slurm.scontrol("update", f"JobId={self.number}", "StartTime=now+5")
         self.slurm.wait_for(lambda: self.last(0, "restart") == 1, "the second start", self.said)
 
     def job(self) -> dict[str, str]:
