@@ -254,9 +254,10 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
     for name in _LAUNCHED_SIZES:
         launched = environ.get(name, "")
         if size == 1 and launched.isdigit() and int(launched) > 1:
+            use = "Launch with `srun --mpi=none`, use" if "SLURM_PROCID" in environ else "Use"
             raise LaunchError(
                 f"init(): {name}={launched}, but MPI sees a world of one: the launcher belongs to "
-                "another MPI than the one mpi4py was built with. Use the mpirun of this Python's "
+                f"another MPI than the one mpi4py was built with. {use} the mpirun of this Python's "
                 f"environment ({os.path.join(sys.prefix, 'bin', 'mpirun')}), or rebuild mpi4py and "
                 "Horovod with the launcher's MPI."
             )
@@ -269,7 +270,8 @@ def require_alone(environ: Mapping[str, str]) -> None:
         if size.isdigit() and int(size) > 1:
             raise LaunchError(
                 f"init(): HVD_ADPSGD_JOIN is set, and {name}={size}: a super learner joins without MPI. "
-                "Start its learners with `horovodrun --gloo`, srun or torchrun, or one without a launcher."
+                "Start its learners with `horovodrun --gloo`, `srun --mpi=none` or torchrun, or one without "
+                "a launcher."
             )
 
 

@@ -120,6 +120,7 @@ def test_different_knobs_are_refused_on_all() -> None:
         ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("--gloo", "HOROVOD_RANK is ''")),
         ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, ("SERIALIZED", "MPI_THREAD_MULTIPLE", "Unset")),
         ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "world of one", "mpirun")),
+        ({"PMI_SIZE": "4", "SLURM_PROCID": "0"}, ("PMI_SIZE=4", "world of one", "srun --mpi=none")),
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "torchrun", "horovodrun -np N", "mpirun")),
     ],
 )

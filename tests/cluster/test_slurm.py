@@ -1,0 +1,280 @@
+"""The script of docs/slurm.md under a Slurm of virtual hosts: lost hosts, preemption, what ends a job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.machines import Cluster
+from tests.cluster.slurm import ENDED, GPUS, Slurm, unavailable
+from tests.launcher import QUICK, environment
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]
+REASON = unavailable()
+if REASON:
+    pytest.skip(REASON, allow_module_level=True)
+
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+PROGRAM = Path(__file__).parent / "programs" / "on_slurm.py"
+FURTHER = 60  # steps: a learner that makes so many more trains on
+IMPATIENT = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": "4"}
+
+
+def page_block(begins: str) -> str:
+    """The block of the page that begins so."""
+    [block] = re.findall(rf"```bash\n({re.escape(begins)}.*?)```", PAGE.read_text(), re.DOTALL)
+    return str(block)
+
+
+def page_script() -> str:
+    """The page's batch script, with the paths of this checkout."""
+    script = page_block("#!/bin/bash\n").replace(
+        "/shared/project/.venv", str(Path(sys.executable).parents[1])
+    )
+    return script.replace("sleep 60", "sleep 5")
+
+
+@dataclass
+class Training:
+    """A job that runs a batch script with `on_slurm.py` as train.py.
+
+    Attributes:
+        slurm: where it runs.
+        folder: its working directory.
+        number: of the job.
+        learners: how many.
+        env: variables of the job.
+    """
+
+    slurm: Slurm
+    folder: Path
+    number: int
+    learners: int
+    env: dict[str, str]
+
+    def facts(self, rank: int) -> list[dict[str, Any]]:
+        """What a learner has said."""
+        file = self.folder / f"{rank}.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last(self, rank: int, name: str) -> Any:
+        """What a learner has said last about this; None before."""
+        return next((facts[name] for facts in reversed(self.facts(rank)) if name in facts), None)
+
+    def said(self) -> str:
+        """All output of the job."""
+        return "".join(file.read_text() for file in self.folder.glob("slurm-*.out"))
+
+    def wait_for_steps(self, ranks: Sequence[int] | None = None) -> None:
+        """Wait until each of these learners, by default all, has made further steps."""
+        for rank in range(self.learners) if ranks is None else ranks:
+            enough = (self.last(rank, "step") or 0) + FURTHER
+            self.slurm.wait_for(
+                lambda rank=rank, enough=enough: (self.last(rank, "step") or 0) >= enough,
+                f"steps of learner {rank}",
+                self.said,
+            )
+
+    def wait_for_failed(self, rank: int, failed: Sequence[int]) -> None:
+        """Wait until a learner counts those as failed."""
+        self.slurm.wait_for(
+            lambda: self.last(rank, "failed") == list(failed), f"failed: {failed}", self.said
+        )
+
+    def end(self) -> dict[str, str]:
+        """Let the training end: what scontrol prints of the job when it has."""
+        (self.folder / "enough").touch()
+        return self.slurm.wait_state(self.number, *ENDED)
+
+    def wait_for_restart(self) -> None:
+        """Wait until the job is requeued; start it soon, and wait until it runs again.
+
+        Not at once: slurmd refuses a job that starts in the second in which it was requeued.
+        """
+        self.slurm.wait_for(lambda: self.job()["JobState"] == "PENDING", "requeued", self.said)
+        self.slurm.scontrol("update", f"JobId={self.number}", "StartTime=now+5")
+        self.slurm.wait_for(lambda: self.last(0, "restart") == 1, "the second start", self.said)
+
+    def job(self) -> dict[str, str]:
+        """What scontrol prints of the job."""
+        return self.slurm.job(self.number)
+
+
+@contextmanager
+def training(
+    folder: Path,
+    *,
+    nodes: int = 3,
+    tasks: int = 1,
+    spare: int = 0,
+    script: str | None = None,
+    grace_s: int = 0,
+    env: Mapping[str, str] = {},
+) -> Iterator[Training]:
+    """Yields when all learners train. Their hosts are node1, node2, ...
+
+    Args:
+        folder: the working directory.
+        nodes, tasks: of the job, and tasks per node.
+        spare: further nodes.
+        script: default the page's.
+        grace_s: of a preempted job.
+        env: variables of the job.
+    """
+    shutil.copy(PROGRAM, folder / "train.py")
+    (folder / "job.sh").write_text(page_script() if script is None else script)
+    known = {**environment({}, [QUICK]), **IMPATIENT, **env}
+    own = {name: known[name] for name in known if name.startswith(("HVD_", "PYTHON"))}
+    with Cluster(nodes + spare + 1) as cluster, Slurm(cluster, grace_s=grace_s) as slurm:
+        sizes = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}"]
+        number = slurm.sbatch([*sizes, "job.sh"], cwd=folder, env=own)
+        run = Training(slurm, folder, number, nodes * tasks, own)
+        try:
+            run.wait_for_steps()
+            yield run
+        finally:
+            print(run.said())
+
+
+def test_one_super_learner_per_node_with_all_its_gpus(tmp_path: Path) -> None:
+    """A learner that is killed takes its super learner along; the job is completed all the same."""
+    with training(tmp_path, nodes=2, tasks=2) as run:
+        for rank in range(4):
+            facts = run.facts(rank)[0]
+            assert facts["host"] == f"node{1 + rank // 2}"
+            assert facts["local"] == [rank % 2, 2]
+            assert facts["super"] == [rank // 2, 2]
+            assert facts["gpus"] == ",".join(map(str, range(GPUS)))
+        run.slurm.cluster.run(["kill", "-KILL", str(run.facts(3)[0]["pid"])], host="node2")
+        run.wait_for_failed(0, [2, 3])
+        run.wait_for_steps([0, 1])
+        assert run.end()["JobState"] == "COMPLETED"
+    assert (tmp_path / "final.pt").exists()
+    assert (tmp_path / "record").is_dir()
+
+
+@pytest.mark.parametrize("silently", [True, False], ids=["power", "reset"])
+def test_a_lost_node_leaves_the_job_running(tmp_path: Path, silently: bool) -> None:
+    with training(tmp_path) as run:
+        run.slurm.cluster.kill("node3", silently=silently)
+        run.wait_for_failed(0, [2])
+        run.slurm.wait_for(lambda: run.slurm.states()[2].startswith("down"), "node3 is down")
+        run.wait_for_steps([0, 1])
+        assert run.end()["JobState"] == "COMPLETED"
+    assert run.last(1, "ended")
+
+
+@pytest.mark.parametrize("without", ["#SBATCH --no-kill\n", "srun --no-kill --kill"])
+def test_with_one_no_kill_only_the_job_is_requeued(tmp_path: Path, without: str) -> None:
+    script = page_script().replace(
+        without, without.replace("#SBATCH --no-kill\n", "").replace(" --no-kill", "")
+    )
+    with training(tmp_path, script=script) as run:
+        run.slurm.cluster.kill("node3", silently=True)
+        run.slurm.wait_for(lambda: run.job()["JobState"] == "PENDING", "requeued", run.said)
+        assert run.job()["Restarts"] == "1"
+
+
+def test_training_goes_on_without_the_first_node(tmp_path: Path) -> None:
+    """With it the batch script and srun are lost. The step on the second node ends the job."""
+    with training(tmp_path) as run:
+        run.slurm.cluster.kill("node1", silently=True)
+        run.wait_for_failed(1, [0])
+        run.wait_for_steps([1, 2])
+        assert run.end()["JobState"] == "CANCELLED"
+        run.slurm.wait_for(lambda: run.slurm.states()[1:] == ["idle"] * 2, "the nodes are idle")
+    assert (tmp_path / "final.pt").exists()
+
+
+def test_a_node_that_is_back_before_slurm_misses_it_does_not_keep_the_job(tmp_path: Path) -> None:
+    """srun waits for its tasks without bound. The step on the second node ends the job."""
+    with training(tmp_path) as run:
+        run.slurm.restart("node3")
+        run.wait_for_failed(0, [2])
+        run.wait_for_steps([0, 1])
+        assert run.end()["JobState"] == "CANCELLED"
+    assert (tmp_path / "final.pt").exists()
+
+
+def test_one_node_leaves_in_order(tmp_path: Path) -> None:
+    """By the line of the page, without ssh."""
+    with training(tmp_path, nodes=2, tasks=2) as run:
+        line = page_block("srun --jobid").replace("4711", str(run.number)).replace("node7", "node2")
+        (tmp_path / "leave.sh").write_text(line)
+        run.slurm.run("bash", str(tmp_path / "leave.sh"))
+        run.slurm.wait_for(lambda: "super learner 1 (node2" in run.said(), "it leaves", run.said)
+        run.wait_for_steps([0, 1])
+        assert run.end()["JobState"] == "COMPLETED"
+    assert run.last(0, "failed") == []
+
+
+def test_a_second_job_joins(tmp_path: Path) -> None:
+    secret = {"HVD_ADPSGD_JOIN_SECRET_FILE": str(tmp_path / "job.secret")}
+    with training(tmp_path, nodes=2, spare=1, env=secret) as run:
+        [address] = re.findall(r"HVD_ADPSGD_JOIN=(\S+)", run.said())
+        options = ["--nodes=1", "--ntasks-per-node=1", "job.sh"]
+        second = run.slurm.sbatch(
+            options, cwd=tmp_path, env={**run.env, "HVD_ADPSGD_JOIN": address}
+        )
+        run.slurm.wait_for(lambda: run.last(0, "size") == 3, "it joins", run.said)
+        run.wait_for_steps([0, 2])
+        assert run.end()["JobState"] == "COMPLETED"
+        run.slurm.wait_state(second, "COMPLETED")
+
+
+def test_a_preempted_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    with training(tmp_path) as run:
+        (tmp_path / "urgent.sh").write_text("#!/bin/bash\ntrue\n")
+        urgent = ["--partition=urgent", "--exclusive", "--nodes=3", "urgent.sh"]
+        other = run.slurm.sbatch(urgent, cwd=tmp_path, env={})
+        run.slurm.wait_state(other, "COMPLETED")
+        run.wait_for_restart()
+        run.wait_for_steps()
+        assert run.last(0, "first") > 0
+        assert run.end()["JobState"] == "COMPLETED"
+
+
+def test_a_job_requeues_itself_before_its_time_limit(tmp_path: Path) -> None:
+    """Slurm's notice, sent here by hand; the output of the first start is kept."""
+    option, trap, _ = page_block("#SBATCH --signal").splitlines()
+    head, tail = page_script().split("#SBATCH --requeue\n")
+    tail = tail.replace("python train.py\n", "python train.py & wait $!\n")
+    script = f"{head}#SBATCH --requeue\n{option}\n" + tail.replace("source", f"{trap}\nsource", 1)
+    with training(tmp_path, nodes=2, script=script) as run:
+        run.slurm.scancel("--batch", "--signal=USR1", str(run.number))
+        run.wait_for_restart()
+        run.wait_for_steps()
+        assert run.last(0, "first") > 0
+        assert run.end()["JobState"] == "COMPLETED"
+    assert "DUE TO JOB REQUEUE" in run.said()
+
+
+def test_a_training_that_fails_is_requeued(tmp_path: Path) -> None:
+    with training(tmp_path) as run:
+        (tmp_path / "raise").touch()
+        run.slurm.wait_for(lambda: run.job()["Restarts"] == "1", "requeued", run.said)
+        (tmp_path / "raise").unlink()
+        run.wait_for_restart()
+        assert run.end()["JobState"] == "COMPLETED"
+    assert "as the test wanted" in run.said()  # the first start's output is kept
+
+
+def test_scancel_ends_all_learners_in_order(tmp_path: Path) -> None:
+    with training(tmp_path) as run:
+        run.slurm.scancel(str(run.number))
+        run.slurm.wait_for(
+            lambda: run.slurm.states() == ["idle"] * 3, "the nodes are idle", run.said
+        )
+        assert run.job()["JobState"] == "CANCELLED"
+    assert run.said().count("SIGTERM: super learner") == 3
+    assert not (tmp_path / "final.pt").exists()
