@@ -34,8 +34,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching import page
+from hvd_adpsgd.watching.access import Token
 from hvd_adpsgd.watching.board import Board
-from hvd_adpsgd.watching.dashboard import Token
 from hvd_adpsgd.watching.prometheus import exposition
 from hvd_adpsgd.watching.record import Run, lines, read
 
