@@ -62,7 +62,7 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
-from hvd_adpsgd.training.presence import live, stop_dropped
+from hvd_adpsgd.training.presence import drop, live, register, stop_dropped
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
@@ -177,9 +177,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return wrapped
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
+    register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, mine.drop).atexit = False  # shutdown() stops what is left
+    weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops what is left
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 
@@ -251,6 +252,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
     """
+    stop_dropped()
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         if closure is None:

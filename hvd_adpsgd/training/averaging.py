@@ -16,6 +16,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ModelMismatchError, NonFiniteModelError, UnsupportedOptimizerError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies.plan import AFTER
@@ -24,7 +25,6 @@ from hvd_adpsgd.training.engine_maker import EngineMaker
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 from hvd_adpsgd.training.parameters import AveragingSpec
-from hvd_adpsgd.training.presence import Presence
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.step_checks import StepChecks
 from hvd_adpsgd.training.step_order import StepOrder
@@ -59,7 +59,6 @@ class Averaging:
         order: of steps, beside operations over all learners.
         shards: into how many the model is cut; 1: the leader averages all of it.
         stopped: why averaging has stopped; "" while it runs.
-        dropped: the optimizer was garbage collected, and `stop_dropped` has not seen it yet.
         at_stop: called by `stop`.
         optimizer: the wrapped optimizer, None once it is freed.
         mates: where the other learners of the super learner are.
@@ -80,7 +79,6 @@ class Averaging:
         self.restart = True
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.stopped = ""
-        self.dropped = False
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
@@ -105,7 +103,6 @@ class Averaging:
             self.engine.stop()  # nobody else can
             self.engine.release()
             raise
-        self._presence = Presence(self)
 
     def replace_engine(self, engine: Engine) -> None:
         """Replace the engine by this one, between steps, paused. Exchange counters restart at 0."""
@@ -256,7 +253,7 @@ class Averaging:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
         if not self._lands_later:  # else it is offered when it has come
             self.engine.offer(self.step, finite)
-        self.world.membership.update(self._presence.peer_news(), self.step)
+        self.world.membership.update(self.peer_news(), self.step)
         if in_step:
             self._round()
             self.step += 1
@@ -348,25 +345,26 @@ class Averaging:
         self.tensors.add(named)
         self.trained.update(id(tensor) for _, tensor in named)
 
-    def drop(self) -> None:
-        """The optimizer was garbage collected: `stop_dropped` stops this later.
+    def peer_news(self) -> list[tuple[int, PeerState]]:
+        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
+        news = self.engine.report() if self.world.is_leader else []
+        if any(state is PeerState.FAILED for _, state in news):
+            self.world.collectives.look_for_departures()  # of one that has left without an engine
+        return news
 
-        The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
-        """
-        self.dropped = not self.stopped
-        self.stopped = self.stopped or "the optimizer was dropped"
+    def retire(self, why: str) -> None:
+        """Make no more steps. `stop` comes later, on a thread of the script."""
+        self.stopped = self.stopped or why
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
-        self.dropped = False
-        self.stopped = self.stopped or why
+        self.retire(why)
         with contextlib.suppress(IndexError):  # another thread stops it, too
             while True:
                 self.at_stop.pop()()
         world = self.world
-        self._presence.end()
         self.engine.stop(broken=world.teardown.fails)
-        world.membership.update(self._presence.peer_news(), self.step)
+        world.membership.update(self.peer_news(), self.step)
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self.record.events(self.engine)

@@ -26,6 +26,7 @@ from hvd_adpsgd.errors import (
     AdpsgdError,
     GradientOrderError,
 )
+from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import inside_super_learner
 
 __all__ = [
@@ -120,7 +121,9 @@ def _average_after_backward(self: Any) -> None:
     """Average, unless another learner of the super learner lacks gradients and waits for this one."""
     if not self._handles:  # a hook has called step() or synchronize()
         return
-    if self._averaging.order.all_submit(completion_of(self)):
+    mates = self._averaging.mates
+    others = [averaging.mates for averaging in live() if averaging.mates is not mates]
+    if mates.all_submit(others, completion_of(self)):
         _average(self, by_backward=True)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hvd_adpsgd.errors import NotInitializedError, QuorumLostError, WorldError
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.consistency import require_known
-from hvd_adpsgd.training.presence import stop_dropped
 from hvd_adpsgd.training.supported import require_no_ddp
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class StepChecks:
             also_before_joining: a super learner that has not joined yet may do this.
         """
         preemption.block_if_leaving()
-        stop_dropped()
         averaging = self._averaging
         if averaging.stopped:
             raise NotInitializedError(

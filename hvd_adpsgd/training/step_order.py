@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from hvd_adpsgd.errors import CollectiveMismatchError
-from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import horovods
 
 if TYPE_CHECKING:
@@ -51,12 +50,6 @@ class StepOrder:
     def made(self) -> tuple[int, int]:
         """The thread that makes the steps, and how many were made; see Collectives.steps."""
         return self._thread, self._averaging.step
-
-    def all_submit(self, are_averaged: Callable[[], bool]) -> bool:
-        """Wait until every learner of the super learner has submitted its gradients; see Mates.all_submit."""
-        mine = self._averaging.mates
-        others = [averaging.mates for averaging in live() if averaging.mates is not mine]
-        return mine.all_submit(others, are_averaged)
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.
@@ -112,5 +105,5 @@ class StepOrder:
         """Make no more steps, and take part in no more operations."""
         averaging = self._averaging
         averaging.mates.closes()
-        averaging.stopped = averaging.stopped or "a step and an operation waited for each other"
+        averaging.retire("a step and an operation waited for each other")
         averaging.world.collectives.leave(str(error))
