@@ -201,7 +201,7 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
     """Stop averagings of these tensors by earlier optimizers: a tensor has one owner."""
     tensors = list(tensors)
     for averaging in list(live()):
-        if any(id(tensor) in averaging.trained for tensor in tensors):
+        if any(id(tensor) in averaging.tensors.trained for tensor in tensors):
             _say_retired(averaging, {id(tensor) for tensor in tensors})
             averaging.stop("another optimizer was wrapped around its parameters")
 
@@ -300,7 +300,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
         for j, parameter in enumerate(group["params"])
     }
-    self._averaging.add(trained_tensors(names, [group]))
+    self._averaging.tensors.add(trained_tensors(names, [group]))
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
@@ -332,7 +332,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 def _close(self: Any) -> None:
     """Free the engine, its thread and its memory now. step() raises afterwards; idempotent."""
-    self._averaging.mates.closes()
+    self._averaging.super_learner.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 
 

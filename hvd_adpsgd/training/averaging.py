@@ -11,28 +11,26 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives import usage
-from hvd_adpsgd.collectives.of_communicator import barrier
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.errors import ModelMismatchError, NonFiniteModelError, UnsupportedOptimizerError
+from hvd_adpsgd.errors import (
+    ModelMismatchError,
+    NonFiniteModelError,
+    NotInitializedError,
+    UnsupportedOptimizerError,
+    WorldError,
+)
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engine_maker import EngineMaker
-from hvd_adpsgd.training.gradients import Replacements
-from hvd_adpsgd.training.mates import Mates
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
-from hvd_adpsgd.training.step_checks import StepChecks
 from hvd_adpsgd.training.step_order import StepOrder
-from hvd_adpsgd.training.super_learner import (
-    inner_failures,
-    inside_super_learner,
-    wrapping_failures,
-)
+from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
 
@@ -53,16 +51,13 @@ class Averaging:
         rule: what is done to the model besides averaging.
         step: steps made; of strategies in step the same on all super learners.
         restart: the rule resets to the model at the next step.
-        trained: ids of the tensors that the optimizer trains.
         tensors: what is averaged, in the memory of the engine.
         engines: makes them.
         order: of steps, beside operations over all learners.
-        shards: into how many the model is cut; 1: the leader averages all of it.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: called by `stop`.
         optimizer: the wrapped optimizer, None once it is freed.
-        mates: where the other learners of the super learner are.
-        replacements: whether they step with the same gradients, where these replace averaged ones.
+        super_learner: the learners that step together.
         pauses: depth of nested pauses.
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
@@ -77,7 +72,6 @@ class Averaging:
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         self.step = 0
         self.restart = True
-        self.trained = {id(tensor) for _, tensor in spec.named}
         self.stopped = ""
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
@@ -85,16 +79,12 @@ class Averaging:
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
-        self._checks = StepChecks(self)
-        self.shards = _shards(world, spec)
-        self.tensors = AveragedTensors(world, self.rule.averaged() + spec.buffers, self.shards)
+        self.tensors = AveragedTensors(world, spec, self.rule.averaged())
         self.spec = replace(spec, config=_with_chunks_for(spec.config, self.tensors.specs[0]))
-        with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
-            self.mates = Mates(world.inner, world.inner_rank)
-            self.replacements = Replacements(world.inner, world.inner_rank)
-        self.order = StepOrder(self)
+        self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
+        self.order = StepOrder(self.super_learner, self.plan.in_step is not None, self.retire)
         self.engines = EngineMaker(
-            self.spec, self.tensors.specs, self.shards, self.order.require_step
+            self.spec, self.tensors.specs, self.tensors.shards, self.order.require_step
         )
         self.engine = self.engines.first(world)
         try:
@@ -124,17 +114,29 @@ class Averaging:
         """The world has changed: the engine is of the new one already."""
         self.world = self.tensors.world = world
         self.engine.memory.inner = world.inner
-        self.mates.regains_quorum()
+        self.super_learner.move_to(world)
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 
     def require_running(self, also_before_joining: bool = False) -> None:
-        """Raise NotInitializedError if this optimizer has been retired.
+        """Raise NotInitializedError or WorldError if this optimizer makes no step now.
 
         Args:
             also_before_joining: a super learner that has not joined yet may do this.
         """
-        self._checks.running(also_before_joining)
+        preemption.block_if_leaving()
+        if self.stopped:
+            raise NotInitializedError(
+                f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
+                "optimizer that was wrapped after that."
+            )
+        if self.holds_mean:
+            raise WorldError(
+                "the parameters hold the mean of all super learners inside `with hvd.averaged(...)`, and "
+                "get their own values back after it. Leave the block before backward(), step(), "
+                "average_model or averaging_paused."
+            )
+        self.super_learner.require_joined(also_before_joining)
 
     # ---- the step, in order ----------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Averaging:
         if self._submitted == 0:
             self.require_running()
             self.tensors.parameters.check()
-            self._checks.note_quorum()
+            self.super_learner.note_quorum()
         self._submitted += count
         if self._submitted >= total:
             self.engine.publish(self.step)
@@ -159,7 +161,11 @@ class Averaging:
         Args:
             groups: the optimizer's param_groups.
         """
-        self._checks.before_step(groups)
+        self.require_running()
+        self.engine.check()
+        self.tensors.require_known(groups)
+        if self.world.inner_size == 1:  # with several learners before_gradient() has done it
+            self.tensors.parameters.check()
         self.order.entered()
         if self.restart:
             self.restart = False
@@ -194,19 +200,19 @@ class Averaging:
                 in an operation for this one, or has closed its optimizer.
         """
         self.require_running()
-        self.mates.submitted()
+        self.super_learner.mates.submitted()
         with self.record.part("inner_allreduce", self.step):
             if are_averaged is not None:
                 self.order.await_mates(are_averaged)
-            with inside_super_learner(self):
+            with self.super_learner.reducing():
                 yield
         self._submitted = 0
-        self.mates.averaged()
+        self.super_learner.mates.averaged()
         if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:
-            self.engine.memory.all_met(self.mates.has_joined)
-        self._checks.quorum()
+            self.engine.memory.all_met(self.super_learner.mates.has_joined)
+        self.super_learner.require_quorum()
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:
@@ -307,7 +313,7 @@ class Averaging:
 
         A learner that has called join() does not come: corrections wait in the open slot.
         """
-        if not self.engine.memory.readable and not self.mates.someone_has_joined():
+        if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
                 self.inner_barrier()
@@ -315,8 +321,7 @@ class Averaging:
     def inner_barrier(self) -> None:
         """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
         self.tensors.settle()  # devices read it too
-        with inner_failures(self), mpi_failures("in the super learner"):
-            barrier(self.world.inner)
+        self.super_learner.barrier()
         self.engine.memory.all_met()
 
     def absorb(self, waits: bool = True) -> bool:
@@ -334,16 +339,6 @@ class Averaging:
         return bad is None
 
     # ---- beside the step ---------------------------------------------------------------------
-
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Average these tensors too, from the next step on. All learners of the super learner call it.
-
-        Raises:
-            ModelMismatchError: on every learner of the super learner, if they add different tensors.
-        """
-        named = list(named)
-        self.tensors.add(named)
-        self.trained.update(id(tensor) for _, tensor in named)
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
         """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
@@ -389,27 +384,6 @@ def _report_nonfinite(averaging: Averaging) -> None:
     if raises:
         raise NonFiniteModelError(message)
     log.warning("%s", message)
-
-
-def _shards(world: World, spec: AveragingSpec) -> int:
-    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
-    if spec.config.shard is None:
-        return 1
-    why = ""
-    if not spec.strategy.is_gossip:
-        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
-    elif spec.buffers:
-        why = "buffers= are those of the leader"
-    elif world.shards == 1:
-        why = "one super learner, or one learner in a super learner"
-    if world.rank == 0:
-        sizes = sorted({len(group) for group in world.groups})
-        log.info(
-            "HVD_ADPSGD_SHARD: %s (learners per super learner: %s).",
-            f"no shards, {why}" if why else f"{world.shards} shards",
-            ", ".join(map(str, sizes)),
-        )
-    return 1 if why else world.shards
 
 
 def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.joining.candidates import JoinOffer
@@ -119,8 +118,7 @@ class EngineMaker:
             cores=engine_cores(),
         )
         engine.rounds.look = self._look
-        super_learner = wrapping_failures(world, self._spec.config.deadline_s)
-        with super_learner, mpi_failures("averaging"):
+        with wrapping_failures(world, self._spec.config.deadline_s):
             for specs in self._specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)

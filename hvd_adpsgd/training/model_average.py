@@ -179,7 +179,7 @@ def averaged(
         concerned = [
             a
             for a in live()
-            if any(t in a.tensors.parameters or id(t) in a.trained for t in tensors)
+            if any(t in a.tensors.parameters or id(t) in a.tensors.trained for t in tensors)
         ]
         for averaging in concerned:
             averaging.holds_mean += 1
@@ -195,9 +195,9 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
     if world.collectives.joining:  # alone until it has joined
         pending = []
     cut = [
-        a for a in pending if a.shards > 1
+        a for a in pending if a.tensors.shards > 1
     ]  # the leader does not have what is pending of all shards
-    whole = [a for a in pending if a.shards == 1]
+    whole = [a for a in pending if a.tensors.shards == 1]
     with paused("averaged", cut), paused("averaged", whole, keeps_pending=True):
         return _finite_means(world, "averaged", named, pending=whole)
 

@@ -47,7 +47,7 @@ def register(averaging: Averaging) -> None:
 
     entries: list[tuple[list[Any], Callable[..., Any]]] = [
         (world.membership.sources, averaging.peer_news),
-        (world.collectives.asked, averaging.mates.asks),
+        (world.collectives.asked, averaging.super_learner.mates.asks),
         (world.collectives.steps, order.averaged_sets),
     ]
     if averaging.plan.in_step is not None:
