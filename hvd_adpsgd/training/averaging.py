@@ -26,7 +26,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
-from hvd_adpsgd.training.engine_maker import EngineMaker
+from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.step_order import StepOrder
@@ -83,7 +83,7 @@ class Averaging:
         self.spec = replace(spec, config=_with_chunks_for(spec.config, self.tensors.specs[0]))
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
         self.order = StepOrder(self.super_learner, self.plan.in_step is not None, self.retire)
-        self.engines = EngineMaker(
+        self.engines = Engines(
             self.spec, self.tensors.specs, self.tensors.shards, self.order.require_step
         )
         self.engine = self.engines.first(world)

@@ -16,10 +16,10 @@ from hvd_adpsgd.training.cores import engine_cores
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.super_learner import wrapping_failures
 
-__all__ = ["EngineMaker"]
+__all__ = ["Engines"]
 
 
-class EngineMaker:
+class Engines:
     """Makes engines for the same tensors; all learners of all super learners make one together.
 
     Args:
