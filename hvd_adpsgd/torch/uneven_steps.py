@@ -101,7 +101,7 @@ def _end(averaging: Averaging) -> None:
     for i, memory in enumerate(memories):
         memory.go_to([its[i] for _, _, its in told])
     averaging.engine.publish(averaging.step)
-    averaging.inner_barrier()
+    averaging.engines.inner_barrier()
     averaging.absorb()
 
 

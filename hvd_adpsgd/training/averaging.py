@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from hvd_adpsgd.collectives import usage
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import (
     ModelMismatchError,
     NonFiniteModelError,
@@ -24,7 +19,6 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
-from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
@@ -52,7 +46,7 @@ class Averaging:
         step: steps made; of strategies in step the same on all super learners.
         restart: the rule resets to the model at the next step.
         tensors: what is averaged, in the memory of the engine.
-        engines: makes them.
+        engines: the life of the engine.
         order: of steps, beside operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: called by `stop`.
@@ -63,7 +57,7 @@ class Averaging:
     """
 
     def __init__(self, world: World, spec: AveragingSpec):
-        self.world = world
+        self.world, self.spec = world, spec
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last of them
@@ -80,29 +74,16 @@ class Averaging:
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged())
-        self.spec = replace(spec, config=_with_chunks_for(spec.config, self.tensors.specs[0]))
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
         self.order = StepOrder(self.super_learner, self.plan.in_step is not None, self.retire)
         self.engines = Engines(
-            self.spec, self.tensors.specs, self.tensors.shards, self.order.require_step
+            self.super_learner, spec, self.tensors, self.record, self.order.require_step
         )
-        self.engine = self.engines.first(world)
-        try:
-            self.tensors.bind(self.engine.memory)
-        except BaseException:
-            self.engine.stop()  # nobody else can
-            self.engine.release()
-            raise
 
-    def replace_engine(self, engine: Engine) -> None:
-        """Replace the engine by this one, between steps, paused. Exchange counters restart at 0."""
-        self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
-        self.record.events(self.engine)
-        self.tensors.release()
-        self.engine.release(keeps_memory=self.engine.memory is engine.memory)
-        self.engine = engine
-        self.engines.is_replaced()
-        self.tensors.bind(engine.memory)
+    @property
+    def engine(self) -> Engine:
+        """Exchanges with the peers, until `move_to` replaces it."""
+        return self.engines.current
 
     @property
     def _lands_later(self) -> bool:
@@ -110,11 +91,12 @@ class Averaging:
         waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
         return self.tensors.are_staged and not waits
 
-    def move_to(self, world: World) -> None:
-        """The world has changed: the engine is of the new one already."""
-        self.world = self.tensors.world = world
-        self.engine.memory.inner = world.inner
-        self.super_learner.move_to(world)
+    def move_to(self, world: World, engine: Engine) -> None:
+        """The world has changed, between steps, paused: this engine is of the new one."""
+        self.engines.replace(engine)
+        self.world = self.tensors.world = self.super_learner.world = world
+        engine.memory.inner = world.inner
+        self.super_learner.mates.regains_quorum()
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 
@@ -240,7 +222,6 @@ class Averaging:
             self._offer(finite, in_step=self._steps.due)
         self._steps.end()
         self.record.end_step(self.engine)
-        usage.end_step(self.world.rank == self.world.collectives.ranks[0])
         if not finite:
             _report_nonfinite(self)
 
@@ -259,19 +240,19 @@ class Averaging:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
         if not self._lands_later:  # else it is offered when it has come
             self.engine.offer(self.step, finite)
-        self.world.membership.update(self.peer_news(), self.step)
+        self.engines.tell_membership()
         if in_step:
             self._round()
             self.step += 1
 
     def _round(self) -> None:
-        """Begin the round that follows this step, if one is due; with order AFTER, wait for it."""
+        """Begin the round that follows this step, if one is due; wait for it if the plan says so."""
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return
         self.order.begun = self.step
         self.engine.rounds.begin(self.step // rounds.period)
-        if rounds.order != AFTER:
+        if not rounds.waits:
             return
         self.rule.before_round()
         self.take_in()  # publishing waits for the round
@@ -316,13 +297,7 @@ class Averaging:
         if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
-                self.inner_barrier()
-
-    def inner_barrier(self) -> None:
-        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
-        self.tensors.settle()  # devices read it too
-        self.super_learner.barrier()
-        self.engine.memory.all_met()
+                self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
         """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
@@ -340,13 +315,6 @@ class Averaging:
 
     # ---- beside the step ---------------------------------------------------------------------
 
-    def peer_news(self) -> list[tuple[int, PeerState]]:
-        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
-        news = self.engine.report() if self.world.is_leader else []
-        if any(state is PeerState.FAILED for _, state in news):
-            self.world.collectives.look_for_departures()  # of one that has left without an engine
-        return news
-
     def retire(self, why: str) -> None:
         """Make no more steps. `stop` comes later, on a thread of the script."""
         self.stopped = self.stopped or why
@@ -357,15 +325,7 @@ class Averaging:
         with contextlib.suppress(IndexError):  # another thread stops it, too
             while True:
                 self.at_stop.pop()()
-        world = self.world
-        self.engine.stop(broken=world.teardown.fails)
-        world.membership.update(self.peer_news(), self.step)
-        if not world.teardown.has_begun:
-            world.membership.rejoin()
-        self.record.events(self.engine)
-        self.tensors.close()
-        self.engine.release()
-        self.tensors.memory = self.engine.memory  # an empty one: the other is freed
+        self.engines.end()
 
 
 def _report_nonfinite(averaging: Averaging) -> None:
@@ -384,9 +344,3 @@ def _report_nonfinite(averaging: Averaging) -> None:
     if raises:
         raise NonFiniteModelError(message)
     log.warning("%s", message)
-
-
-def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
-    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
-    model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
-    return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))

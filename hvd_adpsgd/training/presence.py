@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.averaging import Averaging
 
 __all__ = ["drop", "live", "register", "stop_dropped"]
@@ -39,14 +38,9 @@ def stop_dropped() -> None:
 
 def register(averaging: Averaging) -> None:
     """Have it called at shutdown, on SIGTERM, before and in operations, until it stops."""
-    world, order = averaging.world, averaging.order
-
-    def depart() -> None:
-        """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
-        averaging.engine.stop(within_s=preemption.DEPARTURE_S)
-
+    world, order, engines = averaging.world, averaging.order, averaging.engines
     entries: list[tuple[list[Any], Callable[..., Any]]] = [
-        (world.membership.sources, averaging.peer_news),
+        (world.membership.sources, engines.peer_news),
         (world.collectives.asked, averaging.super_learner.mates.asks),
         (world.collectives.steps, order.averaged_sets),
     ]
@@ -58,7 +52,7 @@ def register(averaging: Averaging) -> None:
         for called, mine in entries:
             _remove(called, mine)
         world.teardown.forget(averaging.stop)
-        world.departure.forget(depart)
+        world.departure.forget(engines.depart)
         _remove(_live, averaging)
         _remove(_dropped, averaging)
 
@@ -67,7 +61,7 @@ def register(averaging: Averaging) -> None:
     for called, mine in entries:
         called.append(mine)
     world.teardown.at_shutdown(averaging.stop)
-    world.departure.at_leave(depart)
+    world.departure.at_leave(engines.depart)
     averaging.at_stop.append(forget)
     _live.append(averaging)
 

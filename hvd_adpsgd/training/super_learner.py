@@ -52,11 +52,6 @@ class SuperLearner:
             self.mates = Mates(world.inner, world.inner_rank)
             self.replacements = Replacements(world.inner, world.inner_rank)
 
-    def move_to(self, world: World) -> None:
-        """The world has changed, between two steps."""
-        self.world = world
-        self.mates.regains_quorum()
-
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
         """Inside, the learners average gradients with Horovod.
