@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import horovod.torch as horovod
@@ -20,6 +18,7 @@ import torch
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import StrategyMismatchError
+from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
@@ -46,9 +45,8 @@ def joined(device: int) -> Iterator[None]:
         _require_asynchronous(averaging)
     for averaging in averagings:
         _begin(averaging)
-    waiting: Future[int] = Future()
-    # in a thread, and not waited for after an error: another learner may never join
-    threading.Thread(target=_join, args=(device, waiting), daemon=True).start()
+    # not waited for after an error: another learner may never join
+    waiting = in_thread("hvd_adpsgd.join", lambda: horovod.join(device))
     yield
     with contextlib.ExitStack() as stack:
         for averaging in averagings:
@@ -57,13 +55,6 @@ def joined(device: int) -> Iterator[None]:
     for averaging in averagings:
         with averaging.super_learner.meeting("join"):
             _end(averaging)
-
-
-def _join(device: int, waiting: Future[int]) -> None:
-    try:
-        waiting.set_result(horovod.join(device))
-    except BaseException as error:
-        waiting.set_exception(error)
 
 
 def _require_asynchronous(averaging: Averaging) -> None:
