@@ -169,7 +169,7 @@ class _Bounded(H11Protocol):
         if len(self.connections) > _OPEN:
             transport.abort()
             return
-        self._late = self.loop.call_later(_REQUEST_S, self._end_without_request)
+        self.loop.call_later(_REQUEST_S, self._end_without_request)
         others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
         idle = [one for one in others if one.is_idle]
         if len(others) >= _ANSWERED and idle:  # a viewer's request comes at once
