@@ -145,11 +145,8 @@ class Collectives:
 
     def finish(self, seconds: float) -> bool:
         """Wait for the operations that threads have asked for; False if they take longer."""
-        number = self.lock.take()
-        try:
-            return self.lock.wait(number, seconds)
-        finally:
-            self.lock.leave(number)
+        with self.lock.within(seconds) as are_over:
+            return are_over
 
     def close(self, seconds: float) -> Any | None:
         """The private communicator, with nothing more on its way, to be freed; None if it is in use.
@@ -157,13 +154,8 @@ class Collectives:
         All learners call this together, after their last operation.
         """
         ends = time.monotonic() + seconds
-        number = self.lock.take()
-        try:
-            if not self.lock.wait(number, seconds):  # a thread is in an operation
-                return None
-            return self.messages.comm if self.messages.close(ends) else None
-        finally:
-            self.lock.leave(number)
+        with self.lock.within(seconds) as are_over:  # else a thread is in an operation
+            return self.messages.comm if are_over and self.messages.close(ends) else None
 
     def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
         """Run an operation; all learners call this. `ranks` shrinks when learners have failed.
@@ -266,19 +258,10 @@ class Collectives:
         Raises:
             CollectiveMismatchError: here, and on all learners in the operation.
         """
-        with self._between() as is_between:
+        with self.lock.within(0) as is_between:
             if is_between and count in self.steps:
                 self.messages.poll()
                 self._require_step(self.steps.index(count), step, ranks)
-
-    @contextlib.contextmanager
-    def _between(self) -> Iterator[bool]:
-        """Whether no thread of this learner is in an operation; inside, none enters one."""
-        number = self.lock.take()
-        try:
-            yield self.lock.wait(number, 0)
-        finally:
-            self.lock.leave(number)
 
     def _require_step(self, which: int, step: int, ranks: Collection[int]) -> None:
         core = self.messages.agreement
@@ -317,7 +300,7 @@ class Collectives:
 
     def look_for_departures(self) -> None:
         """Take in which learners have left in order, unless an operation does."""
-        with self._between() as is_between:
+        with self.lock.within(0) as is_between:
             if is_between:
                 self.messages.poll()
                 self._note_left()

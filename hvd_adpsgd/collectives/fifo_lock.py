@@ -10,7 +10,11 @@ __all__ = ["FifoLock"]
 
 
 class FifoLock:
-    """Numbers that are served one after the other, in the order in which they were taken."""
+    """Numbers that are served one after the other, in the order in which they were taken.
+
+    One worker for all operations would need no lock. But an operation that the script waits for runs on the
+    script's thread: a signal ends it, and torch's thread-local state is the script's.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,6 +44,15 @@ class FifoLock:
         """Wait for the turn of a number; False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._served >= number, seconds)
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[bool]:
+        """Whether all turns taken before are over after `seconds`; inside, none begins."""
+        number = self.take()
+        try:
+            yield self.wait(number, seconds)
+        finally:
+            self.leave(number)
 
     @contextlib.contextmanager
     def as_taken(self, number: int) -> Iterator[None]:

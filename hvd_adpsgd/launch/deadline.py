@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from hvd_adpsgd.lifecycle.threads import in_thread
 
 __all__ = ["Deadline"]
 
@@ -42,20 +43,4 @@ class Deadline:
         Raises:
             TimeoutError: at the deadline.
         """
-        found: list[T] = []
-        problem: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                found.append(act())
-            except BaseException as error:  # raised again below
-                problem.append(error)
-
-        thread = threading.Thread(target=run, daemon=True, name="hvd_adpsgd.start")
-        thread.start()
-        thread.join(self.left + _GRACE_S)
-        if problem:
-            raise problem[0]
-        if not found:
-            raise TimeoutError
-        return found[0]
+        return in_thread("hvd_adpsgd.start", act).result(self.left + _GRACE_S)

@@ -27,7 +27,6 @@ from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.network import Network
 from hvd_adpsgd.simulation.scenario import rounds_of, schedules
 from hvd_adpsgd.strategies import parse
-from hvd_adpsgd.strategies.plan import AFTER
 
 __all__ = ["Cluster", "Outcome", "draw", "plan", "synchronous_goodput", "theoretical_decay"]
 
@@ -234,7 +233,7 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
         tables=tables,
         period=rounds.period if rounds else 1,
         means=means,
-        after=rounds is not None and rounds.order == AFTER,
+        after=rounds is not None and rounds.waits,
         warm_up=rounds.warm_up if rounds else 0,
         detect_s=c.detect_s,
         still=True,

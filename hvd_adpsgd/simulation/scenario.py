@@ -25,7 +25,6 @@ from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.network import Network
 from hvd_adpsgd.strategies import Rounds, parse
-from hvd_adpsgd.strategies.plan import AFTER
 
 __all__ = [
     "STRATEGIES",
@@ -580,7 +579,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         tables=tables,
         period=rounds.period if rounds else 1,
         means=means,
-        after=rounds is not None and rounds.order == AFTER,
+        after=rounds is not None and rounds.waits,
         warm_up=rounds.warm_up if rounds else 0,
         detect_s=s.detect_s,
         trace=trace,

@@ -91,9 +91,14 @@ class Rounds:
             object.__setattr__(self, "peers", table)
 
     @property
+    def waits(self) -> bool:
+        """Whether the step that a round follows waits for it."""
+        return self.order == AFTER
+
+    @property
     def replaces(self) -> bool:
         """Whether a mean of all replaces the model bitwise; else its difference is added."""
-        return self.order == AFTER or self.still
+        return self.waits or self.still
 
     def is_due(self, step: int) -> bool:
         """Whether a round follows step number `step`; the first is 0."""

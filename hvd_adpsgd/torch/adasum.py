@@ -15,7 +15,6 @@ from hvd_adpsgd.training.inner_averaging import (
     first_by_name,
     submit_missing,
 )
-from hvd_adpsgd.training.super_learner import inside_super_learner
 
 __all__ = ["ADASUM_METHODS"]
 
@@ -45,7 +44,7 @@ def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     self._averaging.before_gradient(1, len(self._requires_update))
     self._averaging.tensors.before_update()
-    with inside_super_learner(self._averaging):
+    with self._averaging.super_learner.reducing():
         handle = self._horovod._allreduce_grad_async(self, parameter)
     self._gradients.submit((parameter,), self._requires_update)
     return handle

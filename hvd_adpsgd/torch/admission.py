@@ -376,9 +376,7 @@ def _prepare(
     try:
         new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
         for averaging in live():
-            engines.append(
-                averaging.engines.for_new_group(world, offer, new_group, averaging.engine.memory)
-            )
+            engines.append(averaging.engines.for_new_group(offer, new_group))
     except AdpsgdError as error:
         log.info("a joining super learner could not be connected: %s", error)
         for engine in engines:
@@ -412,8 +410,7 @@ def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
     old = exit_state.hub
     grown = new_group.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
-        averaging.replace_engine(engine)
-        averaging.move_to(grown)
+        averaging.move_to(grown, engine)
     grown.collectives.gather(DOING, None)
     new_group.end_by(None)
     if old is not None:
@@ -427,7 +424,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     """Join the others. Returns their state."""
     candidate = joining.this_learner()
     for averaging in live():
-        averaging.engines.make_memory_ahead(world)
+        averaging.engines.make_memory_ahead()
     offer, ranks, senders = candidate.ready(world, terms())
     joiner = Joiner()
     joiner.offered()

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import horovod.torch as horovod
@@ -41,14 +42,12 @@ __all__ = [
 ]
 
 
-class Handle:
+class Handle(Future[Any]):
     """An operation that was asked for; see `synchronize`."""
 
     def __init__(self, caller: Caller, collectives: Collectives):
+        super().__init__()
         self.caller, self.collectives = caller, collectives
-        self.over = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
 
 
 def synchronize(handle: Any) -> Any:
@@ -61,16 +60,14 @@ def synchronize(handle: Any) -> Any:
         return horovod.synchronize(handle)
     began = time.monotonic()
     with handle.collectives.blocking():
-        handle.over.wait()
+        wait([handle])
     waited(handle.caller, time.monotonic() - began)
-    if handle.error is not None:
-        raise handle.error
-    return handle.result
+    return handle.result()
 
 
 def poll(handle: Any) -> bool:
     """Whether an asynchronous operation is complete, so that `synchronize` does not wait."""
-    return handle.over.is_set() if isinstance(handle, Handle) else bool(horovod.poll(handle))
+    return handle.done() if isinstance(handle, Handle) else bool(horovod.poll(handle))
 
 
 # ---- the operations -----------------------------------------------------------------------------
@@ -209,6 +206,7 @@ def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) ->
 
 
 # ---- the thread ---------------------------------------------------------------------------------
+# no ThreadPoolExecutor: Python waits for its thread at exit, and a learner that lacks a peer would not end
 
 _asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _starting = threading.Lock()
@@ -246,9 +244,11 @@ def _run(
     act: Callable[[], Any],
 ) -> None:
     """Act on the streams of the script: behind what computes the tensors, before what uses the result."""
+    result = None
 
     def operate() -> None:
-        handle.result = act()
+        nonlocal result
+        result = act()
 
     for stream in streams:
         operate = functools.partial(stream.do, operate)
@@ -256,5 +256,6 @@ def _run(
         with torch.no_grad(), collectives.lock.as_taken(number), on_behalf(handle.caller):
             operate()
     except BaseException as error:
-        handle.error = error
-    handle.over.set()
+        handle.set_exception(error)
+    else:
+        handle.set_result(result)

@@ -62,7 +62,7 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
-from hvd_adpsgd.training.presence import live, stop_dropped
+from hvd_adpsgd.training.presence import drop, live, register, stop_dropped
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
@@ -177,9 +177,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return wrapped
     _become_averaging(wrapped, type(optimizer))
     mine = wrapped._averaging = Averaging(world, spec)
+    register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, mine.drop).atexit = False  # shutdown() stops what is left
+    weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops what is left
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 
@@ -200,7 +201,7 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
     """Stop averagings of these tensors by earlier optimizers: a tensor has one owner."""
     tensors = list(tensors)
     for averaging in list(live()):
-        if any(id(tensor) in averaging.trained for tensor in tensors):
+        if any(id(tensor) in averaging.tensors.trained for tensor in tensors):
             _say_retired(averaging, {id(tensor) for tensor in tensors})
             averaging.stop("another optimizer was wrapped around its parameters")
 
@@ -251,6 +252,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
     """
+    stop_dropped()
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         if closure is None:
@@ -298,7 +300,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
         for j, parameter in enumerate(group["params"])
     }
-    self._averaging.add(trained_tensors(names, [group]))
+    self._averaging.tensors.add(trained_tensors(names, [group]))
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
@@ -330,7 +332,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 def _close(self: Any) -> None:
     """Free the engine, its thread and its memory now. step() raises afterwards; idempotent."""
-    self._averaging.mates.closes()
+    self._averaging.super_learner.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 
 

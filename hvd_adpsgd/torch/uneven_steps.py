@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
-from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import StrategyMismatchError
+from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
-from hvd_adpsgd.training.super_learner import inner_failures, inside_super_learner
 
 __all__ = ["joined"]
 
@@ -48,24 +45,16 @@ def joined(device: int) -> Iterator[None]:
         _require_asynchronous(averaging)
     for averaging in averagings:
         _begin(averaging)
-    waiting: Future[int] = Future()
-    # in a thread, and not waited for after an error: another learner may never join
-    threading.Thread(target=_join, args=(device, waiting), daemon=True).start()
+    # not waited for after an error: another learner may never join
+    waiting = in_thread("hvd_adpsgd.join", lambda: horovod.join(device))
     yield
     with contextlib.ExitStack() as stack:
         for averaging in averagings:
-            stack.enter_context(inside_super_learner(averaging))
+            stack.enter_context(averaging.super_learner.reducing())
         waiting.result()
     for averaging in averagings:
-        with inner_failures(averaging), mpi_failures("join"):
+        with averaging.super_learner.meeting("join"):
             _end(averaging)
-
-
-def _join(device: int, waiting: Future[int]) -> None:
-    try:
-        waiting.set_result(horovod.join(device))
-    except BaseException as error:
-        waiting.set_exception(error)
 
 
 def _require_asynchronous(averaging: Averaging) -> None:
@@ -83,7 +72,7 @@ def _begin(averaging: Averaging) -> None:
     """The last step is made: apply the corrections that may be read, then tell the other learners."""
     averaging.absorb()
     if averaging.world.inner_size > 1:
-        averaging.mates.joins()  # before horovod.join: the next all-reduce shows it to all
+        averaging.super_learner.mates.joins()  # before horovod.join: the next all-reduce shows it to all
 
 
 @torch.no_grad()
@@ -91,11 +80,11 @@ def _end(averaging: Averaging) -> None:
     """All learners of the super learner are here: continue from the one that made most steps."""
     memories = averaging.engine.memory.shards
     places = [memory.place() for memory in memories]
-    mine = (averaging.mates.sets, averaging.step, places)
+    mine = (averaging.super_learner.mates.sets, averaging.step, places)
     told = allgather_object(averaging.world.inner, mine)
     sets = [its for its, _, _ in told]
     root = sets.index(max(sets))
-    averaging.mates.returns(sets[root])
+    averaging.super_learner.mates.returns(sets[root])
     if min(sets) == sets[root]:
         return
     averaging.step = told[root][1]
@@ -103,7 +92,7 @@ def _end(averaging: Averaging) -> None:
     for i, memory in enumerate(memories):
         memory.go_to([its[i] for _, _, its in told])
     averaging.engine.publish(averaging.step)
-    averaging.inner_barrier()
+    averaging.engines.inner_barrier()
     averaging.absorb()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +13,15 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.training.consistency import require_same_inside, unanimous
+from hvd_adpsgd.training.consistency import require_known, require_same_inside, unanimous
 from hvd_adpsgd.training.cores import pass_threads
-from hvd_adpsgd.training.parameters import Parameters
+from hvd_adpsgd.training.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
+from hvd_adpsgd.training.supported import require_no_ddp
 
 __all__ = ["AveragedTensors"]
+
+log = logging.getLogger("hvd_adpsgd")
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -26,11 +31,13 @@ class AveragedTensors:
 
     Args:
         world: of this learner.
-        named: the first ones; see `add`.
-        shards: into how many the model is cut.
+        spec: what the user wants averaged.
+        averaged: (name, tensor) of what the strategy averages in place of what the optimizer trains.
 
     Attributes:
         world: see the arguments.
+        shards: into how many the model is cut; 1: the leader averages all of it.
+        trained: ids of the tensors that the user wants averaged.
         parameters: the tensors.
         specs: of them, as they were added.
         memory: of the engine, once it is bound.
@@ -38,12 +45,15 @@ class AveragedTensors:
 
     memory: ModelMemory
 
-    def __init__(self, world: World, named: Named, shards: int):
-        self.world, self._shards = world, shards
+    def __init__(self, world: World, spec: AveragingSpec, averaged: list[tuple[str, torch.Tensor]]):
+        self.world, self.shards = world, _shards(world, spec)
+        self.trained = {id(tensor) for _, tensor in spec.named}
         self.parameters = Parameters()
+        named = averaged + spec.buffers
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
+        self._alone = False  # no DistributedDataParallel averages them: known at the first step
         # of parameters on devices, one for each shard; the own one last: it sees all corrections applied
         self._stagings: list[Staging] = []
 
@@ -64,15 +74,23 @@ class AveragedTensors:
         self.specs.append(self.parameters.add(named))
         self.memory.extend(self.specs[-1])
         self.bind(self.memory)
+        self.trained.update(id(tensor) for _, tensor in named)
+
+    def require_known(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Raise if one of these param_groups is trained and not averaged, or if DDP averages it too."""
+        require_known(self.trained, groups)
+        if not self._alone:  # frameworks put DDP around the model after the optimizer is wrapped
+            require_no_ddp({p for group in groups for p in group["params"]})
+            self._alone = True
 
     def bind(self, memory: ModelMemory) -> None:
         """Copy parameters on devices from and to this memory of an engine, from now on."""
         self.memory = memory
         if self.parameters.staged:
-            own = min(self.world.inner_rank, self._shards - 1)
-            numbers = [*(i for i in range(self._shards) if i != own), own]
+            own = min(self.world.inner_rank, self.shards - 1)
+            numbers = [*(i for i in range(self.shards) if i != own), own]
             self._stagings = self._stagings or [
-                Staging(piece_nbytes=PIECE_NBYTES // self._shards, checks=number == own)
+                Staging(piece_nbytes=PIECE_NBYTES // self.shards, checks=number == own)
                 for number in numbers
             ]
             for number, staging in zip(numbers, self._stagings, strict=True):
@@ -149,3 +167,24 @@ class AveragedTensors:
         replaced = {id(tensor) for tensor in tensors}
         mine = enumerate(self.parameters.tensors)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
+
+
+def _shards(world: World, spec: AveragingSpec) -> int:
+    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
+    if spec.config.shard is None:
+        return 1
+    why = ""
+    if not spec.strategy.is_gossip:
+        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
+    elif spec.buffers:
+        why = "buffers= are those of the leader"
+    elif world.shards == 1:
+        why = "one super learner, or one learner in a super learner"
+    if world.rank == 0:
+        sizes = sorted({len(group) for group in world.groups})
+        log.info(
+            "HVD_ADPSGD_SHARD: %s (learners per super learner: %s).",
+            f"no shards, {why}" if why else f"{world.shards} shards",
+            ", ".join(map(str, sizes)),
+        )
+    return 1 if why else world.shards

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from hvd_adpsgd.collectives import usage
-from hvd_adpsgd.collectives.of_communicator import barrier
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.failures import mpi_failures
-from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.errors import ModelMismatchError, NonFiniteModelError, UnsupportedOptimizerError
-from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.strategies.plan import AFTER
-from hvd_adpsgd.training.averaged_tensors import AveragedTensors
-from hvd_adpsgd.training.engine_maker import EngineMaker
-from hvd_adpsgd.training.gradients import Replacements
-from hvd_adpsgd.training.mates import Mates
-from hvd_adpsgd.training.parameters import AveragingSpec
-from hvd_adpsgd.training.presence import Presence
-from hvd_adpsgd.training.round_accounting import Steps
-from hvd_adpsgd.training.step_checks import StepChecks
-from hvd_adpsgd.training.step_order import StepOrder
-from hvd_adpsgd.training.super_learner import (
-    inner_failures,
-    inside_super_learner,
-    wrapping_failures,
+from hvd_adpsgd.errors import (
+    ModelMismatchError,
+    NonFiniteModelError,
+    NotInitializedError,
+    UnsupportedOptimizerError,
+    WorldError,
 )
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+from hvd_adpsgd.training.engines import Engines
+from hvd_adpsgd.training.parameters import AveragingSpec
+from hvd_adpsgd.training.round_accounting import Steps
+from hvd_adpsgd.training.step_order import StepOrder
+from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
 
@@ -53,23 +45,19 @@ class Averaging:
         rule: what is done to the model besides averaging.
         step: steps made; of strategies in step the same on all super learners.
         restart: the rule resets to the model at the next step.
-        trained: ids of the tensors that the optimizer trains.
         tensors: what is averaged, in the memory of the engine.
-        engines: makes them.
+        engines: the life of the engine.
         order: of steps, beside operations over all learners.
-        shards: into how many the model is cut; 1: the leader averages all of it.
         stopped: why averaging has stopped; "" while it runs.
-        dropped: the optimizer was garbage collected, and `stop_dropped` has not seen it yet.
         at_stop: called by `stop`.
         optimizer: the wrapped optimizer, None once it is freed.
-        mates: where the other learners of the super learner are.
-        replacements: whether they step with the same gradients, where these replace averaged ones.
+        super_learner: the learners that step together.
         pauses: depth of nested pauses.
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
 
     def __init__(self, world: World, spec: AveragingSpec):
-        self.world = world
+        self.world, self.spec = world, spec
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last of them
@@ -78,44 +66,24 @@ class Averaging:
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         self.step = 0
         self.restart = True
-        self.trained = {id(tensor) for _, tensor in spec.named}
         self.stopped = ""
-        self.dropped = False
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
         self._submitted = 0  # gradients handed to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
-        self._checks = StepChecks(self)
-        self.shards = _shards(world, spec)
-        self.tensors = AveragedTensors(world, self.rule.averaged() + spec.buffers, self.shards)
-        self.spec = replace(spec, config=_with_chunks_for(spec.config, self.tensors.specs[0]))
-        with wrapping_failures(world, spec.config.deadline_s), mpi_failures("averaging"):
-            self.mates = Mates(world.inner, world.inner_rank)
-            self.replacements = Replacements(world.inner, world.inner_rank)
-        self.order = StepOrder(self)
-        self.engines = EngineMaker(
-            self.spec, self.tensors.specs, self.shards, self.order.require_step
+        self.tensors = AveragedTensors(world, spec, self.rule.averaged())
+        self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
+        self.order = StepOrder(self.super_learner, self.plan.in_step is not None, self.retire)
+        self.engines = Engines(
+            self.super_learner, spec, self.tensors, self.record, self.order.require_step
         )
-        self.engine = self.engines.first(world)
-        try:
-            self.tensors.bind(self.engine.memory)
-        except BaseException:
-            self.engine.stop()  # nobody else can
-            self.engine.release()
-            raise
-        self._presence = Presence(self)
 
-    def replace_engine(self, engine: Engine) -> None:
-        """Replace the engine by this one, between steps, paused. Exchange counters restart at 0."""
-        self.engine.stop()  # before `events`, which misses what the thread adds later; `release` frees them
-        self.record.events(self.engine)
-        self.tensors.release()
-        self.engine.release(keeps_memory=self.engine.memory is engine.memory)
-        self.engine = engine
-        self.engines.is_replaced()
-        self.tensors.bind(engine.memory)
+    @property
+    def engine(self) -> Engine:
+        """Exchanges with the peers, until `move_to` replaces it."""
+        return self.engines.current
 
     @property
     def _lands_later(self) -> bool:
@@ -123,21 +91,34 @@ class Averaging:
         waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
         return self.tensors.are_staged and not waits
 
-    def move_to(self, world: World) -> None:
-        """The world has changed: the engine is of the new one already."""
-        self.world = self.tensors.world = world
-        self.engine.memory.inner = world.inner
-        self.mates.regains_quorum()
+    def move_to(self, world: World, engine: Engine) -> None:
+        """The world has changed, between steps, paused: this engine is of the new one."""
+        self.engines.replace(engine)
+        self.world = self.tensors.world = self.super_learner.world = world
+        engine.memory.inner = world.inner
+        self.super_learner.mates.regains_quorum()
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
 
     def require_running(self, also_before_joining: bool = False) -> None:
-        """Raise NotInitializedError if this optimizer has been retired.
+        """Raise NotInitializedError or WorldError if this optimizer makes no step now.
 
         Args:
             also_before_joining: a super learner that has not joined yet may do this.
         """
-        self._checks.running(also_before_joining)
+        preemption.block_if_leaving()
+        if self.stopped:
+            raise NotInitializedError(
+                f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
+                "optimizer that was wrapped after that."
+            )
+        if self.holds_mean:
+            raise WorldError(
+                "the parameters hold the mean of all super learners inside `with hvd.averaged(...)`, and "
+                "get their own values back after it. Leave the block before backward(), step(), "
+                "average_model or averaging_paused."
+            )
+        self.super_learner.require_joined(also_before_joining)
 
     # ---- the step, in order ----------------------------------------------------------------
 
@@ -150,7 +131,7 @@ class Averaging:
         if self._submitted == 0:
             self.require_running()
             self.tensors.parameters.check()
-            self._checks.note_quorum()
+            self.super_learner.note_quorum()
         self._submitted += count
         if self._submitted >= total:
             self.engine.publish(self.step)
@@ -162,7 +143,11 @@ class Averaging:
         Args:
             groups: the optimizer's param_groups.
         """
-        self._checks.before_step(groups)
+        self.require_running()
+        self.engine.check()
+        self.tensors.require_known(groups)
+        if self.world.inner_size == 1:  # with several learners before_gradient() has done it
+            self.tensors.parameters.check()
         self.order.entered()
         if self.restart:
             self.restart = False
@@ -197,19 +182,19 @@ class Averaging:
                 in an operation for this one, or has closed its optimizer.
         """
         self.require_running()
-        self.mates.submitted()
+        self.super_learner.mates.submitted()
         with self.record.part("inner_allreduce", self.step):
             if are_averaged is not None:
                 self.order.await_mates(are_averaged)
-            with inside_super_learner(self):
+            with self.super_learner.reducing():
                 yield
         self._submitted = 0
-        self.mates.averaged()
+        self.super_learner.mates.averaged()
         if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:
-            self.engine.memory.all_met(self.mates.has_joined)
-        self._checks.quorum()
+            self.engine.memory.all_met(self.super_learner.mates.has_joined)
+        self.super_learner.require_quorum()
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:
@@ -237,7 +222,6 @@ class Averaging:
             self._offer(finite, in_step=self._steps.due)
         self._steps.end()
         self.record.end_step(self.engine)
-        usage.end_step(self.world.rank == self.world.collectives.ranks[0])
         if not finite:
             _report_nonfinite(self)
 
@@ -256,19 +240,19 @@ class Averaging:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
         if not self._lands_later:  # else it is offered when it has come
             self.engine.offer(self.step, finite)
-        self.world.membership.update(self._presence.peer_news(), self.step)
+        self.engines.tell_membership()
         if in_step:
             self._round()
             self.step += 1
 
     def _round(self) -> None:
-        """Begin the round that follows this step, if one is due; with order AFTER, wait for it."""
+        """Begin the round that follows this step, if one is due; wait for it if the plan says so."""
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return
         self.order.begun = self.step
         self.engine.rounds.begin(self.step // rounds.period)
-        if rounds.order != AFTER:
+        if not rounds.waits:
             return
         self.rule.before_round()
         self.take_in()  # publishing waits for the round
@@ -310,17 +294,10 @@ class Averaging:
 
         A learner that has called join() does not come: corrections wait in the open slot.
         """
-        if not self.engine.memory.readable and not self.mates.someone_has_joined():
+        if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
             if self.world.inner_size > 1:
-                self.inner_barrier()
-
-    def inner_barrier(self) -> None:
-        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
-        self.tensors.settle()  # devices read it too
-        with inner_failures(self), mpi_failures("in the super learner"):
-            barrier(self.world.inner)
-        self.engine.memory.all_met()
+                self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
         """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
@@ -338,41 +315,17 @@ class Averaging:
 
     # ---- beside the step ---------------------------------------------------------------------
 
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Average these tensors too, from the next step on. All learners of the super learner call it.
-
-        Raises:
-            ModelMismatchError: on every learner of the super learner, if they add different tensors.
-        """
-        named = list(named)
-        self.tensors.add(named)
-        self.trained.update(id(tensor) for _, tensor in named)
-
-    def drop(self) -> None:
-        """The optimizer was garbage collected: `stop_dropped` stops this later.
-
-        The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
-        """
-        self.dropped = not self.stopped
-        self.stopped = self.stopped or "the optimizer was dropped"
+    def retire(self, why: str) -> None:
+        """Make no more steps. `stop` comes later, on a thread of the script."""
+        self.stopped = self.stopped or why
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
-        self.dropped = False
-        self.stopped = self.stopped or why
+        self.retire(why)
         with contextlib.suppress(IndexError):  # another thread stops it, too
             while True:
                 self.at_stop.pop()()
-        world = self.world
-        self._presence.end()
-        self.engine.stop(broken=world.teardown.fails)
-        world.membership.update(self._presence.peer_news(), self.step)
-        if not world.teardown.has_begun:
-            world.membership.rejoin()
-        self.record.events(self.engine)
-        self.tensors.close()
-        self.engine.release()
-        self.tensors.memory = self.engine.memory  # an empty one: the other is freed
+        self.engines.end()
 
 
 def _report_nonfinite(averaging: Averaging) -> None:
@@ -391,30 +344,3 @@ def _report_nonfinite(averaging: Averaging) -> None:
     if raises:
         raise NonFiniteModelError(message)
     log.warning("%s", message)
-
-
-def _shards(world: World, spec: AveragingSpec) -> int:
-    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
-    if spec.config.shard is None:
-        return 1
-    why = ""
-    if not spec.strategy.is_gossip:
-        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
-    elif spec.buffers:
-        why = "buffers= are those of the leader"
-    elif world.shards == 1:
-        why = "one super learner, or one learner in a super learner"
-    if world.rank == 0:
-        sizes = sorted({len(group) for group in world.groups})
-        log.info(
-            "HVD_ADPSGD_SHARD: %s (learners per super learner: %s).",
-            f"no shards, {why}" if why else f"{world.shards} shards",
-            ", ".join(map(str, sizes)),
-        )
-    return 1 if why else world.shards
-
-
-def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
-    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
-    model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
-    return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.strategies import same
-from hvd_adpsgd.strategies.plan import AFTER
 from hvd_adpsgd.training.averaging import Averaging
 
 __all__ = ["load_state", "state"]
@@ -42,7 +41,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
         state: from `state`; None for checkpoints without one, as of plain optimizers.
     """
     plan = averaging.plan
-    waits = plan.in_step is not None and plan.in_step.order == AFTER
+    waits = plan.in_step is not None and plan.in_step.waits
     leaves_nothing = plan.width == 0 and waits  # each step applies all corrections of its round
     if averaging.step and not averaging.pauses and not leaves_nothing:
         log.warning(

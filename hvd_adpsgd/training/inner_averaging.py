@@ -26,7 +26,7 @@ from hvd_adpsgd.errors import (
     AdpsgdError,
     GradientOrderError,
 )
-from hvd_adpsgd.training.super_learner import inside_super_learner
+from hvd_adpsgd.training.presence import live
 
 __all__ = [
     "Reducible",
@@ -59,12 +59,12 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
     _before_gradient(self, parameters)
     for parameter in parameters:
         lay_out_gradient(parameter)
-    with inside_super_learner(self._averaging):
+    with self._averaging.super_learner.reducing():
         handle = submit(self._horovod)
     is_last = self._gradients.submit(parameters, self._requires_update)
     in_backward = any(p.requires_grad for p in parameters)  # else it is one that synchronize() adds
     if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
-        self._averaging.mates.submitted()
+        self._averaging.super_learner.mates.submitted()
         # run by the thread of the last gradient: on a GPU that is not the caller's
         torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_average_after_backward, self)
@@ -120,7 +120,9 @@ def _average_after_backward(self: Any) -> None:
     """Average, unless another learner of the super learner lacks gradients and waits for this one."""
     if not self._handles:  # a hook has called step() or synchronize()
         return
-    if self._averaging.order.all_submit(completion_of(self)):
+    averaging = self._averaging
+    others = [other.super_learner.mates for other in live() if other is not averaging]
+    if averaging.super_learner.mates.all_submit(others, completion_of(self)):
         _average(self, by_backward=True)
 
 
@@ -161,7 +163,8 @@ def average_for_step(self: Any) -> None:
     if self._should_synchronize and (self._handles or not gradients.averaged):
         _average(self, unscaled=bool(self._handles) and _is_called_by_scaler())
     if averaging.world.inner_size > 1:
-        averaging.replacements.step(averaging.mates.sets, gradients.replaced(_reduced(self)))
+        inner = averaging.super_learner
+        inner.replacements.step(inner.mates.sets, gradients.replaced(_reduced(self)))
     gradients.release()
     self._synchronized = False
 
@@ -189,6 +192,7 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
             averaged first.
     """
     gradients, averaging = self._gradients, self._averaging
+    mates = averaging.super_learner.mates
     _require_no_accumulation(self, self._handles)
     changed = gradients.changed()
     if unscaled:
@@ -204,13 +208,13 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
     for parameter in changed:
         lay_out_gradient(parameter)  # Horovod needs one to overwrite
     if changed:
-        averaging.mates.refuses()
+        mates.refuses()
     submit_missing(self)
     are_averaged = None if by_backward else completion_of(self)  # it has waited for the others
     with averaging.reducing(len(self._requires_update), again, are_averaged):
         self._horovod.synchronize(self)
-    refusing = averaging.mates.refusing()
-    differ = averaging.replacements.differ(averaging.mates.sets - 1)
+    refusing = mates.refusing()
+    differ = averaging.super_learner.replacements.differ(mates.sets - 1)
     if refusing or differ:
         gradients.forget()
     if differ:

@@ -27,9 +27,9 @@ def _terms_of(averaging: Averaging) -> list[str]:
     """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
     _, *added = averaging.tensors.specs
     shards = "a model that is not cut"
-    if averaging.shards > 1:
+    if averaging.tensors.shards > 1:
         shards = (
-            f"a model in {averaging.shards} shards, which needs so many learners in a super learner "
+            f"a model in {averaging.tensors.shards} shards, which needs so many learners in a super learner "
             "(HVD_ADPSGD_SHARD)"
         )
     return [

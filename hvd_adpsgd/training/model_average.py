@@ -22,7 +22,7 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described, require_same
 from hvd_adpsgd.training.parameters import shares_elements, statistics
-from hvd_adpsgd.training.pause import paused, quiesced
+from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import live
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
@@ -179,7 +179,7 @@ def averaged(
         concerned = [
             a
             for a in live()
-            if any(t in a.tensors.parameters or id(t) in a.trained for t in tensors)
+            if any(t in a.tensors.parameters or id(t) in a.tensors.trained for t in tensors)
         ]
         for averaging in concerned:
             averaging.holds_mean += 1
@@ -195,10 +195,10 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
     if world.collectives.joining:  # alone until it has joined
         pending = []
     cut = [
-        a for a in pending if a.shards > 1
+        a for a in pending if a.tensors.shards > 1
     ]  # the leader does not have what is pending of all shards
-    whole = [a for a in pending if a.shards == 1]
-    with paused("averaged", cut), quiesced("averaged", whole):
+    whole = [a for a in pending if a.tensors.shards == 1]
+    with paused("averaged", cut), paused("averaged", whole, keeps_pending=True):
         return _finite_means(world, "averaged", named, pending=whole)
 
 

@@ -32,41 +32,38 @@ def averaging_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def paused(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
-    """Pause these inside. All learners enter together; `doing` is what they do, for messages."""
-    with contextlib.ExitStack() as stack:
-        for averaging in list(averagings):
-            _pause(doing, averaging)
-            stack.callback(resume, averaging)
-        yield
+def paused(
+    doing: str, averagings: Iterable[Averaging], keeps_pending: bool = False
+) -> Iterator[None]:
+    """Inside, no exchange of these runs. All learners enter together.
 
-
-@contextlib.contextmanager
-def quiesced(doing: str, averagings: Iterable[Averaging]) -> Iterator[None]:
-    """Inside, no exchange of these runs, and what is pending stays pending. All learners enter together."""
+    Args:
+        doing: what they do, for messages.
+        averagings: which.
+        keeps_pending: corrections stay pending; else the parameters include all of them.
+    """
     with contextlib.ExitStack() as stack:
         for averaging in list(averagings):
             _come_to_rest(doing, averaging)
+            if not keeps_pending:
+                _apply_all(averaging)
             averaging.pauses += 1
-            stack.callback(_resume_engine, averaging)
+            stack.callback(_resume_engine if keeps_pending else resume, averaging)
         yield
 
 
 @torch.no_grad()
-def _pause(doing: str, averaging: Averaging) -> None:
-    """Pause the engine and apply every correction.
+def _apply_all(averaging: Averaging) -> None:
+    """Apply every correction, at any point of a step, also between publishing corrections and applying them.
 
-    Allowed at any point of a step, also between publishing corrections and applying them. A round in
-    progress is finished first; its result is applied here, not in the next step.
+    A round in progress was finished; its result is applied here, not in the next step.
     """
-    _come_to_rest(doing, averaging)
     rule = averaging.rule
     rule.before_corrections()
     averaging.take_in()  # corrections published for the current step
     averaging.take_in()  # and those merged since
     rule.after_corrections()
     rule.settle()
-    averaging.pauses += 1
 
 
 def _come_to_rest(doing: str, averaging: Averaging) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.averaging import Averaging
 
-if TYPE_CHECKING:
-    from hvd_adpsgd.training.averaging import Averaging
-
-__all__ = ["Presence", "live", "stop_dropped"]
+__all__ = ["drop", "live", "register", "stop_dropped"]
 
 _live: list[Averaging] = []
+_dropped: list[Averaging] = []
 
 
 def live(also_stopping: bool = False) -> list[Averaging]:
@@ -22,59 +19,51 @@ def live(also_stopping: bool = False) -> list[Averaging]:
     return [averaging for averaging in _live if also_stopping or not averaging.stopped]
 
 
+def drop(averaging: Averaging) -> None:
+    """The optimizer was garbage collected: `stop_dropped` stops its averaging later.
+
+    The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
+    """
+    if not averaging.stopped:
+        _dropped.append(averaging)
+        averaging.retire("the optimizer was dropped")
+
+
 def stop_dropped() -> None:
     """Stop the averagings whose optimizer was garbage collected; on a thread of the script."""
-    for averaging in live(also_stopping=True):
-        if averaging.dropped:
-            averaging.stop()
+    with contextlib.suppress(IndexError):  # another thread stops them, too
+        while True:
+            _dropped.pop().stop()
 
 
-class Presence:
-    """An averaging among what the world calls: at shutdown, on SIGTERM, before and in operations.
+def register(averaging: Averaging) -> None:
+    """Have it called at shutdown, on SIGTERM, before and in operations, until it stops."""
+    world, order, engines = averaging.world, averaging.order, averaging.engines
+    entries: list[tuple[list[Any], Callable[..., Any]]] = [
+        (world.membership.sources, engines.peer_news),
+        (world.collectives.asked, averaging.super_learner.mates.asks),
+        (world.collectives.steps, order.averaged_sets),
+    ]
+    if averaging.plan.in_step is not None:
+        entries.append((world.collectives.before, averaging.catch_up))
+        entries.append((world.collectives.steps, order.made))
 
-    Args:
-        averaging: which begins now.
-    """
+    def forget() -> None:
+        for called, mine in entries:
+            _remove(called, mine)
+        world.teardown.forget(averaging.stop)
+        world.departure.forget(engines.depart)
+        _remove(_live, averaging)
+        _remove(_dropped, averaging)
 
-    def __init__(self, averaging: Averaging):
-        self._averaging = averaging
-        world, order = averaging.world, averaging.order
-        world.teardown.at_shutdown(averaging.stop)
-        world.departure.at_leave(self._depart)
-        if stop_dropped not in world.collectives.before:
-            world.collectives.before.append(stop_dropped)
-        self._entries: list[tuple[list[Any], Callable[..., Any]]] = [
-            (world.membership.sources, self.peer_news),
-            (world.collectives.asked, averaging.mates.asks),
-            (world.collectives.steps, order.averaged_sets),
-        ]
-        if averaging.plan.in_step is not None:
-            self._entries.append((world.collectives.before, averaging.catch_up))
-            self._entries.append((world.collectives.steps, order.made))
-        for entries, mine in self._entries:
-            entries.append(mine)
-        _live.append(averaging)
-
-    def end(self) -> None:
-        """Nothing calls the averaging any more; again, nothing happens."""
-        world = self._averaging.world
-        for entries, mine in self._entries:
-            _remove(entries, mine)
-        world.teardown.forget(self._averaging.stop)
-        world.departure.forget(self._depart)
-        _remove(_live, self._averaging)
-
-    def peer_news(self) -> list[tuple[int, PeerState]]:
-        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
-        averaging = self._averaging
-        news = averaging.engine.report() if averaging.world.is_leader else []
-        if any(state is PeerState.FAILED for _, state in news):
-            averaging.world.collectives.look_for_departures()  # of one that has left without an engine
-        return news
-
-    def _depart(self) -> None:
-        """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
-        self._averaging.engine.stop(within_s=preemption.DEPARTURE_S)
+    if stop_dropped not in world.collectives.before:
+        world.collectives.before.append(stop_dropped)
+    for called, mine in entries:
+        called.append(mine)
+    world.teardown.at_shutdown(averaging.stop)
+    world.departure.at_leave(engines.depart)
+    averaging.at_stop.append(forget)
+    _live.append(averaging)
 
 
 def _remove(items: list[Any], item: Any) -> None:

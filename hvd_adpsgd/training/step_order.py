@@ -10,14 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 from hvd_adpsgd.errors import CollectiveMismatchError
-from hvd_adpsgd.training.presence import live
-from hvd_adpsgd.training.super_learner import horovods
-
-if TYPE_CHECKING:
-    from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
 __all__ = ["StepOrder"]
 
@@ -29,15 +24,17 @@ class StepOrder:
     """The steps of one optimizer, beside the operations over all learners.
 
     Args:
-        averaging: of the optimizer.
+        super_learner: whose learners step with the optimizer.
+        in_step: super learners wait for steps of each other.
+        retire: called with the reason when no more steps are made.
 
     Attributes:
         begun: the step whose round was begun last.
     """
 
-    def __init__(self, averaging: Averaging):
+    def __init__(self, super_learner: SuperLearner, in_step: bool, retire: Callable[[str], None]):
         self.begun = 0
-        self._averaging = averaging
+        self._super_learner, self._in_step, self._retire = super_learner, in_step, retire
         self._thread = threading.get_ident()
 
     def entered(self) -> None:
@@ -46,17 +43,11 @@ class StepOrder:
 
     def averaged_sets(self) -> tuple[int, int]:
         """See Collectives.steps; of sets of gradients, which may differ from steps."""
-        return self._thread, self._averaging.mates.sets
+        return self._thread, self._super_learner.mates.sets
 
     def made(self) -> tuple[int, int]:
         """The thread that makes the steps, and how many were made; see Collectives.steps."""
-        return self._thread, self._averaging.step
-
-    def all_submit(self, are_averaged: Callable[[], bool]) -> bool:
-        """Wait until every learner of the super learner has submitted its gradients; see Mates.all_submit."""
-        mine = self._averaging.mates
-        others = [averaging.mates for averaging in live() if averaging.mates is not mine]
-        return mine.all_submit(others, are_averaged)
+        return self._thread, self._super_learner.step()
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.
@@ -67,7 +58,7 @@ class StepOrder:
         Raises:
             CollectiveMismatchError: if one never does.
         """
-        mates, look = self._averaging.mates, time.monotonic() + _LATE_S
+        mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
         while (late := mates.late()) and not are_averaged():
             if time.monotonic() > look:
                 self._require_mates(late)
@@ -76,29 +67,31 @@ class StepOrder:
 
     def _require_mates(self, late: list[int]) -> None:
         """Raise CollectiveMismatchError if one of these mates, by inner rank, never submits its gradients."""
-        averaging, world = self._averaging, self._averaging.world
+        mates, world, step = (
+            self._super_learner.mates,
+            self._super_learner.world,
+            self._super_learner.step(),
+        )
         ranks = world.groups[world.super_rank]
-        for mate in averaging.mates.have_closed(late):
+        for mate in mates.have_closed(late):
             raise horovods(CollectiveMismatchError)(
-                f"step {averaging.step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
+                f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
                 "learner, makes no more steps with this optimizer: it has closed it, or has left after an "
                 "error (see there). Make the same number of steps on all learners of a super learner, then "
                 "close."
             )
         try:
             world.collectives.require_step(
-                self.averaged_sets, averaging.mates.sets, [ranks[mate] for mate in late]
+                self.averaged_sets, mates.sets, [ranks[mate] for mate in late]
             )
         except CollectiveMismatchError as error:
-            if (
-                averaging.plan.in_step is not None
-            ):  # the round of this step would wait for that mate
+            if self._in_step:  # the round of this step would wait for that mate
                 self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 
     def require_step(self, peers: Collection[int] | None) -> None:
         """While a round waits for these super learners, None for all: see Collectives.require_step."""
-        world = self._averaging.world
+        world = self._super_learner.world
         numbers = range(len(world.groups)) if peers is None else peers
         leaders = [world.groups[peer][0] for peer in numbers]
         try:
@@ -110,7 +103,6 @@ class StepOrder:
 
     def _leave(self, error: CollectiveMismatchError) -> None:
         """Make no more steps, and take part in no more operations."""
-        averaging = self._averaging
-        averaging.mates.closes()
-        averaging.stopped = averaging.stopped or "a step and an operation waited for each other"
-        averaging.world.collectives.leave(str(error))
+        self._super_learner.mates.closes()
+        self._retire("a step and an operation waited for each other")
+        self._super_learner.world.collectives.leave(str(error))

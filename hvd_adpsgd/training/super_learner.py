@@ -1,61 +1,146 @@
-"""Converts failures inside a super learner to LearnerFailedError, which is also a HorovodInternalError."""
+"""The learners of one super learner. If one fails: LearnerFailedError, also a HorovodInternalError."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from horovod.torch import HorovodInternalError
 
-from hvd_adpsgd.errors import AdpsgdError, LearnerFailedError, PeerFailedError
+from hvd_adpsgd.collectives import of_communicator
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.failures import mpi_failures
+from hvd_adpsgd.errors import (
+    AdpsgdError,
+    LearnerFailedError,
+    NotInitializedError,
+    PeerFailedError,
+    QuorumLostError,
+    WorldError,
+)
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.gradients import Replacements
+from hvd_adpsgd.training.mates import Mates
 
-if TYPE_CHECKING:
-    from hvd_adpsgd.launch.world import World
-    from hvd_adpsgd.training.averaging import Averaging
+__all__ = ["SuperLearner", "horovods", "wrapping_failures"]
 
-__all__ = ["horovods", "inner_failures", "inside_super_learner", "wrapping_failures"]
+
+class SuperLearner:
+    """The learners that step together with one optimizer. Made by all of them together.
+
+    If one of them fails, the super learner leaves: its engine stops, and its peers count it as failed.
+
+    Args:
+        world: of this learner.
+        config: of the optimizer.
+        step: how many steps are made.
+        stop: stops the averaging, for this reason.
+
+    Attributes:
+        world, step: see the arguments.
+        mates: where the other learners are.
+        replacements: whether they step with the same gradients, where these replace averaged ones.
+    """
+
+    def __init__(
+        self, world: World, config: Config, step: Callable[[], int], stop: Callable[[str], None]
+    ):
+        self.world, self.step = world, step
+        self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
+        with wrapping_failures(world, config.deadline_s):
+            self.mates = Mates(world.inner, world.inner_rank)
+            self.replacements = Replacements(world.inner, world.inner_rank)
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Inside, the learners average gradients with Horovod.
+
+        Raises:
+            LearnerFailedError: if a learner of this super learner has ended.
+        """
+        try:
+            yield
+        except HorovodInternalError as error:
+            preemption.block_if_leaving()  # a learner that was sent SIGTERM has ended first
+            failed = self.world.failed_inside(self._deadline_s)
+            if not failed and "shut down" not in str(error):
+                raise
+            raise self._broken(failed) from None
+
+    @contextlib.contextmanager
+    def meeting(self, doing: str) -> Iterator[None]:
+        """Inside, the learners meet over MPI; `doing` is what they do, for messages.
+
+        Raises:
+            LearnerFailedError: if a learner of this super learner has ended.
+        """
+        with _if_a_learner_failed(self.world, self._deadline_s, self._broken), mpi_failures(doing):
+            yield
+
+    def barrier(self) -> None:
+        """Wait until all learners are here."""
+        with self.meeting("in the super learner"):
+            of_communicator.barrier(self.world.inner)
+
+    def _broken(self, failed: set[int]) -> AdpsgdError:
+        error = _leaves(self.world, f"step {self.step()}", failed)
+        self._stop("a learner of this super learner failed")
+        return error
+
+    def require_joined(self, also_before: bool = False) -> None:
+        """Raise if this learner takes no part in steps now.
+
+        Args:
+            also_before: a super learner that has not joined the job yet may do this.
+        """
+        if self.mates.is_away:
+            raise WorldError(
+                "join() was not completed on this learner, because it raised: its super learner counts it as "
+                "without data, and does not wait for it. Save the model, and start the job again."
+            )
+        if self.world.collectives.joining and not also_before:
+            raise NotInitializedError(
+                "this super learner has not joined the job yet: call hvd.admit(model, optimizer) before "
+                "the first step."
+            )
+
+    def note_quorum(self) -> None:
+        """Note a lost quorum for all learners of the super learner, before a gradient is submitted."""
+        if self._is_minority:
+            self.mates.loses_quorum()
+
+    @property
+    def _is_minority(self) -> bool:
+        return self._quorum is not None and self.world.membership.is_minority
+
+    def require_quorum(self) -> None:
+        """On all learners of the super learner alike, after the step's all-reduce.
+
+        Raises:
+            QuorumLostError: with HVD_ADPSGD_QUORUM=majority, if this super learner is in a minority.
+        """
+        alone = self.world.inner_size == 1
+        if self._is_minority if alone else self.mates.lack_quorum:
+            raise QuorumLostError(
+                f"step {self.step()}, super learner {self.world.super_rank}: half or more of the "
+                "super learners have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. "
+                "The model is that before this step: save a checkpoint and exit. Start the job again from "
+                "the newest one."
+            )
 
 
 @contextlib.contextmanager
-def inside_super_learner(averaging: Averaging) -> Iterator[None]:
-    """Inside, operations need all learners of the super learner.
-
-    If one of them has failed, the super learner leaves: its engine stops, and its peers count it as
-    failed.
-
-    Raises:
-        LearnerFailedError: if a learner of this super learner has ended.
-    """
-    try:
-        yield
-    except HorovodInternalError as error:
-        preemption.block_if_leaving()  # a learner that was sent SIGTERM has ended first
-        failed = averaging.world.failed_inside(averaging.spec.config.deadline_s)
-        if not failed and "shut down" not in str(error):
-            raise
-        raise _broken(averaging, failed) from None
-
-
-def inner_failures(averaging: Averaging) -> contextlib.AbstractContextManager[None]:
-    """Inside, the learners of the super learner meet over MPI.
-
-    Raises:
-        LearnerFailedError: if a learner of this super learner has ended.
-    """
-    seconds = averaging.spec.config.deadline_s
-    return _if_a_learner_failed(averaging.world, seconds, lambda failed: _broken(averaging, failed))
-
-
-def wrapping_failures(world: World, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """As inner_failures, where there is no engine yet.
+def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
+    """As SuperLearner.meeting, where there is no engine yet.
 
     Args:
         world: of this learner.
         seconds: longest wait for MPI to report which learner has failed.
     """
-    return _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, "wrapping", failed))
+    broken = _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, "wrapping", failed))
+    with broken, mpi_failures("averaging"):
+        yield
 
 
 @contextlib.contextmanager
@@ -71,12 +156,6 @@ def _if_a_learner_failed(
         if not failed:
             raise
         raise error(failed) from None
-
-
-def _broken(averaging: Averaging, failed: set[int]) -> AdpsgdError:
-    error = _leaves(averaging.world, f"step {averaging.step}", failed)
-    averaging.stop("a learner of this super learner failed")
-    return error
 
 
 def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import EVENT_NAMES, Counters
 from hvd_adpsgd.launch.world import World
@@ -41,6 +42,7 @@ class StepRecord:
     """
 
     def __init__(self, world: World):
+        self._world = world
         self.counters = Counters(time.monotonic)
         self.timeline = _open_timeline(world)
 
@@ -61,6 +63,7 @@ class StepRecord:
         """The step is done; what the engine did goes into the timeline."""
         self.counters.end_step()
         self.events(engine)
+        usage.end_step(self._world.rank == self._world.collectives.ranks[0])
 
     def events(self, engine: Engine) -> None:
         """Put what the engine did into the timeline."""

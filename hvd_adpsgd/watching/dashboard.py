@@ -2,97 +2,25 @@
 
 from __future__ import annotations
 
-import hmac
 import importlib.util
 import logging
-import re
-import secrets
 import socket
 import threading
-from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote
+from typing import TYPE_CHECKING
 
-from hvd_adpsgd.errors import ConfigError, MissingRequirementError
+from hvd_adpsgd.errors import MissingRequirementError
+from hvd_adpsgd.watching.access import Address, Token
 from hvd_adpsgd.watching.board import Board
 
 if TYPE_CHECKING:
     from hvd_adpsgd.watching.server import Server
 
-__all__ = ["Address", "Dashboard", "Token"]
+__all__ = ["Dashboard"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
-_ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
-_SHORTEST = 16  # characters of a token
-_BACKLOG = 32
 _END_S = 2.0
-
-
-class Address(NamedTuple):
-    """Where the page is open."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """From [host]:port; without a host the loopback interface.
-
-        Raises:
-            ConfigError: for another form, or a port over 65535.
-        """
-        found = _ADDRESS.fullmatch(text.strip())
-        if found is None or int(found[3]) > 65535:
-            raise ConfigError(
-                f"no dashboard: HVD_ADPSGD_DASHBOARD is {text!r}, allowed is [host]:port with a port of 0 to "
-                "65535. Set it to :8265 for this host alone, 0.0.0.0:8265 for all its interfaces, or "
-                "[::1]:8265 for an IPv6 address."
-            )
-        return cls(found[1] or found[2] or "127.0.0.1", int(found[3]))
-
-    def listener(self) -> socket.socket:
-        """A socket that listens there.
-
-        Raises:
-            OSError: if that is impossible.
-        """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        return socket.create_server(self, family=family, backlog=_BACKLOG)
-
-    def url(self, token: str) -> str:
-        """The page's URL; for all interfaces with the name of this host."""
-        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/?token={quote(token, safe='')}"
-
-
-class Token:
-    """What a request must carry.
-
-    Args:
-        given: the token, at least 16 characters of printable ASCII without spaces; None: a random one.
-
-    Raises:
-        ConfigError: for another one. The message does not contain it.
-    """
-
-    def __init__(self, given: str | None = None):
-        if given is not None and len(given) < _SHORTEST:
-            raise ConfigError(
-                f"no dashboard: HVD_ADPSGD_DASHBOARD_TOKEN has {len(given)} characters, needed are at least "
-                f"{_SHORTEST}. Set a longer one (openssl rand -hex 16), or none for a random one."
-            )
-        if given is not None and not all("!" <= character <= "~" for character in given):
-            raise ConfigError(
-                "no dashboard: HVD_ADPSGD_DASHBOARD_TOKEN has a space or a character that is no printable "
-                "ASCII. Set one of letters and digits (openssl rand -hex 16), or none for a random one."
-            )
-        self.text = given if given is not None else secrets.token_urlsafe(32)
-
-    def is_that(self, other: str) -> bool:
-        """Whether they are equal, in a time that does not depend on where they differ."""
-        return hmac.compare_digest(self.text.encode(), other.encode("utf-8", "replace"))
 
 
 class Dashboard:

@@ -34,8 +34,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching import page
+from hvd_adpsgd.watching.access import Token
 from hvd_adpsgd.watching.board import Board
-from hvd_adpsgd.watching.dashboard import Token
 from hvd_adpsgd.watching.prometheus import exposition
 from hvd_adpsgd.watching.record import Run, lines, read
 
@@ -169,7 +169,7 @@ class _Bounded(H11Protocol):
         if len(self.connections) > _OPEN:
             transport.abort()
             return
-        self._late = self.loop.call_later(_REQUEST_S, self._end_without_request)
+        self.loop.call_later(_REQUEST_S, self._end_without_request)
         others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
         idle = [one for one in others if one.is_idle]
         if len(others) >= _ANSWERED and idle:  # a viewer's request comes at once

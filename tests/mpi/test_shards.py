@@ -43,7 +43,7 @@ SHARDS = """
     hvd.average_model(model)
     last = hvd.allgather_object(flat().sum().item())
     averaging, = live()
-    say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.shards,
+    say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.tensors.shards,
         same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"],
         total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.layout.nchunks)
 """
@@ -154,7 +154,7 @@ def test_where_there_are_no_shards_the_log_says_why() -> None:
         model = torch.nn.BatchNorm1d(3)
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging=sys.argv[1],
             named_parameters=model.named_parameters(), buffers=model if sys.argv[2:] else None)
-        say(rank=hvd.rank(), shards=[a.shards for a in live()])
+        say(rank=hvd.rank(), shards=[a.tensors.shards for a in live()])
     """
     result = run(4, "2", "synchronous_gossip", program=program).checked()
     assert [facts["shards"] for facts in result.said] == [[1]] * 4

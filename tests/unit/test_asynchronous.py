@@ -48,7 +48,7 @@ def test_an_operation_runs_on_the_stream_of_the_script(monkeypatch: pytest.Monke
     monkeypatch.setattr(asynchronous, "device_of", lambda tensor: PerThread(tensor.device))
     PerThread.log.clear()
     handle = asynchronous._begin("allreduce_async", [torch.ones(2), torch.ones(3)], lambda: "done")
-    assert handle.over.wait(DEADLINE_S)
+    handle.result(DEADLINE_S)
     assert asynchronous.synchronize(handle) == "done"
     assert PerThread.log == [(threading.current_thread().name, "hvd_adpsgd")]
 
@@ -75,6 +75,7 @@ def test_operations_of_several_threads_share_one_thread_in_the_order_of_their_tu
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert all(handle.over.wait(DEADLINE_S) for handle in handles)
+    for handle in handles:
+        handle.result(DEADLINE_S)
     assert len(names) == len(handles) == 400
     assert len(set(threading.enumerate()) - before) == 1

@@ -15,8 +15,8 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import LaunchError, ModelMismatchError
 from hvd_adpsgd.launch import bootstrap
-from hvd_adpsgd.training.averaging import _with_chunks_for
 from hvd_adpsgd.training.consistency import require_same
+from hvd_adpsgd.training.engines import _with_chunks_for
 
 
 class Meeting:

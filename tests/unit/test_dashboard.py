@@ -21,8 +21,9 @@ from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd.tools import top
 from hvd_adpsgd.watching import dashboard as dashboards
 from hvd_adpsgd.watching import server
+from hvd_adpsgd.watching.access import Address, Token
 from hvd_adpsgd.watching.board import Board
-from hvd_adpsgd.watching.dashboard import Address, Dashboard, Token
+from hvd_adpsgd.watching.dashboard import Dashboard
 from hvd_adpsgd.watching.page import live
 from hvd_adpsgd.watching.prometheus import exposition
 from hvd_adpsgd.watching.record import Event, Record, of_lines

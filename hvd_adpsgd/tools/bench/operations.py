@@ -31,8 +31,6 @@ SMALL_NBYTES, SMALL_TIMES = (
     20,
 )  # as large as what travels with a call; operations of one round
 
-Operation = Callable[[np.ndarray], object]
-
 
 class Ours:
     """The library's operations on numpy arrays, over the messages of a communicator."""

@@ -6,13 +6,13 @@ import ipaddress
 import re
 import shlex
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.tools.doctor.findings import PACKAGES, Visit
 from hvd_adpsgd.tools.doctor.probes import bounded, last_line, marked
 
@@ -110,18 +110,10 @@ def _is_own(address: str) -> bool:
 
 def _within(seconds: float, call: Callable[[], str]) -> str | None:
     """What a call returns, None if it fails or is late: a name server may be silent for long."""
-    answers: list[str] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except (OSError, UnicodeError):
-            return
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
+    try:
+        return in_thread("hvd_adpsgd.doctor", call).result(seconds)
+    except (OSError, UnicodeError):  # a TimeoutError is an OSError
+        return None
 
 
 # ---- visits --------------------------------------------------------------------------------------

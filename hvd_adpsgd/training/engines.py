@@ -1,0 +1,200 @@
+"""The life of the engine of an optimizer, and what membership and the timeline get from it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.joining.candidates import JoinOffer
+from hvd_adpsgd.joining.reconnect import NewGroup
+from hvd_adpsgd.launch.world import World, names_of
+from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+from hvd_adpsgd.training.cores import engine_cores
+from hvd_adpsgd.training.parameters import AveragingSpec
+from hvd_adpsgd.training.super_learner import SuperLearner, wrapping_failures
+from hvd_adpsgd.training.timeline import StepRecord
+
+__all__ = ["Engines"]
+
+
+class Engines:
+    """The engine of one optimizer: made, replaced for a joining super learner, stopped and released.
+
+    All learners of all super learners make one together.
+
+    Args:
+        super_learner: whose model it averages.
+        spec: what is averaged, and how.
+        tensors: what is averaged.
+        record: of the steps; gets what the engine has done.
+        look: called while an engine waits for a round: see StepRounds.look.
+
+    Attributes:
+        current: the engine; until a super learner has joined, it has no thread.
+    """
+
+    def __init__(
+        self,
+        super_learner: SuperLearner,
+        spec: AveragingSpec,
+        tensors: AveragedTensors,
+        record: StepRecord,
+        look: Callable[..., None],
+    ):
+        self._super_learner, self._strategy, self._tensors = super_learner, spec.strategy, tensors
+        self._record, self._look = record, look
+        self._config = _with_chunks_for(spec.config, tensors.specs[0])
+        self._ahead: ModelMemory | None = None
+        self.current = self._first()
+        try:
+            tensors.bind(self.current.memory)
+        except BaseException:
+            self.current.stop()  # nobody else can
+            self.current.release()
+            raise
+
+    def _first(self) -> Engine:
+        world, has_shard = self._world, self._has_shard
+
+        def gather(value: Any) -> list[Any]:
+            return _gather_from_counterparts(world, has_shard, value)
+
+        return self._make(
+            world.membership.names,
+            world.inner,
+            world.outer if has_shard else None,
+            world.members,
+            None if world.collectives.joining else gather,
+        )
+
+    def for_new_group(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
+        """An engine for the job with a joining super learner, in the memory of the paused one.
+
+        Args:
+            offer: the job with the joining super learner.
+            new_group: its learners, connected anew.
+        """
+        names, comms = names_of(offer.groups, offer.placements), new_group.comms
+        outer = comms.outer if self._has_shard else None
+        memory = self._ahead or self.current.memory
+        return self._make(names, comms.inner, outer, new_group.members, None, memory, wire="tcp")
+
+    def make_memory_ahead(self) -> None:
+        """On a joining super learner, whose engine has had no thread: make its memory before others wait."""
+        shows = self._has_shard and self._config.same_host == "memory"
+        self._ahead = ModelMemory(
+            self._config.chunk_kib * 1024,
+            self._world.inner,
+            self._has_shard,
+            shows,
+            self._tensors.shards,
+        )
+        for specs in self._tensors.specs:
+            self._ahead.extend(specs)
+
+    def replace(self, engine: Engine) -> None:
+        """Use this one, between steps, paused. Exchange counters restart at 0."""
+        old = self.current
+        old.stop()  # before `events`, which misses what the thread adds later; `release` frees them
+        self._record.events(old)
+        self._tensors.release()
+        old.release(keeps_memory=old.memory is engine.memory)
+        self.current, self._ahead = engine, None
+        self._tensors.bind(engine.memory)
+
+    def inner_barrier(self) -> None:
+        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
+        self._tensors.settle()  # devices read it too
+        self._super_learner.barrier()
+        self.current.memory.all_met()
+
+    def tell_membership(self) -> None:
+        """Which peers have failed, left or answer again since the last call."""
+        self._world.membership.update(self.peer_news(), self._super_learner.step())
+
+    def peer_news(self) -> list[tuple[int, PeerState]]:
+        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
+        news = self.current.report() if self._world.is_leader else []
+        if any(state is PeerState.FAILED for _, state in news):
+            self._world.collectives.look_for_departures()  # of one that has left without an engine
+        return news
+
+    def depart(self) -> None:
+        """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
+        self.current.stop(within_s=preemption.DEPARTURE_S)
+
+    def end(self) -> None:
+        """Leave the peers and free the memory; bounded."""
+        world = self._world
+        self.current.stop(broken=world.teardown.fails)
+        self.tell_membership()
+        if not world.teardown.has_begun:
+            world.membership.rejoin()
+        self._record.events(self.current)
+        self._tensors.close()
+        self.current.release()
+        self._tensors.memory = self.current.memory  # an empty one: the other is freed
+
+    @property
+    def _world(self) -> World:
+        return self._super_learner.world
+
+    @property
+    def _has_shard(self) -> bool:
+        """Whether this learner averages a shard of the model, or, as the leader, all of it."""
+        return self._world.inner_rank < self._tensors.shards
+
+    def _make(
+        self,
+        names: Sequence[str],
+        inner: Any,
+        outer: Any,
+        members: Sequence[int],
+        gather: Callable[[Any], list[Any]] | None,
+        memory: ModelMemory | None = None,
+        **options: Any,
+    ) -> Engine:
+        world = self._world
+        engine = Engine(
+            inner=inner,
+            outer=outer,
+            plan=self._strategy.plan(world.super_rank, len(names)),
+            config=self._config.replace(**options),
+            names=names,
+            members=members,
+            has_neighbours=world.local_size > (inner.Get_size() if inner else 1),
+            memory=memory,
+            shards=self._tensors.shards,
+            cores=engine_cores(),
+        )
+        engine.rounds.look = self._look
+        with wrapping_failures(world, self._config.deadline_s):
+            for specs in self._tensors.specs if memory is None else ():
+                engine.memory.extend(specs)
+        engine.start(gather)
+        atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
+        return engine
+
+
+def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list[Any]:
+    """The values by rank in `outer`; None for one that has failed. A collective of all learners."""
+    mine = (world.inner_rank, world.super_rank, value) if has_shard else None
+    told = {
+        peer: given
+        for place, peer, given in filter(None, world.collectives.gather("averaging", mine))
+        if place == world.inner_rank
+    }
+    return [told.get(peer) for peer in world.members or range(world.super_size)]
+
+
+def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
+    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
+    model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
+    return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))
