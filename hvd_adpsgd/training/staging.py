@@ -37,6 +37,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,8 @@ class Staging:
         self._checks: deque[_Check] = deque()
         self._fit = True  # the model in the mirror
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
+        # memory freed while it is locked: copies of who gets its address next go to the old pages
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
         """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
@@ -197,10 +200,7 @@ class Staging:
             self.settle()
         except RuntimeError as error:  # of a device that failed: training raises it, or has
             log.warning("copies of the model from its device ended: %s", error)
-        for pinned, device, memory in self._pinned.values():
-            if pinned:
-                device.unpin(memory)
-        self._pinned.clear()
+        _unpin(self._pinned)
         self._lanes.clear()  # they hold the memory, too
         self._table = None
 
@@ -209,6 +209,13 @@ class Staging:
         self.release()
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _unpin(pinned: dict[int, tuple[bool, Device, np.ndarray]]) -> None:
+    for could_be, device, memory in pinned.values():
+        if could_be:
+            device.unpin(memory)
+    pinned.clear()
 
 
 class _Check(NamedTuple):
