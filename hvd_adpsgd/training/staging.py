@@ -54,6 +54,7 @@ __all__ = ["PIECE_NBYTES", "Staging"]
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20
+_MOST_PIECES = 32  # of a large model: CUDA takes about 1000 operations ahead, then the host waits
 _REPLACES = 2  # as in store.pxd: the slot holds the parameters themselves
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -65,8 +66,8 @@ class Staging:
     Args:
         submit: runs a function in a thread; by default in one of its own.
         devices: the device of a tensor.
-        piece_nbytes: of corrections that are copied at once, if a chunk is not larger. A device holds two
-            buffers of that size.
+        piece_nbytes: of corrections that are copied at once, if a chunk is not larger, nor the model over
+            _MOST_PIECES. A device holds two buffers of that size.
         checks: look whether parameters are finite; without, nothing is copied down and `nonfinite` is empty.
     """
 
@@ -271,7 +272,8 @@ class _Table:
 
     def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
         self.memory = memory
-        self._piece_nbytes = piece_nbytes
+        whole = sum(area.places[-1] for area in memory.areas)
+        self._piece_nbytes = max(piece_nbytes, whole // _MOST_PIECES)
         self.tensors = tensors
         self.parts = memory.layout.parts
         self._mirrors = [
