@@ -113,6 +113,17 @@ CHANGES = (
         "    set(CMAKE_CXX_STANDARD 14)\n",
         "    set(CMAKE_CXX_STANDARD 17)\n",
     ),
+    # The C++ library of GCC 13 and newer brings less with other headers.
+    Change(
+        "horovod/common/group_table.h",
+        "#include <queue>\n",
+        "#include <queue>\n#include <string>\n",
+    ),
+    Change(
+        "horovod/common/common.h",
+        "#include <string>\n",
+        "#include <stdexcept>\n#include <string>\n",
+    ),
     # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, which lets the
     # learners that remain train on after a loss, is on only when asked for.
     Change(
