@@ -29,6 +29,7 @@ from hvd_adpsgd.tools.build_horovod import KEEPER
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
 ON_DEVICES = ROOT / "tests" / "on_devices.py"
+ON_GPU = ROOT / "tests" / "on_gpu.py"
 QUICK = ROOT / "tests" / "quick"  # what makes a start cheaper: sitecustomize.py, and server.py
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_", "MPI4PY_", "SLURM_")
 
@@ -120,7 +121,8 @@ def run_learners(
         fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
 
-    With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py).
+    With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py),
+    with TEST_GPU=NUMBER on that GPU.
     With TEST_SHARD=auto in the environment their models are cut in shards where that is possible.
     """
     env = env or {}
@@ -137,7 +139,8 @@ def run_learners(
             python = ["sh", "-c", KEEPER, "learner", *python]
         elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
-        files = [ON_DEVICES, file] if "TEST_DEVICES" in {**os.environ, **env} else [file]
+        ways = {"TEST_DEVICES": ON_DEVICES, "TEST_GPU": ON_GPU}
+        files = [way for name, way in ways.items() if name in {**os.environ, **env}] + [file]
         command = [*launch(np, launcher), *python, *map(str, files), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
         return _run(command, environment(env, first), timeout)

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -93,6 +94,9 @@ class Place(Protocol):
     def finish(self) -> None:
         """Let all happen that they were given."""
 
+    def trains(self) -> AbstractContextManager[object]:
+        """Inside, torch's own stream is the learner's on its first device, as in a script."""
+
 
 class OnLagging:
     """Devices that lag behind the host, by a seed.
@@ -117,6 +121,9 @@ class OnLagging:
     def finish(self) -> None:
         while self.scheduler.do_any():
             pass
+
+    def trains(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class Learner:
@@ -195,7 +202,8 @@ class Learner:
         self.do(optimizer)
 
     def absorb(self, step: int, wants: bool = True) -> None:
-        self.staging.absorb(step, wants, lambda *told: self.offered.append(told))
+        with self.place.trains():
+            self.staging.absorb(step, wants, lambda *told: self.offered.append(told))
         self.do(lambda: self.saw.append([tensor.clone() for tensor in self.tensors]))
 
     def land(self) -> None:
@@ -215,7 +223,8 @@ class Learner:
         """Each number of the mirror is of the last model that came, or of the one that is coming."""
         if self.lands_as is None:
             return
-        mirror, allowed = self.mirror(), self.lands_as == self.mirror()
+        mirror = self.mirror()  # once: it may be coming in
+        allowed = self.lands_as == mirror
         if self.memory.landing is not None and self.memory.landing.step in self.before:
             allowed |= flat(self.before[self.memory.landing.step]) == mirror
         assert allowed.all()
@@ -380,6 +389,11 @@ class Job:
             for learner in node:
                 learner.place.finish()
 
+    def close(self) -> None:
+        """Free the memory of all learners."""
+        for learner in (learner for node in self.nodes for learner in node):
+            learner.staging.close()
+
     def take_in(self, node: list[Learner]) -> None:
         for learner in node:
             learner.land()
@@ -390,6 +404,7 @@ class Job:
             learner.memory.all_met()
             learner.place.finish()
             learner.before[-2] = [tensor.clone() for tensor in learner.tensors]
+            learner.place.finish()
             learner.absorb(-2)
             learner.land()
             learner.staging.settle()

@@ -113,6 +113,17 @@ CHANGES = (
         "    set(CMAKE_CXX_STANDARD 14)\n",
         "    set(CMAKE_CXX_STANDARD 17)\n",
     ),
+    # The C++ library of GCC 13 and newer brings less with other headers.
+    Change(
+        "horovod/common/group_table.h",
+        "#include <queue>\n",
+        "#include <queue>\n#include <string>\n",
+    ),
+    Change(
+        "horovod/common/common.h",
+        "#include <string>\n",
+        "#include <stdexcept>\n#include <string>\n",
+    ),
     # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, which lets the
     # learners that remain train on after a loss, is on only when asked for.
     Change(
@@ -272,12 +283,34 @@ CHANGES = (
 )
 
 # Made in every build, and part of the key where CUDA is compiled. CUDA 13's headers need C++17, and nvcc
-# knows it since CUDA 11.
+# knows it since CUDA 11. Horovod's copy of CMake's FindCUDAToolkit looks beside the nvcc of the PATH, which
+# may be a script that calls another one; CMake's own asks nvcc, since CMake 3.17.
 CUDA_CHANGES = (
+    Change(
+        "CMakeLists.txt",
+        '        "${PROJECT_SOURCE_DIR}/cmake/Modules/"\n'
+        '        "${PROJECT_SOURCE_DIR}/cmake/upstream/")\n',
+        '        "${PROJECT_SOURCE_DIR}/cmake/Modules/")\n'
+        "if(CMAKE_VERSION VERSION_LESS 3.17)\n"
+        '    list(APPEND CMAKE_MODULE_PATH "${PROJECT_SOURCE_DIR}/cmake/upstream/")\n'
+        "endif()\n",
+    ),
     Change(
         "horovod/common/ops/cuda/CMakeLists.txt",
         "set(CMAKE_CUDA_STANDARD 11)\n",
         "set(CMAKE_CUDA_STANDARD 17)\n",
+    ),
+    # Without NCCL its background thread copies to the GPU by an operation of torch, which throws for a
+    # parameter: broadcast_parameters(named_parameters()) ended the process.
+    Change(
+        "horovod/torch/cuda_util.h",
+        "#define HOROVOD_TORCH_CUDA_UTIL_H\n",
+        "#define HOROVOD_TORCH_CUDA_UTIL_H\n\n#include <c10/core/GradMode.h>\n",
+    ),
+    Change(
+        "horovod/torch/cuda_util.h",
+        "  int restore_device_ = CPU_DEVICE_ID;\n",
+        "  c10::NoGradGuard no_grad_;\n  int restore_device_ = CPU_DEVICE_ID;\n",
     ),
 )
 

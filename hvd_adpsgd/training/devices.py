@@ -21,6 +21,8 @@ __all__ = ["KINDS", "Cuda", "Device", "Event", "Host", "Stream", "device_of", "i
 
 log = logging.getLogger("hvd_adpsgd")
 
+_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+
 
 class Event(Protocol):
     """A point in a stream."""
@@ -135,20 +137,29 @@ class Cuda:
         """Page-lock memory that torch did not allocate; without it copies are right, and slow."""
         if memory.size == 0:
             return False
-        with torch.cuda.device(self.device):
-            start, portable = memory.ctypes.data, 1
-            code = torch.cuda.cudart().cudaHostRegister(start, memory.size, portable)
-        if int(code):
-            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch
-                torch.zeros((), device=self.device)
+        code = self._register(memory)
+        if code == _REGISTERED:  # memory that was there before, which copies would reach
+            self.unpin(memory)
+            code = self._register(memory)
+        if code:
             log.warning(
                 "%.0f MiB of host memory could not be page-locked (CUDA error %d): copies between %s and "
                 "the host hold up training. Free memory of the host, or give its container more.",
                 memory.size / 2**20,
-                int(code),
+                code,
                 self.device,
             )
-        return not int(code)
+        return not code
+
+    def _register(self, memory: NDArray[np.uint8]) -> int:
+        """CUDA's error, 0 if there is none."""
+        with torch.cuda.device(self.device):
+            start, portable = memory.ctypes.data, 1
+            code = int(torch.cuda.cudart().cudaHostRegister(start, memory.size, portable))
+        if code:
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch
+                torch.zeros((), device=self.device)
+        return code
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         with torch.cuda.device(self.device):

@@ -326,7 +326,11 @@ def lay_out_gradient(parameter: torch.Tensor) -> None:
 
 
 class Reducible:
-    """The user's compression, then bfloat16, which Horovod cannot reduce, as float32."""
+    """The user's compression, then bfloat16, which Horovod cannot reduce, as float32.
+
+    Horovod gets an alias of the gradient that has a version of its own. It writes to memory past torch, but
+    without NCCL it copies to a GPU by an operation in place, which would count as a change by the script.
+    """
 
     def __init__(self, compression: Any):
         self._compression = compression
@@ -334,7 +338,7 @@ class Reducible:
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         compressed, context = self._compression.compress(tensor)
         widened = compressed.dtype == torch.bfloat16
-        return compressed.float() if widened else compressed, (widened, context)
+        return compressed.float() if widened else compressed.data, (widened, context)
 
     def decompress(self, tensor: torch.Tensor, context: tuple[bool, Any] | None) -> torch.Tensor:
         if context is None:  # a sparse gradient, which Horovod never compresses

@@ -37,6 +37,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,7 @@ __all__ = ["PIECE_NBYTES", "Staging"]
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20
+_MOST_PIECES = 32  # of a large model: CUDA takes about 1000 operations ahead, then the host waits
 _REPLACES = 2  # as in store.pxd: the slot holds the parameters themselves
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -64,8 +66,8 @@ class Staging:
     Args:
         submit: runs a function in a thread; by default in one of its own.
         devices: the device of a tensor.
-        piece_nbytes: of corrections that are copied at once, if a chunk is not larger. A device holds two
-            buffers of that size.
+        piece_nbytes: of corrections that are copied at once, if a chunk is not larger, nor the model over
+            _MOST_PIECES. A device holds two buffers of that size.
         checks: look whether parameters are finite; without, nothing is copied down and `nonfinite` is empty.
     """
 
@@ -85,6 +87,8 @@ class Staging:
         self._checks: deque[_Check] = deque()
         self._fit = True  # the model in the mirror
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
+        # memory freed while it is locked: copies of who gets its address next go to the old pages
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
         """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
@@ -197,10 +201,7 @@ class Staging:
             self.settle()
         except RuntimeError as error:  # of a device that failed: training raises it, or has
             log.warning("copies of the model from its device ended: %s", error)
-        for pinned, device, memory in self._pinned.values():
-            if pinned:
-                device.unpin(memory)
-        self._pinned.clear()
+        _unpin(self._pinned)
         self._lanes.clear()  # they hold the memory, too
         self._table = None
 
@@ -209,6 +210,13 @@ class Staging:
         self.release()
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _unpin(pinned: dict[int, tuple[bool, Device, np.ndarray]]) -> None:
+    for could_be, device, memory in pinned.values():
+        if could_be:
+            device.unpin(memory)
+    pinned.clear()
 
 
 class _Check(NamedTuple):
@@ -264,7 +272,8 @@ class _Table:
 
     def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
         self.memory = memory
-        self._piece_nbytes = piece_nbytes
+        whole = sum(area.places[-1] for area in memory.areas)
+        self._piece_nbytes = max(piece_nbytes, whole // _MOST_PIECES)
         self.tensors = tensors
         self.parts = memory.layout.parts
         self._mirrors = [

@@ -61,3 +61,31 @@ def test_the_mean_moves_by_gradients_only(
     for facts in said:
         assert facts["same"], facts
         assert facts["error"] < bound, facts
+
+
+BROADCAST = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(30, 10).cuda()
+    named = list(model.named_parameters())
+    hvd.broadcast_parameters(named, root_rank=1)
+    sums = [float(p.detach().double().sum()) for _, p in named]
+    hvd.allreduce_(named[0][1], op=hvd.Sum, process_set=hvd.super_learner)
+    sums.append(float(named[0][1].detach().double().sum()))
+    say(rank=hvd.rank(), sums=sums)
+    hvd.shutdown()
+"""
+
+
+def test_operations_of_one_super_learner_write_into_parameters() -> None:
+    """Those are Horovod's; without NCCL torch's operations in its background thread write the result."""
+    said = (
+        run_learners(2, BROADCAST, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked().by_rank()
+    )
+    first, second = (facts["sums"] for facts in said)
+    assert first == second
+    assert abs(first[2] - 2 * first[0]) < 1e-4 * abs(first[0]) + 1e-5

@@ -6,7 +6,9 @@ nothing, how much of a copy hides behind the computation, and how fast copies ar
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import random
 import time
 from collections.abc import Callable
@@ -45,6 +47,9 @@ class SlowStream:
 
     def wait(self, event) -> None:
         self.stream.wait(event)
+
+    def trains(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream._stream)
 
 
 class SlowGpu(Cuda):
@@ -88,6 +93,9 @@ class OnGpu:
     def finish(self) -> None:
         torch.cuda.synchronize()
 
+    def trains(self) -> contextlib.AbstractContextManager[object]:
+        return self.devices[0].current().trains()  # type: ignore[attr-defined]
+
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1, 3)])
@@ -95,18 +103,29 @@ class OnGpu:
 def test_the_mean_moves_only_by_local_updates(dtype, sizes, devices):
     exchanges = 0
     for seed in range(6):
-        job = Job(seed, dtype, sizes, lambda seed: OnGpu(seed, devices))
-        torch.cuda.synchronize()
-        job.run(150)
-        job.finish()
-        torch.cuda.synchronize()
-        assert job.off() < ROUNDING[dtype], seed
-        for node in job.nodes:
-            np.testing.assert_array_equal(node[0].mirror(), node[0].values)
-            for learner in node[1:]:
-                assert learner.seen == node[0].seen, seed
-        exchanges += job.exchanges
+        with contextlib.closing(Job(seed, dtype, sizes, lambda seed: OnGpu(seed, devices))) as job:
+            torch.cuda.synchronize()
+            job.run(150)
+            job.finish()
+            torch.cuda.synchronize()
+            assert job.off() < ROUNDING[dtype], seed
+            for node in job.nodes:
+                np.testing.assert_array_equal(node[0].mirror(), node[0].values)
+                for learner in node[1:]:
+                    assert learner.seen == node[0].seen, seed
+            exchanges += job.exchanges
     assert exchanges > 60
+
+
+def test_memory_is_locked_although_freed_memory_at_its_address_was():
+    """Else copies would reach the pages that were there before."""
+    pages = mmap.mmap(-1, 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory, gpu = np.frombuffer(pages, np.uint8), Cuda(torch.device("cuda", 0))
+    assert gpu.pin(memory)
+    assert gpu.pin(memory)
+    torch.from_numpy(memory).copy_(torch.full((2**20,), 7, dtype=torch.uint8, device="cuda"))
+    assert (memory == 7).all()
+    gpu.unpin(memory)
 
 
 # ---- one large model ---------------------------------------------------------------------------
@@ -128,6 +147,12 @@ class Large:
         self.staging = Staging()
         self.staging.bind(self.memory, self.tensors)
         self.steps = 0
+
+    def merge(self) -> None:
+        """The engine has an exchange: every element gets a correction."""
+        for i, chunk in enumerate(self.memory.layout.parts[0].chunks):
+            theirs, mine = np.ones(chunk.count, np.float32), np.zeros(chunk.count, np.float32)
+            self.memory.store.merge(i, -1, 0.5, theirs.view(np.uint8), mine.view(np.uint8))
 
     def step(self, copies: bool, work: Callable[[], None]) -> None:
         work()
@@ -206,6 +231,55 @@ def test_rate_of_copies_beside_a_plain_one(large):
         )
     ours, plain = np.median(turns[1:], axis=0) / 1e9
     print(json.dumps({"staging": ours, "plain": plain, "ratio": ours / plain}))
+
+
+def test_the_host_does_not_wait_for_corrections_of_a_large_model():
+    """Its operations fit into what a GPU takes ahead of time."""
+    large = Large(1024)
+    large.staging.settle()
+    large.merge()
+    large.memory.publish()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2000 * MS)
+    before = torch.cuda.Event()
+    before.record()
+    large.staging.absorb(0, True)
+    waited = before.query()
+    large.staging.settle()
+    np.testing.assert_array_equal(large.tensors[-1][:4].cpu(), np.full(4, 1.5))
+    large.staging.close()
+    assert not waited
+
+
+@pytest.mark.alone
+@pytest.mark.extended
+def test_what_corrections_cost():
+    """Printed: ms of the host in absorb(), and of the trainer's stream; 1 GiB, corrections in all of it.
+
+    On an idle GPU, and on one that is behind the host. Medians of 5.
+    """
+    large, found = Large(1024), {}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for behind in (False, True):
+        times = []
+        for _ in range(6):
+            large.staging.settle()
+            large.merge()
+            large.memory.publish()
+            torch.cuda.synchronize()
+            if behind:
+                torch.cuda._sleep(200 * MS)
+            begin.record()
+            began = time.perf_counter()
+            large.staging.absorb(large.steps, True)
+            host = time.perf_counter() - began
+            end.record()
+            torch.cuda.synchronize()
+            times.append((host * 1e3, begin.elapsed_time(end)))
+            large.steps += 1
+        found["behind" if behind else "idle"] = np.median(times[1:], axis=0).round(2).tolist()
+    large.staging.close()
+    print(json.dumps({"plain_copy": plain_ms(large.nbytes), **found}))
 
 
 def plain_ms(nbytes: int) -> float:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.training.gradients import Gradients, Replacements
+from hvd_adpsgd.training.inner_averaging import Reducible
 from hvd_adpsgd.training.mates import _COLUMNS, Mates
 
 
@@ -293,3 +294,24 @@ def test_a_set_that_horovod_is_done_with_is_not_waited_for() -> None:
     me, _ = mates()
     me.submitted()
     assert me.all_submit([], lambda: True), "an error, which synchronize raises"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_horovod_writes_is_no_change_by_the_script(dtype: torch.dtype) -> None:
+    """It copies to a GPU what it has averaged in host memory, which torch counts as a change in place."""
+
+    class NoCompression:
+        def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return tensor, None
+
+        def decompress(self, tensor: torch.Tensor, context: None) -> torch.Tensor:
+            return tensor
+
+    (p,), gradients, reducible = trained(1), Gradients(), Reducible(NoCompression())
+    p.data, p.grad = p.data.to(dtype), p.grad.to(dtype)
+    sent, context = reducible.compress(p.grad)
+    gradients.submit([p], [p])
+    sent.copy_(torch.full_like(sent, 3.0))
+    assert gradients.changed() == []
+    p.grad.set_(reducible.decompress(sent, context))  # as Horovod's synchronize()
+    assert (p.grad == 3.0).all()

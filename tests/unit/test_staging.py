@@ -228,6 +228,17 @@ def test_memory_is_locked_once_and_until_it_is_freed():
     assert learner.devices[0].pinned == []
 
 
+def test_memory_is_not_locked_when_nobody_has_closed_what_copied():
+    learner = alone()
+    device = learner.devices[0]
+    assert device.pinned
+    memory = learner.memory
+    del learner
+    gc.collect()
+    assert device.pinned == []
+    assert memory.areas, "memory outlives its lock"
+
+
 def test_when_it_is_closed_it_keeps_no_memory():
     learner = alone()
     memory = ShardMemory(CHUNK_NBYTES, None, True)

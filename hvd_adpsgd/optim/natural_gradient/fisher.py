@@ -291,15 +291,15 @@ class OnlineFisher:
         return self.strengths / (beta + self.strengths)
 
     def _move(self, count: int, trace: float, moment: Tensor) -> None:
-        """One update; `moment` is (X W^T)^T X = diag(e)^1/2 R X^T X."""
+        """One update; `moment` is (X W^T)^T X = diag(e)^1/2 R X^T X. A loaded state moves to its device."""
         assert self.directions is not None
-        moment = moment.to(self.directions.device)
+        directions = self.directions.to(moment.device)
         eta = min(0.9, -math.expm1(-count / self.history))
         old = self.dim * self.floor + float(self.strengths.sum())
         total = eta * trace / count + (1 - eta) * old
         new = (eta / count) * self._suppression().rsqrt()
         kept = (1 - eta) * (self.strengths + self.floor)
-        y = _column(new, moment) * moment.double() + _column(kept, moment) * self.directions
+        y = _column(new, moment) * moment.double() + _column(kept, moment) * directions
         values, vectors, floored = self._eigen(y @ y.T, (self.floor * (1 - eta)) ** 2)
         roots = values.sqrt()
         directions = (vectors / roots).to(y.device).T @ y

@@ -88,7 +88,7 @@ def main() -> None:
     train(args, model, drift, optimizer)
     total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
     with hvd.averaging_paused():
-        np.save(args.folder / f"{RANK}.npy", model.detach().numpy())
+        np.save(args.folder / f"{RANK}.npy", model.detach().cpu().numpy())
     failed = hvd.failed_ranks()
     leave(args.folder, "json", steps=args.steps, total=total, failed=failed, heard=len(heard))
     if not args.handles:

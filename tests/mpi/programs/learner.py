@@ -30,7 +30,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Equal for bit-identical tensors."""
     total = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
         total.update(flat.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 

@@ -38,7 +38,7 @@ for name, kind, options in (
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    bits = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
     facts = {
         "rank": hvd.rank(),
         f"{name} losses": [loss.hex() for loss in losses],

@@ -72,7 +72,7 @@ def advance(s: Setting, step: int, model: Any, optimizer: Any) -> None:
 
 def look(model: Any) -> Any:
     """The model at the elements INDEX."""
-    return torch.cat([p.detach().reshape(-1) for p in model]).numpy()[INDEX]
+    return torch.cat([p.detach().reshape(-1) for p in model]).cpu().numpy()[INDEX]
 
 
 def wrap(s: Setting, model: Any, module: Any = hvd, **how: Any) -> Any:
@@ -215,7 +215,7 @@ def distances(where: str) -> None:
             before = digest(model)
             measured = hvd.consensus_distance(model)
             kept = digest(model) == before
-            flat = torch.cat([p.detach().reshape(-1) for p in model]).numpy()
+            flat = torch.cat([p.detach().reshape(-1) for p in model]).cpu().numpy()
             all_models = np.array(worlds.current().collectives.comm.allgather(flat))
             expected = np.sqrt(((all_models - all_models.mean(axis=0)) ** 2).sum(axis=1).mean())
             advance(s, 9, model, optimizer)
@@ -385,7 +385,7 @@ def train_until_owed(s: Setting, model: Any, optimizer: Any, pause: Any) -> tupl
         advance(s, step, model, optimizer)
         zero = torch.nn.ParameterList(torch.zeros_like(p) for p in model)
         flat = [g.reshape(-1) for g in gradients(s, step, zero)]
-        sums -= s.lr * torch.cat(flat).numpy()[INDEX]
+        sums -= s.lr * torch.cat(flat).cpu().numpy()[INDEX]
         if step < HALF:
             continue
         apart = np.mean(comm.allgather(look(model) - sums), axis=0)
