@@ -10,7 +10,6 @@ methods are Horovod's, overridden by those of `_METHODS` below. One step is
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -62,7 +61,7 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
-from hvd_adpsgd.training.presence import drop, live, register, stop_dropped
+from hvd_adpsgd.training.presence import drop, live, live_on_all, register, stop_dropped
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
@@ -158,9 +157,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         ranks = inner_process_set(process_set, world).ranks or ()
         require_same_sets(world, "hvd.DistributedOptimizer", ranks)
-    if live():
-        gc.collect()  # before the new engine: a dropped optimizer in a cycle still holds its memory
-    stop_dropped()
+    live_on_all()  # before the new engine: a dropped optimizer still holds its memory
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
@@ -189,7 +186,7 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
     """The synchronous strategy makes all learners one super learner: plain Horovod."""
     if strategy.averages != "nothing" or world.super_size == 1:
         return world
-    if live():
+    if live_on_all():
         raise StrategyMismatchError(
             "averaging=synchronous joins all learners into one super learner, but an optimizer is "
             "already averaged between super learners. Use one strategy for all optimizers."

@@ -21,7 +21,7 @@ from hvd_adpsgd.errors import StrategyMismatchError
 from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.presence import live_on_all
 
 __all__ = ["joined"]
 
@@ -40,7 +40,7 @@ def joined(device: int) -> Iterator[None]:
             other.
         LearnerFailedError: if a learner of this super learner has failed.
     """
-    averagings = list(live())
+    averagings = live_on_all()
     for averaging in averagings:
         _require_asynchronous(averaging)
     for averaging in averagings:

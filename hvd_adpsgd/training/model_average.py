@@ -23,7 +23,7 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described, require_same
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
-from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.presence import live, live_on_all
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
@@ -57,7 +57,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     if world.super_size == 1:
         return
     tensors = _floating(world, "average_model", [model])
-    concerned = [a for a in live() if any(t in a.tensors.parameters for t in tensors)]
+    concerned = [a for a in live_on_all() if any(t in a.tensors.parameters for t in tensors)]
     with paused("average_model", concerned):
         means = _finite_means(world, "average_model", tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
@@ -190,7 +190,9 @@ def averaged(
 def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
     """With what is pending, and nothing under way. In a nested block the tensors hold that mean already."""
     pending = [
-        a for a in live() if not a.holds_mean and any(t in a.tensors.parameters for t in named)
+        a
+        for a in live_on_all()
+        if not a.holds_mean and any(t in a.tensors.parameters for t in named)
     ]
     if world.collectives.joining:  # alone until it has joined
         pending = []

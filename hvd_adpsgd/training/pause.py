@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.presence import live_on_all
 
 __all__ = ["averaging_paused", "paused", "resume"]
 
@@ -27,7 +27,7 @@ def averaging_paused() -> Iterator[None]:
     gradient (delay_by_one, synchronous_gossip:order=awc). Their result is applied here, one step early,
     and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of both models.
     """
-    with paused("averaging_paused", live()):
+    with paused("averaging_paused", live_on_all()):
         yield
 
 

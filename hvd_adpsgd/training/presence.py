@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
 from hvd_adpsgd.training.averaging import Averaging
 
-__all__ = ["drop", "live", "register", "stop_dropped"]
+__all__ = ["drop", "live", "live_on_all", "register", "stop_dropped"]
 
 _live: list[Averaging] = []
 _dropped: list[Averaging] = []
@@ -17,6 +18,18 @@ _dropped: list[Averaging] = []
 def live(also_stopping: bool = False) -> list[Averaging]:
     """The running averagings, oldest first; also those whose stop is due or under way, if asked for."""
     return [averaging for averaging in _live if also_stopping or not averaging.stopped]
+
+
+def live_on_all() -> list[Averaging]:
+    """As `live`, in the same state of the script on all learners: for what they do together.
+
+    A wrapped optimizer is part of a reference cycle. One that the script has dropped lives on until the
+    garbage collector runs, which is at another moment on each learner.
+    """
+    if _live:
+        gc.collect()
+        stop_dropped()
+    return live()
 
 
 def drop(averaging: Averaging) -> None:

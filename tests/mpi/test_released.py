@@ -59,3 +59,45 @@ def test_a_collection_on_any_thread_waits_for_nothing() -> None:
     for facts in said("collected"):
         assert not facts["hangs"], facts
         assert "adpsgd-engine" not in facts["after"]["threads"], facts
+
+
+def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -> None:
+    """It lives on in a reference cycle until the collector runs: here on learner 1 before the others."""
+    program = """
+        import gc
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        gc.disable()
+        model = torch.nn.Linear(20, 10)
+
+        def train():
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(4, 20)).square().mean().backward()
+                optimizer.step()
+
+        def mean():
+            hvd.average_model(model)
+
+        def pause():
+            with hvd.averaging_paused():
+                pass
+
+        def evaluate():
+            with hvd.averaged(model):
+                pass
+
+        for act in (mean, pause, evaluate, hvd.join):
+            train()
+            if hvd.rank() == 1:
+                gc.collect()
+            act()
+        hvd.average_model(model)
+        say(rank=hvd.rank(), spread=hvd.consensus_distance(model))
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    told = run_learners(4, program, env=env).checked().by_rank()
+    assert [facts["spread"] for facts in told] == [0.0] * 4
