@@ -192,15 +192,17 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
         script.here("last_step")
         if script.leaves_early():
             break
-    since = go_on(args, advance) if args.at == "between_steps" else {}
+    since = go_on(script, advance) if args.at == "between_steps" else {}
     return {"steps": step + 1, "since": since}
 
 
-def go_on(args: argparse.Namespace, advance: Callable[[], None]) -> dict[int, int]:
-    """Steps until the loss is noticed, then until this super learner has exchanged with each survivor twice.
+def go_on(script: Script, advance: Callable[[], None]) -> dict[int, int]:
+    """Steps until each surviving super learner has exchanged twice with each other since it noticed the loss.
 
-    Both sides count an exchange, so both come to the end of this. Returns how often, by survivor.
+    They notice at different moments, so whoever has enough goes on for the others. Returns how often, by
+    survivor.
     """
+    args = script.args
     lost = {rank // hvd.super_learner.size() for rank in args.victims}
     rest = [i for i in range(hvd.super_size()) if i not in lost and i != hvd.super_rank()]
     then, since, ends = None, dict.fromkeys(rest, 0), time.monotonic() + LONGEST_S
@@ -210,8 +212,10 @@ def go_on(args: argparse.Namespace, advance: Callable[[], None]) -> dict[int, in
             then = peers
         if then is not None and hvd.is_leader():
             since = {i: peers[i] - then[i] for i in rest}
-        enough = then is not None and (not hvd.is_leader() or min(since.values(), default=2) >= 2)
-        mine = torch.tensor(float(enough or time.monotonic() > ends))
+        if then is not None and hvd.is_leader() and min(since.values(), default=2) >= 2:
+            script.leave("enough")
+        all_have = len([*args.folder.glob("*.enough")]) > len(rest)
+        mine = torch.tensor(float(all_have or time.monotonic() > ends))
         if hvd.allreduce(mine, op=hvd.Min, process_set=hvd.super_learner):
             return since
         advance()
