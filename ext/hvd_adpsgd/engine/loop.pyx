@@ -9,7 +9,7 @@ with a wire and a clock of its own.
 
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,

@@ -15,7 +15,6 @@ cdef class Ledger:
     cdef Half* halves
     cdef int64_t count
     cdef int64_t room
-    cdef int64_t nelements      # of a chunk
     cdef dict means             # (number, chunk) -> the bytes that the first engine had
     cdef dict decisions         # number -> the first engine's
     cdef set abandoned          # exchanges that somebody left with: its peer was silent to the end
