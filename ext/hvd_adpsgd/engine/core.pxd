@@ -94,7 +94,6 @@ cdef struct Lane:
     int index               # in the exchange
     int chunk
     int64_t step
-    double began
     char* out
     char* keep              # our snapshot, in the caches; on a shared host a second copy: `out` bypasses them
     char* inp
@@ -174,7 +173,6 @@ cdef struct Share:          # one chunk of a mean of all, in flight
     int64_t count
     int itemsize
     int64_t step
-    double began
     char* mine              # our chunk in the type of sums, with two numbers behind it
     bint summing
     Sum sum

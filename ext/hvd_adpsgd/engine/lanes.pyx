@@ -84,7 +84,6 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
     lane.way = way_of(e, x, lane)
-    lane.began = now(e)
     if not x.parked and lane.way != COMPARES:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
         # and make its next step, and max_staleness would be exceeded.
