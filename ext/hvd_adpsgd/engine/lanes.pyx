@@ -103,7 +103,7 @@ cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Both sides come to the same, or to the two halves of it."""
     if x.set == NOBODY:
         return SENT
-    if e.pairs.shown == NULL or e.pairs.shown[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
+    if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
         return WRITTEN
     return COMPARES if x.active == (lane.index % 2 == 0) else AWAITS
 
@@ -263,7 +263,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef double square, began = now(e)
     cdef Compared found
     take_place(e, x, lane)
-    found = memory_compare(e.memory, &e.pairs.shown[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
+    found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
                            e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.lane_nbytes, &lane.step,
                            &lane.here.step, &square)
     if found == CHANGING:

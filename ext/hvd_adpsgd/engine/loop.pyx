@@ -319,13 +319,13 @@ cdef class Loop:
         """Use memory shared on this host: `own` of shared_nbytes, and each peer's (0: none)."""
         cdef Pairs* p = &self.core.pairs
         cdef int i
-        p.mapped = <char**>calloc(self.core.wire.size, sizeof(char*))
-        if p.mapped == NULL:
+        p.neighbours = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
+        if p.neighbours == NULL:
             raise MemoryError("engine")
         p.shared = <char*>own
         p.shared_nbytes = buffers_nbytes(p.lane_nbytes)
         for i in range(self.core.wire.size):
-            p.mapped[i] = <char*><uintptr_t>addresses[i]
+            p.neighbours[i].outbox = <char*><uintptr_t>addresses[i]
 
     def hear(self, uintptr_t own, addresses):
         """Peers that share memory wake this engine when they send it something, and it wakes them; before start.
@@ -333,8 +333,8 @@ cdef class Loop:
         `own`: the doorbell in its shared memory; and each peer's (0: none)."""
         cdef Core* e = &self.core
         cdef int i
-        e.wire.doorbells = e.pairs.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
-        if e.pairs.doorbells == NULL:
+        e.wire.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
+        if e.wire.doorbells == NULL:
             raise MemoryError("engine")
         if own:
             e.mailbox.doorbell = <Doorbell*>own
@@ -344,15 +344,12 @@ cdef class Loop:
     def show(self, lives, areas):
         """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
 
-        Peers that share memory; both show their models, or neither."""
+        Peers that share memory, after `share`; both show their models, or neither."""
         cdef Pairs* p = &self.core.pairs
         cdef int i
-        p.shown = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
-        if p.shown == NULL:
-            raise MemoryError("engine")
         for i in range(self.core.wire.size):
-            p.shown[i].lives = <char*><uintptr_t>lives[i]
-            p.shown[i].area = <char*><uintptr_t>areas[i]
+            p.neighbours[i].lives = <char*><uintptr_t>lives[i]
+            p.neighbours[i].area = <char*><uintptr_t>areas[i]
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):

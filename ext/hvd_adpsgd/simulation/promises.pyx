@@ -124,7 +124,7 @@ cdef int check_torn(JobState job, int i, Event* event) except -1:
     cdef int k
     for k in range(job.net.ntorn):
         if (job.net.torn[k].chunk == event.chunk
-                and job.net.torn[k].lives == job.actors[i].core.pairs.shown[event.peer].lives):
+                and job.net.torn[k].lives == job.actors[i].core.pairs.neighbours[event.peer].lives):
             job.fail("invariant (torn reads)", f"engine {i} has merged chunk {event.chunk} of {event.peer}, which has "
                      "changed while it was read")
     return 0
