@@ -2,7 +2,7 @@
 from hvd_adpsgd.engine.core cimport Core
 
 # Called by the thread between two turns.
-cdef void stand_still(Core* e) noexcept nogil
+cdef void make_inspection(Core* e) noexcept nogil
 
 cdef exchanges_under_way(Core* e, bint running)
 cdef counters_of(Core* e)

@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
-from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, stand_still, view_of
+from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
 from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
@@ -220,7 +220,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     begin_turns(e, &rhythm)
     while rest != OVER and e.mailbox.fault != FAULT_MPI and not load(&e.mailbox.halted):
-        stand_still(e)
+        make_inspection(e)
         heard = times_rung(e.mailbox.doorbell)
         rest = turn(e, &rhythm)
         if rest == POLL and rhythm.pause_s < RING_FROM_S:
@@ -302,6 +302,7 @@ cdef class Loop:
         close_reports(&e.reports)
         free(e.mailbox.met)
         free(e.mailbox.events)
+        free(e.mailbox.inspection)
         free(e.generations)
         close_pairs(&e.pairs)
         close_mean(e)
