@@ -23,4 +23,5 @@ cdef class Ledger:
     cdef Half* other_half(self, Half* half) noexcept
     cdef void keep(self, Half* half) noexcept
     cdef int check_halves(self, object dead, object suspected=*) except -1
+    cdef double allowed(self, int chunk) noexcept
     cdef int same(self, dict seen, object key, object found, str what) except -1
