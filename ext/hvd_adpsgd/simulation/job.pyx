@@ -338,7 +338,7 @@ cdef class Job(JobState):
         out = []
         for i in range(self.n):
             peers = 0
-            for j in range(self.n):
+            for j in range(self.actors[i].size):
                 peers += self.actors[i].core.mailbox.met[j] != 0
             out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out
