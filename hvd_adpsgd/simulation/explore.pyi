@@ -3,8 +3,6 @@ from collections.abc import Callable, Sequence
 class Explorer:
     states: int
     transitions: int
-    runs: int
-    ends: int
     compared: int
     @property
     def deepest(self) -> int: ...

@@ -4,6 +4,3 @@ ONE_DECISION: str
 class BrokenPromise(Exception):
     promise: str
     def __init__(self, promise: str, what: str) -> None: ...
-
-class Ledger:
-    def allowed(self, chunk: int) -> float: ...

@@ -67,10 +67,10 @@ MUTANTS = (
         "shared",
     ),
     Mutant(
-        "a look while the thread goes on",
+        "an inspection is handed over before it is made",
         "inspect.pyx",
-        "    while load(&e.mailbox.inspection_over) < number:\n        sched_yield()\n",
-        "",
+        "    p.inspection = copy_state(e)\n    store(&p.inspection_made, number)\n",
+        "    store(&p.inspection_made, number)\n    p.inspection = copy_state(e)\n",
         "shared",
     ),
     Mutant(

@@ -12,7 +12,6 @@ from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.agreement cimport AgreementState
 from hvd_adpsgd.engine.butterfly cimport Network, Sum
-from hvd_adpsgd.engine.doorbell cimport Doorbell
 from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.mailbox cimport Mailbox, load
 from hvd_adpsgd.engine.reports cimport REPORTS, Report, Reports
@@ -94,7 +93,6 @@ cdef struct Lane:
     int index               # in the exchange
     int chunk
     int64_t step
-    double began
     char* out
     char* keep              # our snapshot, in the caches; on a shared host a second copy: `out` bypasses them
     char* inp
@@ -157,9 +155,7 @@ cdef struct Pairs:
     char* shared            # our memory that peers on this host map, or NULL
     int64_t shared_nbytes
     bint changing           # a chunk that this side compares was changing in this turn: it is tried again soon
-    Doorbell** doorbells    # theirs, by peer; the wire rings them. NULL if nothing is shared
-    char** mapped           # theirs, by peer; NULL: chunks go over the wire. NULL if nothing is shared
-    Neighbour* shown        # their models, by peer. NULL if no model is shown
+    Neighbour* neighbours   # outboxes and models of peers, by peer. NULL if nothing is shared
     bint taken[SETS]
 
 # ---- mean of all ---------------------------------------------------------------------------
@@ -174,7 +170,6 @@ cdef struct Share:          # one chunk of a mean of all, in flight
     int64_t count
     int itemsize
     int64_t step
-    double began
     char* mine              # our chunk in the type of sums, with two numbers behind it
     bint summing
     Sum sum

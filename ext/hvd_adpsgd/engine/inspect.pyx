@@ -1,14 +1,13 @@
 # cython: language_level=3
-# Why compiled: it copies what only the engine's thread writes, while that thread stands still.
+# Why compiled: the engine's thread copies its state without the GIL.
 """The state of the engine's thread, as Python sees it.
 
-The thread looks after each turn whether an inspection is wanted. If so it stands still until the copy is made:
+The thread looks before each turn whether an inspection is wanted. If so it copies its state:
 
     trainer                                 thread
     inspection_wanted = k
-                                            end of a turn: inspection_begun = k, stands still
-    copies the state; inspection_over = k
-                                            next turn
+                                            between two turns: inspection = copy, inspection_made = k
+    takes the copy                          next turn
 """
 
 from libc.stdint cimport int64_t
@@ -24,25 +23,10 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
 cdef double LOOK_S = 1.0            # longest wait for the end of a turn
 
 
 # ---- the thread's side -----------------------------------------------------------------------
-
-cdef void stand_still(Core* e) noexcept nogil:
-    """Between two turns: wait while the trainer looks at the state of the thread."""
-    cdef int64_t number = load(&e.mailbox.inspection_wanted)
-    if number == load(&e.mailbox.inspection_over):
-        return
-    store(&e.mailbox.inspection_begun, number)
-    while load(&e.mailbox.inspection_over) < number:
-        sched_yield()
-
-
-# ---- the trainer's side ----------------------------------------------------------------------
 
 cdef struct ExchangeLook:   # of an exchange, without its transfers and their buffers, where the wire may write
     int peer
@@ -57,7 +41,7 @@ cdef struct ExchangeLook:   # of an exchange, without its transfers and their bu
     double began
     double moved
 
-cdef struct Inspection:           # a copy of what only the thread writes
+cdef struct Inspection:           # a copy of what only the thread writes; behind it its exchanges and states
     int asking
     int serving
     bint sending
@@ -70,40 +54,34 @@ cdef struct Inspection:           # a copy of what only the thread writes
     double began
     double moved
     char* states            # of the peers
-    ExchangeLook* exchanges # in one block with the states
+    ExchangeLook* exchanges
     int nexchanges
 
 
-cdef bint take_inspection(Core* e, bint running, Inspection* seen) noexcept nogil:
-    """Copy the state of the thread between two of its turns; free(seen.exchanges). False without memory.
-
-    A thread that does not end its turn in LOOK_S, in a call of the wire's library, is copied as it is. Without the
-    GIL: the thread stands still meanwhile."""
-    cdef bint copied
-    cdef int64_t number
-    cdef double until = now(e) + LOOK_S
-    pthread_mutex_lock(&e.mailbox.inspections)
-    number = load(&e.mailbox.inspection_wanted) + 1
-    store(&e.mailbox.inspection_wanted, number)
-    ring(e.mailbox.doorbell)               # it may sleep
-    while running and load(&e.mailbox.inspection_begun) < number and not load(&e.mailbox.ended) and now(e) < until:
-        e.clock.sleep(e.clock, 20e-6)
-    copied = copy_state(e, seen)
-    store(&e.mailbox.inspection_over, number)
-    pthread_mutex_unlock(&e.mailbox.inspections)
-    return copied
+cdef void make_inspection(Core* e) noexcept nogil:
+    """Between two turns: copy the state for a trainer that wants it."""
+    cdef Mailbox* p = &e.mailbox
+    cdef int64_t number = load(&p.inspection_wanted)
+    if number == p.inspection_made:
+        return
+    free(p.inspection)      # of a trainer that did not wait so long
+    p.inspection = copy_state(e)
+    store(&p.inspection_made, number)
 
 
-cdef bint copy_state(Core* e, Inspection* seen) noexcept nogil:
+cdef Inspection* copy_state(Core* e) noexcept nogil:
+    """To be freed; NULL without memory."""
+    cdef Inspection* seen
     cdef Mean* m = &e.mean
     cdef Exchange* x = e.pairs.running
     cdef int most = 0
     while x != NULL:
         most += 1
         x = x.next_one
-    seen.exchanges = <ExchangeLook*>malloc(most * sizeof(ExchangeLook) + e.wire.size)
-    if seen.exchanges == NULL:
-        return False
+    seen = <Inspection*>malloc(sizeof(Inspection) + most * sizeof(ExchangeLook) + e.wire.size)
+    if seen == NULL:
+        return NULL
+    seen.exchanges = <ExchangeLook*>(seen + 1)
     seen.states = <char*>(seen.exchanges + most)
     memcpy(seen.states, e.membership.states, e.wire.size)
     seen.asking, seen.serving, seen.sending = e.pairs.asking, e.pairs.serving, e.control.outgoing != NULL
@@ -118,16 +96,40 @@ cdef bint copy_state(Core* e, Inspection* seen) noexcept nogil:
                                                x.done, x.began, x.moved]
             seen.nexchanges += 1
         x = x.next_one
-    return True
+    return seen
 
 
-cdef Inspection state_of(Core* e, bint running) except *:
-    """The same for Python; the caller frees `exchanges`."""
-    cdef Inspection seen
-    cdef bint copied
+# ---- the trainer's side ----------------------------------------------------------------------
+
+cdef Inspection* take_inspection(Core* e, bint running) noexcept nogil:
+    """The state of the thread between two of its turns, to be freed. NULL without memory.
+
+    That of a thread that does not end its turn in LOOK_S, in a call of the wire's library, is copied here, as it is."""
+    cdef Mailbox* p = &e.mailbox
+    cdef Inspection* seen
+    cdef int64_t number
+    cdef double until = now(e) + LOOK_S
+    pthread_mutex_lock(&p.inspections)
+    number = p.inspection_wanted + 1
+    store(&p.inspection_wanted, number)
+    ring(p.doorbell)                    # it may sleep
+    while running and load(&p.inspection_made) < number and not load(&p.ended) and now(e) < until:
+        e.clock.sleep(e.clock, 20e-6)
+    if load(&p.inspection_made) == number:
+        seen = <Inspection*>p.inspection
+        p.inspection = NULL
+    else:
+        seen = copy_state(e)
+    pthread_mutex_unlock(&p.inspections)
+    return seen
+
+
+cdef Inspection* state_of(Core* e, bint running) except NULL:
+    """The same for Python."""
+    cdef Inspection* seen
     with nogil:
-        copied = take_inspection(e, running, &seen)
-    if not copied:
+        seen = take_inspection(e, running)
+    if seen == NULL:
         raise MemoryError("engine")
     return seen
 
@@ -157,7 +159,7 @@ cdef mean_view(Core* e, Inspection* seen, double t):
 
 cdef exchanges_under_way(Core* e, bint running):
     """See Loop.under_way."""
-    cdef Inspection seen = state_of(e, running)
+    cdef Inspection* seen = state_of(e, running)
     cdef ExchangeLook* x
     out = []
     for i in range(seen.nexchanges):
@@ -166,7 +168,7 @@ cdef exchanges_under_way(Core* e, bint running):
             out.append({"peer": x.peer, "asked": bool(x.active), "parked": bool(x.parked),
                         "broken": x.phase == BROKEN, "cut": bool(x.cut), "done": x.done, "chunks": x.nchunks,
                         "since": x.began})
-    free(seen.exchanges)
+    free(seen)
     return out
 
 
@@ -190,7 +192,7 @@ cdef counters_of(Core* e):
 cdef view_of(Core* e, bint running):
     """The thread's state between two of its turns; ages in seconds."""
     cdef Orders given = orders_given(e)
-    cdef Inspection seen = state_of(e, running)
+    cdef Inspection* seen = state_of(e, running)
     cdef double t = now(e)
     states = ("alive", "suspect", "left", "failed")
     exchanges = {seen.exchanges[i].peer: exchange_view(&seen.exchanges[i], t) for i in range(seen.nexchanges)}
@@ -198,12 +200,13 @@ cdef view_of(Core* e, bint running):
             "merged": 0, "age_s": None, "silent_s": None}
     peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load_count(&e.mailbox.met[i]),
               **exchanges.get(i, idle)} for i in range(e.wire.size)]
-    free(seen.exchanges)
-    return {
+    view = {
         "ended": bool(load(&e.mailbox.ended)), "step": given.step, "fit": bool(given.fit),
         "paused": bool(given.paused), "leaving": bool(given.leaving),
         "asking": seen.asking, "serving": seen.serving, "wanted": given.wanted,
         "round": given.round, "credit": given.credit,
         "sending": bool(seen.sending), "fault": load(&e.mailbox.fault),
-        "mean": mean_view(e, &seen, t), "peers": peers, "counters": counters_of(e),
+        "mean": mean_view(e, seen, t), "peers": peers, "counters": counters_of(e),
     }
+    free(seen)
+    return view

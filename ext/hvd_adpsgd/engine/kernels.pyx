@@ -3,7 +3,7 @@
 # element type with NumPy. The engine calls the same loops through pointers (kernels.pxd).
 """The engine's loops over raw buffers: snapshot, merge, apply."""
 
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t
 
 FLOAT32 = 0
 FLOAT64 = 1

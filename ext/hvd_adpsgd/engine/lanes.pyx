@@ -84,7 +84,6 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
     lane.way = way_of(e, x, lane)
-    lane.began = now(e)
     if not x.parked and lane.way != COMPARES:
         # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
         # and make its next step, and max_staleness would be exceeded.
@@ -104,7 +103,7 @@ cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Both sides come to the same, or to the two halves of it."""
     if x.set == NOBODY:
         return SENT
-    if e.pairs.shown == NULL or e.pairs.shown[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
+    if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
         return WRITTEN
     return COMPARES if x.active == (lane.index % 2 == 0) else AWAITS
 
@@ -264,7 +263,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef double square, began = now(e)
     cdef Compared found
     take_place(e, x, lane)
-    found = memory_compare(e.memory, &e.pairs.shown[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
+    found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
                            e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.lane_nbytes, &lane.step,
                            &lane.here.step, &square)
     if found == CHANGING:

@@ -9,7 +9,7 @@ with a wire and a clock of its own.
 
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
-from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, stand_still, view_of
+from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
 from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
@@ -220,7 +220,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     begin_turns(e, &rhythm)
     while rest != OVER and e.mailbox.fault != FAULT_MPI and not load(&e.mailbox.halted):
-        stand_still(e)
+        make_inspection(e)
         heard = times_rung(e.mailbox.doorbell)
         rest = turn(e, &rhythm)
         if rest == POLL and rhythm.pause_s < RING_FROM_S:
@@ -302,6 +302,7 @@ cdef class Loop:
         close_reports(&e.reports)
         free(e.mailbox.met)
         free(e.mailbox.events)
+        free(e.mailbox.inspection)
         free(e.generations)
         close_pairs(&e.pairs)
         close_mean(e)
@@ -319,13 +320,13 @@ cdef class Loop:
         """Use memory shared on this host: `own` of shared_nbytes, and each peer's (0: none)."""
         cdef Pairs* p = &self.core.pairs
         cdef int i
-        p.mapped = <char**>calloc(self.core.wire.size, sizeof(char*))
-        if p.mapped == NULL:
+        p.neighbours = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
+        if p.neighbours == NULL:
             raise MemoryError("engine")
         p.shared = <char*>own
         p.shared_nbytes = buffers_nbytes(p.lane_nbytes)
         for i in range(self.core.wire.size):
-            p.mapped[i] = <char*><uintptr_t>addresses[i]
+            p.neighbours[i].outbox = <char*><uintptr_t>addresses[i]
 
     def hear(self, uintptr_t own, addresses):
         """Peers that share memory wake this engine when they send it something, and it wakes them; before start.
@@ -333,8 +334,8 @@ cdef class Loop:
         `own`: the doorbell in its shared memory; and each peer's (0: none)."""
         cdef Core* e = &self.core
         cdef int i
-        e.wire.doorbells = e.pairs.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
-        if e.pairs.doorbells == NULL:
+        e.wire.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
+        if e.wire.doorbells == NULL:
             raise MemoryError("engine")
         if own:
             e.mailbox.doorbell = <Doorbell*>own
@@ -344,15 +345,12 @@ cdef class Loop:
     def show(self, lives, areas):
         """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
 
-        Peers that share memory; both show their models, or neither."""
+        Peers that share memory, after `share`; both show their models, or neither."""
         cdef Pairs* p = &self.core.pairs
         cdef int i
-        p.shown = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
-        if p.shown == NULL:
-            raise MemoryError("engine")
         for i in range(self.core.wire.size):
-            p.shown[i].lives = <char*><uintptr_t>lives[i]
-            p.shown[i].area = <char*><uintptr_t>areas[i]
+            p.neighbours[i].lives = <char*><uintptr_t>lives[i]
+            p.neighbours[i].area = <char*><uintptr_t>areas[i]
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):

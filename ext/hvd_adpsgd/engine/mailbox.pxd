@@ -116,8 +116,8 @@ cdef struct Mailbox:
     # looks at the thread's state, between two of its turns
     pthread_mutex_t inspections   # one at a time
     int64_t inspection_wanted     # number of the newest one
-    int64_t inspection_begun      # the thread stands still until it is over
-    int64_t inspection_over
+    int64_t inspection_made       # ... that the thread has made
+    void* inspection              # the trainer's, from `made` until it wants another
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # step of the oldest snapshot in flight, NO_STEP if none

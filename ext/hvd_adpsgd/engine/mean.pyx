@@ -167,7 +167,6 @@ cdef bint start_share(Core* e) noexcept nogil:
     s.void = memory_share(e.memory, m.next, e.pairs.offered_only, s.mine, &s.step)
     put_number(s, s.mine, 0, 0 if s.void else 1)
     put_number(s, s.mine, 1, mark_of(e, m.next))
-    s.began = now(e)
     s.busy = True
     m.next += 1
     s.summing = True

@@ -116,9 +116,7 @@ cdef void close_pairs(Pairs* p) noexcept:
     cdef Exchange* x
     cdef int i
     free(p.schedule)
-    free(p.mapped)
-    free(p.doorbells)
-    free(p.shown)
+    free(p.neighbours)
     for i in range(SPARES):
         free(p.spares[i])
     while p.pool != NULL:
@@ -130,8 +128,8 @@ cdef void close_pairs(Pairs* p) noexcept:
 # ---- buffers -----------------------------------------------------------------------------
 
 cdef char* mapped(Core* e, int peer) noexcept nogil:
-    """The peer's shared memory; NULL: chunks go over the wire."""
-    return e.pairs.mapped[peer] if e.pairs.mapped != NULL else NULL
+    """The peer's outbox; NULL: chunks go over the wire."""
+    return e.pairs.neighbours[peer].outbox if e.pairs.neighbours != NULL else NULL
 
 
 cdef char* take_buffers(Pairs* p) noexcept nogil:

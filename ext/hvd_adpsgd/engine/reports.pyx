@@ -10,7 +10,6 @@ learners a report is heard by all after about log2 n messages, and n / REPORTS s
 """
 
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.membership cimport ALIVE
 from hvd_adpsgd.engine.mailbox cimport pthread_mutex_lock, pthread_mutex_unlock

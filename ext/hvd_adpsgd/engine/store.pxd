@@ -22,8 +22,9 @@ cdef struct Live:           # what peers on the host must know of a chunk to rea
     int second
 
 cdef struct Neighbour:      # where a peer on the host has what it shows (its chunks lie as ours do)
-    char* lives             # NULL: it shows nothing
+    char* lives             # NULL: it shows no model
     char* area
+    char* outbox            # NULL: chunks go over the wire
     void (*meanwhile)(Neighbour*, int chunk) noexcept nogil     # a simulator's: what happens while a chunk is read; NULL
     void* simulated         # ... its own
 

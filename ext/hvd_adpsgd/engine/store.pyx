@@ -607,7 +607,7 @@ cdef class Store:
 
     def compare(self, uintptr_t lives, uintptr_t area, int chunk, int wire, double weight, unsigned char[::1] half):
         """The engine's merge with the chunk of a peer on the host. Returns (MERGED, ..., steps here and there, square)."""
-        cdef Neighbour peer = [<char*>lives, <char*>area, NULL, NULL]
+        cdef Neighbour peer = [<char*>lives, <char*>area, NULL, NULL, NULL]
         cdef int64_t step = 0, peer_step = 0
         cdef double square = 0
         cdef Compared found

@@ -2,6 +2,8 @@
 # Why compiled: the engine's thread calls a wire and a clock through C function pointers, without the GIL.
 """The Python objects that carry a wire's and a clock's functions to the engine, and the system's clock."""
 
+from libc.stdlib cimport free
+
 from hvd_adpsgd.engine.wire cimport *
 
 cdef extern from "<time.h>" nogil:
@@ -16,6 +18,9 @@ cdef extern from "<time.h>" nogil:
 
 cdef class AnyWire:
     """Moves bytes between super learners; a subclass fills `calls`."""
+
+    def __dealloc__(self):
+        free(self.calls.doorbells)
 
     @property
     def rank(self):

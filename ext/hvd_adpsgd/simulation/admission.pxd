@@ -1,5 +1,4 @@
 # A newcomer is let in: all go over to new engines, or none does.
-from libc.stdint cimport int64_t
 
 from hvd_adpsgd.simulation.state cimport JobState
 

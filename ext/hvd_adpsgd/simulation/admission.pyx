@@ -19,7 +19,7 @@ noticed as the engines' wires notice them. A newcomer that is not told within it
 giver is lost before it has its model.
 """
 
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 
 import numpy as np
 

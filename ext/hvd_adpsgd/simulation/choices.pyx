@@ -10,7 +10,7 @@ crashed engine still arrive, and when the buffers of a failed peer are given bac
 A suspicion takes a living peer for failed. As a lost connection, it is for good; the peer may notice it or not.
 """
 
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.stdlib cimport realloc
 from libc.string cimport memcpy, memmove, memset
 

@@ -2,15 +2,14 @@
 # Why compiled: it takes the turns of the engines millions of times.
 """What happens in a small job: turns, trainers' steps, crashes, time that passes."""
 
-from libc.stdint cimport int64_t
-
-from hvd_adpsgd.engine.core cimport CLOSING, RUNNING, Core, Exchange
+from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.loop cimport OVER, Rest, end_turns, turn
 from hvd_adpsgd.engine.membership cimport SUSPECT, Membership
 from hvd_adpsgd.engine.mailbox cimport EVENT_MERGED, Event
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.choices cimport *
 from hvd_adpsgd.simulation.digests cimport PAUSE_S, TICK_S
+from hvd_adpsgd.simulation.promises cimport take_credit
 from hvd_adpsgd.simulation.small_digest cimport digest_job
 from hvd_adpsgd.simulation.small_job cimport Learner, SmallJob
 from hvd_adpsgd.simulation.small_promises cimport check_over
@@ -49,7 +48,7 @@ cdef int happen(SmallJob job, Choice* made) except -1:
 
 
 cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
-    if not rushed and not job.between.faulty and not is_unheard(job, who):
+    if not rushed and not job.between.faulty and not waits_in_vain(job, who):
         before = digest_job(job)
         job.between.now_s[who] += TICK_S
         if digest_job(job) != before:
@@ -62,7 +61,7 @@ cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
     return 0
 
 
-cdef bint is_unheard(SmallJob job, int i) noexcept:
+cdef bint waits_in_vain(SmallJob job, int i) noexcept:
     """Whether an engine has announced the departure to those only that are over, and waits in half of its time to leave."""
     cdef Membership* m = &job.learners[i].core.membership
     cdef int k, peer
@@ -87,27 +86,13 @@ cdef int take_turn(SmallJob job, int i) except -1:
             job.ledger.merged(i, event.peer, event)
         e.mailbox.events_read += 1
     e.mailbox.events_read = e.mailbox.events_written = 0
-    take_credit(job, a)
+    take_credit(e, &a.begun, &a.credit)
     if rest == OVER:
         tell(&job.between, ENDS, i, -1, 0, 0)
         check_over(job, i)
         end_turns(e)
         end(&job.between, i)
     return 0
-
-
-cdef void take_credit(SmallJob job, Learner* a) noexcept:
-    """Every exchange takes one when it begins, whoever asked."""
-    cdef Core* e = a.core
-    cdef Exchange* x = e.pairs.running
-    cdef int64_t begun = (e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive
-                          + e.mailbox.counters.broken)
-    while x != NULL:
-        begun += x.phase == RUNNING or x.phase == CLOSING
-        x = x.next_one
-    while a.begun < begun:
-        a.begun += 1
-        a.credit = max(a.credit - 1.0, -2.0)
 
 
 cdef int act(SmallJob job, int i) except -1:

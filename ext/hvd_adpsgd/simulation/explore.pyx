@@ -35,8 +35,7 @@ cdef class Explorer(SmallJob):
     cdef int at                 # position of the choice of the last state
     cdef readonly int64_t states
     cdef readonly int64_t transitions
-    cdef readonly int64_t runs
-    cdef readonly int64_t ends
+    cdef int64_t runs
     cdef readonly int64_t compared
     cdef dict nexts
 
@@ -92,7 +91,6 @@ cdef class Explorer(SmallJob):
             return 0
         self.states += 1
         if self.rests():
-            self.ends += 1
             check_end(self)
         return 0 if self.open_state(digest) else -1
 

@@ -27,7 +27,7 @@ from hvd_adpsgd.simulation.leftovers cimport take_back
 from hvd_adpsgd.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
-from hvd_adpsgd.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, TURN, Actor, JobState
+from hvd_adpsgd.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd.simulation.streams cimport COUNT, REDIAL, came, read_count
 from hvd_adpsgd.simulation.trainers cimport act, give_up, watch
 
@@ -338,7 +338,7 @@ cdef class Job(JobState):
         out = []
         for i in range(self.n):
             peers = 0
-            for j in range(self.n):
+            for j in range(self.actors[i].size):
                 peers += self.actors[i].core.mailbox.met[j] != 0
             out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out

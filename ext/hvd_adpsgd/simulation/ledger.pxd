@@ -15,7 +15,6 @@ cdef class Ledger:
     cdef Half* halves
     cdef int64_t count
     cdef int64_t room
-    cdef int64_t nelements      # of a chunk
     cdef dict means             # (number, chunk) -> the bytes that the first engine had
     cdef dict decisions         # number -> the first engine's
     cdef set abandoned          # exchanges that somebody left with: its peer was silent to the end
@@ -24,4 +23,5 @@ cdef class Ledger:
     cdef Half* other_half(self, Half* half) noexcept
     cdef void keep(self, Half* half) noexcept
     cdef int check_halves(self, object dead, object suspected=*) except -1
+    cdef double allowed(self, int chunk) noexcept
     cdef int same(self, dict seen, object key, object found, str what) except -1

@@ -86,7 +86,7 @@ cdef class Ledger:
                 raise BrokenPromise(NOTHING_LOST, f"engine {half.by} alone has merged more than {LANES} chunks of {where}")
         return 0
 
-    def allowed(self, chunk):
+    cdef double allowed(self, int chunk) noexcept:
         """How far the sum of a chunk may be off for chunks that one side alone has merged."""
         cdef int64_t h
         cdef double total = 0

@@ -1,10 +1,14 @@
 # Promises and invariants of a simulated job.
+from libc.stdint cimport int64_t
+
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.state cimport JobState
 
 cdef object wrong_exchanges(int i, Core* e)
+cdef object wrong_sets(int i, Core* e)
 cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger)
+cdef int64_t take_credit(Core* e, int64_t* begun, double* credit) noexcept
 cdef int check_turn(JobState job, int i) except -1
 cdef int check_over(JobState job, int i) except -1
 cdef int check_end(JobState job) except -1

@@ -124,7 +124,7 @@ cdef int check_torn(JobState job, int i, Event* event) except -1:
     cdef int k
     for k in range(job.net.ntorn):
         if (job.net.torn[k].chunk == event.chunk
-                and job.net.torn[k].lives == job.actors[i].core.pairs.shown[event.peer].lives):
+                and job.net.torn[k].lives == job.actors[i].core.pairs.neighbours[event.peer].lives):
             job.fail("invariant (torn reads)", f"engine {i} has merged chunk {event.chunk} of {event.peer}, which has "
                      "changed while it was read")
     return 0
@@ -224,17 +224,22 @@ cdef object wrong_exchanges(int i, Core* e):
     return None
 
 
-cdef int check_credit(JobState job, int i, Actor* a) except -1:
-    """Every exchange takes one, whoever asked."""
-    cdef Core* e = a.core
+cdef int64_t take_credit(Core* e, int64_t* begun, double* credit) noexcept:
+    """Every exchange takes one when it begins, whoever asked. Returns how many have begun; `begun`: before this turn."""
     cdef Exchange* x = e.pairs.running
-    cdef int64_t begun = e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive + e.mailbox.counters.broken
+    cdef int64_t count = e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive + e.mailbox.counters.broken
     while x != NULL:
-        begun += x.phase == RUNNING or x.phase == CLOSING
+        count += x.phase == RUNNING or x.phase == CLOSING
         x = x.next_one
-    while a.begun < begun:
-        a.begun += 1
-        a.credit = max(a.credit - 1.0, -2.0 * max(e.mailbox.rate, 1.0))
+    while begun[0] < count:
+        begun[0] += 1
+        credit[0] = max(credit[0] - 1.0, -2.0 * max(e.mailbox.rate, 1.0))
+    return count
+
+
+cdef int check_credit(JobState job, int i, Actor* a) except -1:
+    cdef Core* e = a.core
+    cdef int64_t begun = take_credit(e, &a.begun, &a.credit)
     if a.begun > begun or a.credit != e.mailbox.given.credit:
         job.fail("invariant (credit)", f"engine {i} has {e.mailbox.given.credit} after {begun} exchanges; due is {a.credit}")
     return 0
@@ -264,27 +269,31 @@ cdef int check_over(JobState job, int i) except -1:
     """Who has left in time holds nothing."""
     cdef Actor* a = &job.actors[i]
     cdef Core* e = a.core
-    cdef Exchange* x = e.pairs.running
-    cdef int s, taken = 0
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
     departed(job, i, is_unheard(e, job.net.now_s))
-    wrong = wrong_leave(i, a.first, e, job.net.now_s, departure_is_known(job, i), job.ledger)
+    wrong = (wrong_leave(i, a.first, e, job.net.now_s, departure_is_known(job, i), job.ledger)
+             or wrong_sets(i, e))
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
-    while x != NULL:
-        taken += x.set >= 0
-        x = x.next_one
-    for s in range(SETS):
-        taken -= e.pairs.taken[s]
-    if taken:
-        job.fail("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange")
     if (e.pairs.running == NULL and e.control.outgoing == NULL and not e.control.listening.in_use
             and not e.mean.running and e.mean.letters == NULL and e.mean.abandoned == NULL and not e.mean.listening.in_use
             and open_transfers(job.net, i)):
         job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(job.net, i)} posted")
     return 0
+
+
+cdef object wrong_sets(int i, Core* e):
+    """A set of buffers in shared memory is taken by an exchange, or free. As `wrong_exchanges`."""
+    cdef Exchange* x = e.pairs.running
+    cdef int k, taken = 0
+    while x != NULL:
+        taken += x.set >= 0
+        x = x.next_one
+    for k in range(SETS):
+        taken -= e.pairs.taken[k]
+    return ("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange") if taken else None
 
 
 cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger):

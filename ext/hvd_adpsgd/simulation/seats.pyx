@@ -84,8 +84,8 @@ cdef int show_models(JobState job, int first, int size) except -1:
                 job.stores[first + i].show(lives[i], areas[i])
             job.loops[first + i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
             for j in range(size):
-                job.actors[first + i].core.pairs.shown[j].meanwhile = change_while_read
-                job.actors[first + i].core.pairs.shown[j].simulated = job.net
+                job.actors[first + i].core.pairs.neighbours[j].meanwhile = change_while_read
+                job.actors[first + i].core.pairs.neighbours[j].simulated = job.net
     return 0
 
 

@@ -1,5 +1,5 @@
 # A small job whose open orders are choices: its engines and trainers, and what can happen next.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.loop cimport Rhythm

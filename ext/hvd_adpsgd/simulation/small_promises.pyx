@@ -2,18 +2,17 @@
 # Why compiled: it reads the state of the engines in each of millions of states.
 """Promises and invariants of a small job: in every state, when an engine ends, and at the end."""
 
-from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
-from hvd_adpsgd.engine.core cimport BYE, BYE_SEEN, NEWS, RUNNING, SETS, Core, Exchange, Message
+from hvd_adpsgd.engine.core cimport BYE, BYE_SEEN, NEWS, RUNNING, Core, Exchange, Message
 from hvd_adpsgd.engine.membership cimport FAILED, SUSPECT, Listener, Membership, has_departed, listener_of
 from hvd_adpsgd.engine.store cimport chunk_at, memory_snapshot
 from hvd_adpsgd.engine.wire cimport CONTROL
 from hvd_adpsgd.simulation.choices cimport Underway, Wires, content_of, open_transfers
 from hvd_adpsgd.simulation.ledger cimport Half
-from hvd_adpsgd.simulation.promises cimport wrong_exchanges, wrong_leave
+from hvd_adpsgd.simulation.promises cimport wrong_exchanges, wrong_leave, wrong_sets
 from hvd_adpsgd.simulation.small_job cimport SmallJob
 
 SURVIVES = "promise 4 (survives)"
@@ -42,22 +41,16 @@ cdef int check_state(SmallJob job) except -1:
 
 
 cdef int check_exchanges(SmallJob job, int i, Core* e) except -1:
-    """As in every job; and no more chunks in flight than are wanted, and no set of buffers without an exchange."""
+    """As in every job; and no more chunks in flight than are wanted."""
     cdef Exchange* x = e.pairs.running
-    cdef int k, taken = 0
-    wrong = wrong_exchanges(i, e)
+    wrong = wrong_exchanges(i, e) or wrong_sets(i, e)
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
     while x != NULL:
-        taken += x.set >= 0
         if x.phase == RUNNING and x.next - x.done > e.pairs.lanes:
             job.fail("invariant (lanes)", f"engine {i} has {x.next - x.done} chunks in flight to {x.peer}")
         x = x.next_one
-    for k in range(SETS):
-        taken -= e.pairs.taken[k]
-    if taken:
-        job.fail("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange")
     return 0
 
 
@@ -90,14 +83,10 @@ cdef int check_peers(SmallJob job, int i, Core* e) except -1:
 cdef int check_sum(SmallJob job) except -1:
     """The sum of all models has moved by local updates only, but for chunks that one side has merged so far."""
     cdef double total, allowed
-    cdef int64_t h
     cdef int c
     for c in range(job.chunks):
         total = sum_of(job, c)
-        allowed = 0
-        for h in range(job.ledger.count):
-            if job.ledger.halves[h].chunk == c:
-                allowed += job.weight * sqrt(job.ledger.halves[h].square)
+        allowed = job.weight * job.ledger.allowed(c)
         if not abs(total - job.expected[c]) <= allowed:
             job.fail(NOTHING_LOST, f"the sum of chunk {c} is off by {total - job.expected[c]}, allowed are "
                       f"{allowed}")

@@ -2,7 +2,7 @@
 # Why compiled: every entry of the calendar passes through it.
 """What the parts of a simulated job share: its engines and trainers, when each acts next, and what has happened."""
 
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 
 import numpy as np
 

@@ -9,7 +9,7 @@ the functions that wire_tcp uses (engine/unconfirmed). Small messages are copied
 read from the sender's buffer when they arrive, so a buffer that is changed too early is found.
 """
 
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, malloc, realloc
 from libc.string cimport memcpy
 
@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.unconfirmed cimport (COUNTS, append, copied_post, counted
                                             take_count)
 from hvd_adpsgd.engine.wire cimport DATA, PEER_DOWN, PENDING, Status, Transfer, Wire
 from hvd_adpsgd.simulation.chance cimport happens, uniform
-from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, Stream, begin_send, cut_until, down_of, enter, keep_trace,
+from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, Stream, begin_send, cut_until, enter, keep_trace,
                                             lose_from, schedule, simulated_release, simulated_test, wake)
 from hvd_adpsgd.simulation.streams cimport *
 
