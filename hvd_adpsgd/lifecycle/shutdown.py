@@ -65,7 +65,7 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 FAILED_STATUS = (
-    75  # exit status of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
+    75  # status of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
 )
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
