@@ -44,9 +44,7 @@ _FLUSH_S = 1.0
 _LATE_S = 1.0  # time in an operation after which a learner notifies the others that it waits there
 # Polls of the network after a departure is sent, until MPI has opened its connections; pause between two.
 _PUSHES, _PUSH_S = 20, 5e-3
-_TOGETHER_S = (
-    1.0  # longest wait of a step for the decision of an operation that it ends with an error
-)
+_TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
 
 
 class Collectives:
@@ -120,9 +118,7 @@ class Collectives:
         self._inside: int | None = None  # the thread that runs an operation now
         self._blocked: set[int] = set()  # threads that wait for an operation, see `blocking`
         self._caller, self._late = Caller("", "", 0), 0.0  # of the operation under way
-        self._told: tuple[int, Any] | None = (
-            None  # the attempt and steps that `_tell_late` sent last
-        )
+        self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
         self._refused: int | None = None  # number of the attempt that `require_step` has ended
         self._earlier: list[Messages] = []  # kept alive: MPI may still read their buffers
         self.comm, self.messages = comm, self._over(plain)

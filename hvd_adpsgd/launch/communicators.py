@@ -79,9 +79,7 @@ def load_mpi(deadline: Deadline) -> Any:
     import mpi4py
 
     os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without HOME
-    if (
-        "mpi4py.MPI" not in sys.modules
-    ):  # else mpi4py has read its rc already, and finalizes MPI itself
+    if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes MPI
         mpi4py.rc.finalize = False
         exit_state.finalizes = True
     with _heartbeats():
@@ -313,9 +311,7 @@ def over_sockets(
         if place.rank == 0:
             gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
-            store.set(
-                BEGUN, "1"
-            )  # from now on, if a process ends, the launcher does not end the others
+            store.set(BEGUN, "1")  # from now on the launcher lets a job continue if a process ends
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None

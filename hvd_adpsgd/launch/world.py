@@ -170,9 +170,7 @@ class World:
         )
 
         def tell_learners() -> None:
-            if (
-                not teardown.has_begun
-            ):  # else they are notified by shutdown(), which frees the communicator
+            if not teardown.has_begun:  # else shutdown() notifies them, or has freed `plain`
                 collectives.say_left(groups[super_rank])
 
         name = f"{super_rank} ({names[super_rank]})"

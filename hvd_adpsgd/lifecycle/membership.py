@@ -20,9 +20,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_REPEATED_S = (
-    5.0  # a super learner that fails within this time may not have logged a peer's failure
-)
+_REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -65,9 +63,7 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self.is_minority = False
-        self._departed: set[int] = (
-            set()
-        )  # super learners that have left the job, not only one engine
+        self._departed: set[int] = set()  # super learners that have left with all their engines
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -166,9 +162,7 @@ class Membership:
     def grow(self, groups: Sequence[Sequence[int]], names: Sequence[str]) -> None:
         """Add new super learners, as alive; `groups` and `names` describe all super learners, as in Args."""
         self._groups = groups
-        self.names.extend(
-            names[len(self.names) :]
-        )  # in place, because other objects refer to this list
+        self.names.extend(names[len(self.names) :])  # in place: other objects refer to this list
         self.states += [PeerState.ALIVE] * (len(groups) - len(self.states))
 
     def meet(self, members: Collection[int]) -> None:

@@ -64,9 +64,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-FAILED_STATUS = (
-    75  # status of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
-)
+FAILED_STATUS = 75  # status of a job with a failed super learner: EX_TEMPFAIL of sysexits.h
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # between polls for learners that have exited
@@ -420,9 +418,7 @@ def _note_exits() -> None:
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # on another thread, it ends only that
+        if threading.current_thread() is threading.main_thread():  # on others it ends a thread
             exit_state.exit_status = status
         leave(status)
 
@@ -639,9 +635,7 @@ def set_running(running: bool) -> None:
     name = os.environ.get("ADPSGD_LEARNER")
     if not name:
         return
-    with contextlib.suppress(
-        OSError
-    ):  # the shell has ended, or its disk is full: as without a shell
+    with contextlib.suppress(OSError):  # the shell has ended, or the disk is full: as without it
         if name.startswith("/proc/"):
             os.truncate(name, int(running))
         elif running:  # below the shell of an older build, which checks whether a file exists
