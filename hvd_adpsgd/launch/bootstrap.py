@@ -235,7 +235,7 @@ def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
-    """Raise LaunchError if only some learners run MPI's failure detector, as it would report the others."""
+    """Raise LaunchError if only some learners run MPI's failure detector: to it, the others seem failed."""
     if any(missed) and not all(missed):
         raise LaunchError(
             f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
