@@ -239,7 +239,7 @@ class JoinServer:
         self._servers: list[Any] = []
 
     def open(self, failure_s: float, address: str = _LOOPBACK, secret: bytes = b"") -> str:
-        """Open the listener if it is not open; return its address as host:port. See Listener for arguments."""
+        """Open the listener if it is not open; return its address as host:port. See Listener for the rest."""
         if self._listener is None:
             self._secret = secret or new_secret()
             self._listener = Listener(address, self._secret, self._enter, failure_s)
