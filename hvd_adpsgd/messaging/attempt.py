@@ -117,7 +117,7 @@ class Attempt:
             return None
         hosts = self._sharing.among(self)
         if hosts is not None:
-            self.flush()  # while a learner waits at a barrier in memory, its messages are not sent
+            self.flush()  # messages do not move while a learner sleeps at a barrier in memory
         return hosts
 
     def _send_all(self, rank: int, data: Any) -> None:
@@ -314,7 +314,14 @@ class Attempt:
         take_in: Callable[[Any, Any], object],
         ring: Sequence[int],
     ) -> None:
-        """Send `block` to the next rank of a ring, in segments; apply `take_in` to those of the rank before."""
+        """Send `block` to the next rank of a ring; receive one from the rank before; both in segments.
+
+        Args:
+            block: the block to send.
+            target: where the received block goes; of its size.
+            take_in: take_in(part, segment) puts a received segment into its part of `target`.
+            ring: ranks in the order of the ring; this rank is one of them.
+        """
         count, mine = SEGMENT // block.itemsize, ring.index(self.rank)
         for start in range(0, block.size, count):
             self._send(ring[(mine + 1) % len(ring)], block[start : start + count].view(np.uint8))

@@ -5,8 +5,8 @@ previous one is copied out, so a block is still in the processors' caches when i
 all learners wait at a barrier. If a learner fails, the others wait there until they find, by polling their
 messages, that it has failed.
 
-The memory is an unnamed file, so a process that is killed leaves no file behind. After an attempt that was not
-completed the memory is not used again (see Sharing): a learner that was stopped in the attempt, and was
+The memory is an unnamed file, so a process that is killed leaves no file behind. After an attempt that was
+not completed the memory is not used again (see Sharing): a learner that was stopped in the attempt, and was
 declared failed, may still write to it.
 """
 
@@ -243,7 +243,7 @@ class Sharing:
         return self._hosts
 
     def forget(self) -> None:
-        """Drop the memory, after an attempt that was not completed; all learners do so by the same decision."""
+        """Drop the memory after an attempt that was not completed; all learners do so after the same attempt."""
         self._ranks = self._hosts = None
 
 

@@ -77,8 +77,8 @@ class Messages:
         agreement: the Agreement of all learners of `comm`.
         failed: places of learners that the transport or another learner has reported as failed, or that have
             left.
-        left: places of learners that take part in no more operations: they are in shutdown(), or their super
-            learner was sent SIGTERM. Their processes may still run.
+        left: places of learners that take part in no more operations: they have run shutdown(), or their
+            super learner was sent SIGTERM. Their processes may still run.
         failing: places in `left` of learners that leave because of a failure.
         abandoned: by number of an attempt that a learner has left: (class name, text, rank) of the error for
             which it did, or None.
@@ -248,7 +248,7 @@ class Messages:
             self.believe_failed(self.transport.failed)
 
     def believe_failed(self, places: set[int]) -> None:
-        """Believe from now on that these learners have failed; others learn it from the agreement's messages."""
+        """Mark these learners as failed, for good; the others receive this with the agreement's messages."""
         before = self.agreement.number
         for place in sorted(places - self.failed):
             self.failed.add(place)
@@ -263,7 +263,7 @@ class Messages:
             raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
-        """Notify the learners at `places` that this one leaves the running attempt, so that they leave it too."""
+        """Notify the learners at `places` that this one leaves the running attempt; they then leave it too."""
         message = pickle.dumps(reason)
         for place in places:
             if place != self.place:
@@ -315,7 +315,7 @@ class Messages:
         return core.decision(number)
 
     def leave(self, ends: float, fails: bool = False) -> None:
-        """Notify the others that this learner takes part in no more operations, so that they do not wait for it."""
+        """Notify the others that this learner takes part in no more operations; they then do not wait for it."""
         self.say_left([self.place], fails)
         self.flush(ends=ends)
 

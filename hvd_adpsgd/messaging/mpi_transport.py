@@ -193,7 +193,7 @@ class MpiTransport:
             return None
 
     def _receive(self, message: Any) -> None:
-        """Start to receive a matched message; messages of one source are delivered in the order of sending."""
+        """Start to receive a matched message; those of one source are delivered in the order of sending."""
         status = self._status
         source, tag = status.source, status.tag
         count = status.Get_count(self._byte)
@@ -233,7 +233,7 @@ class MpiTransport:
             self._spare.append(buffer)
 
     def look_for_failures(self) -> None:
-        """Update `failed` from MPI, and acknowledge the failures, after which receives from others work again."""
+        """Update `failed` from MPI, and acknowledge the failures: else MPI refuses to receive from others."""
         if not ulfm_enabled():
             return
         with contextlib.suppress(self._mpi_exception):

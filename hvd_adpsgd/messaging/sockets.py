@@ -97,7 +97,7 @@ class Hub:
             )
 
     def take(self, number: int) -> _Inbox:
-        """Move bytes over all connections; return the messages that have arrived for communicator `number`."""
+        """Move bytes over all connections; return the messages that have arrived for one communicator."""
         with self._lock:
             self._wire.progress()
             while (found := self._wire.take()) is not None:
@@ -249,7 +249,7 @@ class Communicator:
         """Do nothing: each message has memory of its own."""
 
     def look_for_failures(self) -> None:
-        """Look whether the living learners 1, 2, 4, ... ranks further have ended; each learner watches others."""
+        """Look whether the living learners 1, 2, 4, ... ranks further have ended; others report the rest."""
         living = [rank for rank in self.ranks if rank not in self.hub.ended]
         mine, steps = living.index(self.hub.rank), range((len(living) - 1).bit_length())
         self.hub.look([living[(mine + (1 << k)) % len(living)] for k in steps])
