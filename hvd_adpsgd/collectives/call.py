@@ -92,7 +92,7 @@ def _mismatch(
         return CollectiveMismatchError(
             f"operations over all learners differ: learner {ranks[0]} is in {first.call.kind}, "
             f"learner {ranks[i]} in {other.call.kind}. {callers} Call the same operations in the same order "
-            "on all learners; from several threads, from one at a time."
+            "on all learners; if several threads call them, one thread at a time."
         )
     if tensors is not None:
         k = next(k for k, (a, b) in enumerate(zip(tensors[0], tensors[i], strict=True)) if a != b)

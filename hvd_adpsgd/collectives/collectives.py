@@ -117,7 +117,7 @@ class Collectives:
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread that runs an operation now
         self._blocked: set[int] = set()  # threads that wait for an operation, see `blocking`
-        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation under way
+        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation that runs now
         self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
         self._refused: int | None = None  # number of the attempt that `require_step` has ended
         self._earlier: list[Messages] = []  # kept alive: MPI may still read their buffers
@@ -158,7 +158,7 @@ class Collectives:
         Returns None if an operation still uses it, a learner has failed, or `seconds` have passed.
         """
         ends = time.monotonic() + seconds
-        with self.lock.within(seconds) as are_over:  # else a thread is in an operation
+        with self.lock.within(seconds) as are_over:  # False if a thread is still in an operation
             return self.messages.comm if are_over and self.messages.close(ends) else None
 
     def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
@@ -179,8 +179,8 @@ class Collectives:
             LearnerFailedError: if the others have declared this learner failed, or after `leave`.
             QuorumLostError: on all remaining learners, if they are too few for `quorum`.
             TransportError: on all learners, if MPI fails on one.
-            Exception: what the operation raises; on the other learners the same class if it is one of ours,
-                TransportError if not.
+            Exception: what the operation raises on this learner; on the other learners an exception of that
+                class if it is one of hvd_adpsgd.errors, else TransportError.
         """
         call = Call(call) if isinstance(call, str) else call
         assert self._inside != threading.get_ident(), (
@@ -213,7 +213,7 @@ class Collectives:
     def gather(self, doing: str, value: Any) -> list[Any]:
         """Return the values of the learners in `ranks`, in that order; all learners call this, see `run`.
 
-        Values of learners that the same decision declares failed are omitted.
+        Values of learners that have failed during this gather are omitted.
         """
         told = self.run(
             Call(doing, private=value),
@@ -347,7 +347,7 @@ class Collectives:
                 return outcome.get()
             if not has_fewer:
                 raise TransportError(
-                    f"{call.kind}: a learner dropped out of it, though none has failed. Start the job again."
+                    f"{call.kind}: a learner abandoned it, but no failure was detected. Start the job again."
                 )
 
     def _decision(self, number: int, ends: float | None = None) -> Decision | None:

@@ -43,7 +43,7 @@ class _Tally:
     has_warned: bool = False
 
 
-_tally = _Tally()  # of this process
+_tally = _Tally()  # counts of this process
 _inside = threading.local()  # the operation that the user calls, while this thread runs it
 
 

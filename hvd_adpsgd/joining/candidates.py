@@ -188,7 +188,7 @@ class JoiningSuperLearner:
                 if not self._is_ready:
                     self.problem = _difference(terms, self._terms)
         except PeerFailedError:
-            self.problem = "it ended before it was ready; its own messages tell why"
+            self.problem = "it ended before it was ready; see its own output"
         ended = [p.returncode for p in self._processes if p.poll() is not None]
         if ended and not self._is_ready and not self.problem:
             self.problem = f"it ended before it was ready, with status {ended[0]}"

@@ -194,7 +194,7 @@ def _watch_job() -> None:
             is_over and worlds.is_initialized()
         ):  # in a normal shutdown(), there is no world when the processes end
             log.warning(
-                "super learner %d leaves: the launcher has ended all that it has started.",
+                "super learner %d leaves: the launcher has ended all super learners that it started.",
                 world.super_rank,
             )
             os.kill(os.getpid(), signal.SIGTERM)

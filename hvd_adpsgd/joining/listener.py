@@ -70,10 +70,10 @@ class Conversation:
             raise PeerFailedError("the other side of the listener is lost: it has ended") from None
         except OSError as error:
             raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
-        except Exception as error:  # pickle's, of many kinds
+        except Exception as error:  # pickle raises exceptions of many classes
             raise PeerFailedError(
-                f"the two sides of the listener do not understand each other ({error}). Run the same "
-                "release on both."
+                f"an object from the other side of the listener cannot be read ({error}). Run the same "
+                "release on both sides."
             ) from error
 
     def send(self, value: Any) -> None:
@@ -102,7 +102,7 @@ class Conversation:
             raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
         if there:
             return self._take()
-        raise PeerFailedError(f"the other side of the listener said nothing for {seconds:g} s")
+        raise PeerFailedError(f"the other side of the listener sent nothing for {seconds:g} s")
 
     def received(self) -> list[Any]:
         """Return a list with the next object, or an empty one if none has arrived; see `receive`."""
@@ -140,7 +140,7 @@ class Listener:
         self._secret, self._enter, self._failure_s = secret, enter, failure_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._unproven: list[socket.socket] = []  # oldest first
+        self._unproven: list[socket.socket] = []  # connections without a proof yet, oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])
@@ -152,7 +152,7 @@ class Listener:
             try:
                 self._accept_one()
                 is_full = False
-            except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread
+            except (OSError, RuntimeError) as error:  # no descriptor, memory or thread is left
                 if not is_full and not self._closed.is_set():
                     log.warning("no super learner can join here for the moment: %s.", error)
                 is_full = True

@@ -170,7 +170,7 @@ def gather_with(
                 candidate.problem = f"it failed, or did not come, when all met ({error})"
         answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
         if world.collectives.ranks != ranks or not answers:
-            raise NotReconnectedError("not all came to the reconnection")
+            raise NotReconnectedError("not all learners came to connect anew")
         told |= answers[0]
         return [told.get(rank) for rank in range(size)]
 
@@ -204,7 +204,7 @@ def gather_as_candidate(
                 told = conversation.receive(max(0.0, ends - time.monotonic()))
         answers = [a for a in world.collectives.gather("admit", told) if a is not None]
         if not answers:
-            raise NotReconnectedError("the job did not come to the reconnection")
+            raise NotReconnectedError("the job's learners did not come to connect anew")
         known = {**answers[0], **mine}
         return [known.get(rank) for rank in range(size)]
 

@@ -1,6 +1,6 @@
 """Makes the World of each learner, on all learners together, and tears it down in bounded time.
 
-Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
+Importing this module starts nothing; `init` loads MPI, Horovod and torch.
 """
 
 from __future__ import annotations
@@ -239,13 +239,13 @@ def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
     if any(missed) and not all(missed):
         raise LaunchError(
             f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
-            "others in init(), with them: these would take it for failed. Import mpi4py.MPI after "
+            "others in init(), with heartbeats: those would report it as failed. Import mpi4py.MPI after "
             "hvd.init(), on all learners."
         )
     if any(missed) and everyone.Get_rank() == 0:
         log.warning(
             "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
-            "will not be noticed. Import mpi4py.MPI after hvd.init()."
+            "will not be detected. Import mpi4py.MPI after hvd.init()."
         )
 
 

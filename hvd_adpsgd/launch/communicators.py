@@ -329,9 +329,9 @@ def _require_connected(everyone: Communicator, place: Place, deadline: Deadline)
         where = ", ".join(f"{rank} at {hub.address_of(rank)}" for rank in silent)
         hub.close()
         raise LaunchError(
-            f"init(): {place} met all others at {place.store}, but has no connection with learners "
-            f"{where or 'that others have none with'}, for {deadline}: they have ended, or a firewall is in "
-            "between. See what they say, and name the network that all hosts share in HVD_ADPSGD_NICS."
+            f"init(): {place} found all others in {place.store}, but has no connection with learners "
+            f"{where or 'that others could not reach'} after {deadline}: they have ended, or a firewall is "
+            "in between. Look at their output, and name the network that all hosts share in HVD_ADPSGD_NICS."
         ) from None
     everyone.ends = None
 

@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
     @property
     def store(self) -> str:
-        """Where the store is, for messages."""
+        """Address of the store, for messages."""
         return f"the store {self.host} port {self.port}"
 
 
@@ -211,7 +211,7 @@ def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
         return deadline.bounded(act)
     except TimeoutError:
         told = f"{problem[0]}, for {deadline}"
-    except Exception as error:  # torch's, of several kinds
+    except Exception as error:  # torch raises exceptions of several classes
         told = _first_line(error)
     raise LaunchError(
         f"init(): {place} cannot open {place.store}: {told}. See that learner 0 is started, that this host "
@@ -342,7 +342,7 @@ class StoreGather:
         if release != RELEASE:
             raise LaunchError(
                 f"init(): learner {rank} runs hvd_adpsgd {release}, learner {self._place.rank} runs "
-                f"{RELEASE}: they do not understand each other. Install the same release on every host."
+                f"{RELEASE}: two releases cannot train together. Install the same release on every host."
             )
         return token, value
 
@@ -380,8 +380,8 @@ class StoreGather:
     def _lost(self, why: str) -> LaunchError:
         place = self._place
         return LaunchError(
-            f"init(): {place} lost {place.store}: {why}. See what learner 0 says, which may "
-            "serve it, and that this host reaches it."
+            f"init(): {place} lost {place.store}: {why}. Look at the output of learner 0, which may serve "
+            "the store, and check that this host reaches it."
         )
 
     def clear(self) -> None:

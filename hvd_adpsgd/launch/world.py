@@ -2,7 +2,7 @@
 
 All learners share one MPI communicator. Each super learner has a communicator of its own, in which its
 Horovod runs: with one Horovod world per super learner, no Horovod operation waits for another super
-learner. The leaders of the super learners have a third one.
+learner. The leaders of the super learners share a third communicator.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Communicators:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One learner's ranks and communicators. Frozen; mutable state is in the objects that it holds.
+    """One learner's ranks, communicators and state. Frozen; mutable state is in objects that it refers to.
 
     Attributes:
         config: the options, the same on all learners.
@@ -85,12 +85,12 @@ class World:
             Super learners are numbered in the order of their smallest ranks.
         host, inner, outer: see Communicators.
         members: super_ranks of the super learners in `outer`, by rank in `outer`; () means all.
-        rank, size: among all learners.
-        local_rank, local_size: among the learners of the host.
-        cross_rank, cross_size: among the learners with this local_rank, one per host at most.
+        rank, size: rank and number among all learners.
+        local_rank, local_size: rank and number among the learners of the host.
+        cross_rank, cross_size: rank and number among the learners with this local_rank, at most one per host.
         super_rank, super_size: rank of this super learner, and number of super learners.
-        inner_rank, inner_size: among the learners of the super learner.
-        hostname: of this host.
+        inner_rank, inner_size: rank and number among the learners of the super learner.
+        hostname: name of this host.
         membership: which super learners are alive, suspect, left or failed.
         collectives: operations over all learners.
         teardown: what shutdown() runs and frees.

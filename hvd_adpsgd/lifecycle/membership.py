@@ -2,7 +2,7 @@
 
     engine's thread  -->  Engine.report  -->  Membership.update  -->  line in the log
 
-Collectives, shutdown, replacement and the public queries read it; the first three also update it.
+Collectives, shutdown, replacement and the public queries read the Membership; the first three also update it.
 """
 
 from __future__ import annotations

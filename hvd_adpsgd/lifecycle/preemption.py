@@ -1,4 +1,4 @@
-"""SIGTERM to a learner, a scheduler's notice of preemption: its super learner leaves in order.
+"""Departure: after SIGTERM to a learner, a scheduler's notice of preemption, its super learner leaves.
 
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        sets the flag ASKED in memory that the super learner shares
@@ -88,7 +88,7 @@ class Departure:
         self._last_acts.append(act)
 
     def forget(self, act: Callable[[], object]) -> None:
-        """Unregister `act`."""
+        """Unregister `act`, so that it is not called when the super learner leaves."""
         if act in self._last_acts:
             self._last_acts.remove(act)
 
@@ -141,7 +141,7 @@ class Departure:
                 log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
 
 
-_departure: Departure | None = None  # of the world of this process
+_departure: Departure | None = None  # departure of this process's world
 _watched_by = 0  # pid of the process whose thread runs; a forked child has another pid
 _reading = -1  # reading end of the pipe into which SIGTERM writes a byte
 _taking = threading.Lock()  # a byte read under it belongs to the _departure read under it
@@ -153,7 +153,7 @@ def watch(departure: Departure | None) -> None:
     if departure is not None and _watched_by != os.getpid():
         reading = signals.hear(signal.SIGTERM, ends=True)
         if reading is None:
-            log.debug("SIGTERM has a handler already, or is ignored: it will not make this leave.")
+            log.debug("SIGTERM has a handler, or is ignored: it makes no super learner leave.")
             return
         _watched_by, _reading = os.getpid(), reading
         threading.Thread(target=_attend, daemon=True, name="hvd_adpsgd.preemption").start()

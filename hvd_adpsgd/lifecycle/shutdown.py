@@ -1,4 +1,4 @@
-"""How a learner's process exits: in bounded time, with a failure visible in the job's status.
+"""How a learner's process exits: in bounded time, with any failure visible in the job's exit status.
 
     all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
     some learners do not reach it               no MPI_Finalize, which would wait for them without
@@ -67,7 +67,7 @@ log = logging.getLogger("hvd_adpsgd")
 FAILED_STATUS = 75  # status of a job with a failed super learner: EX_TEMPFAIL of sysexits.h
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
-_LOOK_S = 5e-3  # between polls for learners that have exited
+_LOOK_S = 5e-3  # time between polls for learners that have exited
 _RECEIVE_S = 0.02  # between two polls for messages, which are received only to be dropped
 _FLUSH_S = 0.5  # longest wait until an ending process's last messages are sent
 _LAUNCHERS = ("prterun", "mpirun")
@@ -155,7 +155,7 @@ class ExitState:
         self.has_failures = bool(self.failed)
 
 
-exit_state = ExitState()  # of this process
+exit_state = ExitState()  # the state of this process
 
 
 # ---- the shutdown of a world ---------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Teardown:
         self._stops: list[Callable[[], object]] = []
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
-        """Call `stop` in shutdown(), in reverse order of registration. It must be bounded."""
+        """Call `stop` in shutdown(), in reverse order of registration; it must take bounded time."""
         self._stops.append(stop)
 
     def forget(self, stop: Callable[[], object]) -> None:
@@ -313,7 +313,7 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
         ends: deadline, of time.monotonic.
     """
     messages = barrier.messages
-    if messages.agreement.voted:  # the barrier timed out
+    if messages.agreement.voted:  # the barrier timed out before its decision
         return mine
     try:
         with mpi_failures("shutdown"):
@@ -352,7 +352,7 @@ def leave_behind(messages: Messages, fails: bool = False) -> None:
     exit_state.at_end += [
         over.set,
         functools.partial(thread.join, _FLUSH_S),
-    ]  # before MPI or the connections end
+    ]  # called before MPI or the connections are closed
 
 
 def free(*communicators: Any) -> None:
@@ -485,7 +485,7 @@ def _leave_as_child(leave: Callable[[], object]) -> None:
 def flush_output() -> None:
     """Flush stdout and stderr; the script may have closed or replaced them, or set them to None."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the exit status must not depend on it
+        with contextlib.suppress(Exception):  # an error here must not change the exit status
             stream.flush()
 
 
@@ -593,7 +593,7 @@ def _is_last(
 
 
 def _release_launcher() -> None:
-    """Make the launcher return after the last learner, if it runs on this host.
+    """Make the launcher exit after the last learner, if the launcher runs on this host.
 
     Open MPI's launcher waits without bound for a host that has failed. If the launcher still runs 10 s after
     the last learner, a shell sends it SIGTERM every 0.5 s until it exits (it needs three).

@@ -32,7 +32,7 @@ __all__ = ["HostMemory", "Hosts", "Sharing", "Waiting", "alone"]
 _Array = NDArray[Any]
 Combine = Callable[[Sequence[_Array], _Array], object]  # arrays by place, and array for the result
 
-BLOCK = 2**19  # bytes of each learner in one step
+BLOCK = 2**19  # bytes of each learner's array that are combined in one step
 _HEAD = 64  # bytes before the blocks, which contain the count of the barrier
 _FIRST_LOOK_S, _LAST_LOOK_S = 2e-3, 2e-2  # shortest and longest time between polls at a barrier
 
@@ -45,7 +45,7 @@ class Waiting(Protocol):
 
 
 class HostMemory:
-    """Memory of the learners of one host; all of them use it together and in the same order.
+    """Collectives in memory that the learners of one host map; all call them together, in the same order.
 
     Args:
         memory: nbytes_for(size) bytes, mapped by all learners, initially zero.
@@ -243,7 +243,7 @@ class Sharing:
         return self._hosts
 
     def forget(self) -> None:
-        """Drop the memory after an attempt that was not completed; all learners do so after the same attempt."""
+        """Drop the memory, after an attempt that was not completed; all learners do so together."""
         self._ranks = self._hosts = None
 
 

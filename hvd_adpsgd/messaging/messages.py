@@ -39,13 +39,13 @@ __all__ = [
     "Messages",
 ]
 
-COMPLETE, NO_ERROR = 1, 2  # flags of a vote
+COMPLETE, NO_ERROR = 1, 2  # flags of a vote: this learner has the result; it has raised no error
 
 _SPAN, CHANNELS = (
     2**13,
     2**9,
 )  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
-# channels; each collective of an attempt has one
+# channels of messages; from FIRST_PHASE on, one for each collective of an attempt in turn
 _AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
 FEW = 16  # up to so many learners, each sends to all: fewer steps, but n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
@@ -195,7 +195,7 @@ class Messages:
             self.agreement.receive(source, message.data)
         except ValueError as error:
             raise TransportError(
-                f"learners do not understand each other ({error}). Run the same release on all of them."
+                f"a message of another learner cannot be read ({error}). Run the same release on all of them."
             ) from None
         self._after_agreement(before)
 
@@ -263,7 +263,7 @@ class Messages:
             raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
-        """Notify the learners at `places` that this one leaves the running attempt; they then leave it too."""
+        """Notify the learners at `places` that this one leaves the running attempt: they then leave it."""
         message = pickle.dumps(reason)
         for place in places:
             if place != self.place:
@@ -315,7 +315,7 @@ class Messages:
         return core.decision(number)
 
     def leave(self, ends: float, fails: bool = False) -> None:
-        """Notify the others that this learner takes part in no more operations; they then do not wait for it."""
+        """Notify the others that this learner takes part in no more operations: they do not wait for it."""
         self.say_left([self.place], fails)
         self.flush(ends=ends)
 

@@ -28,7 +28,7 @@ Bytes = NDArray[np.uint8]
 
 SEGMENT = 2**19  # largest number of bytes of a message (pickled ones may be larger)
 _SPARES = 8  # segments kept for later messages: fresh memory costs a page fault per 4 KiB
-_LOOKS = 16  # Open MPI polls the launcher in every 8th call
+_LOOKS = 16  # calls of MPI per look for failures; Open MPI polls the launcher in every 8th call
 
 
 @runtime_checkable

@@ -112,7 +112,7 @@ class Hub:
 
     def wait(self, seconds: float) -> None:
         """Sleep until bytes can move, at most for `seconds`; another thread may move them first."""
-        if self._wire.fileno() < 0:  # closed
+        if self._wire.fileno() < 0:  # the wire is closed
             time.sleep(seconds)
             return
         poll = select.poll()  # one per call, because several threads may wait at once
