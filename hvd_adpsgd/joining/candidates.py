@@ -5,7 +5,7 @@ The states of a joining super learner:
 requesting  it has sent a JoinRequest to the listener, and has no super_rank yet
 starting    it has a super_rank, and runs its script up to hvd.admit
 ready       it waits in hvd.admit
-failed      it cannot join; `problem` says why
+failed      it cannot join; its `problem` is the reason
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _moved(
 
 
 class JoiningSuperLearner:
-    """A joining super learner, as the learner sees it that has started it, or to whose listener it connects.
+    """A joining super learner, from the side of the learner that started it, or to which it has connected.
 
     Args:
         number: its super_rank; None while its state is requesting.
@@ -153,26 +153,26 @@ class JoiningSuperLearner:
         self._is_ready = False
 
     def enters(self, conversation: Conversation, request: JoinRequest) -> None:
-        """Record that it has connected to the listener, and sent its request."""
+        """Record that the joining super learner has connected to the listener, and sent its request."""
         self.request, self.conversation = request, conversation
 
     def expect(self, offer: JoinOffer, terms: Any, ends: float | None = None) -> None:
-        """Give it the super_rank of `offer`; when it is ready, it must send terms equal to `terms`.
+        """Give the joining super learner the super_rank of `offer`; when ready, it must send equal terms.
 
         Args:
-            offer: what `send_offer` sends it.
-            terms: the job's terms: what the optimizers of the job average.
+            offer: the offer, which `send_offer` sends.
+            terms: the job's terms (strategy, shards, parameters), to which those that it sends must be equal.
             ends: new deadline, of time.monotonic, for its state to become ready; None: unchanged.
         """
         self._offer, self._terms = offer, terms
         self.number, self._ends = offer.super_rank, ends or self._ends
 
     def send_offer(self) -> None:
-        """Send it the offer, with its super_rank: it then runs its script up to hvd.admit."""
+        """Send the offer to the joining super learner, which then runs its script up to hvd.admit."""
         self.send(self._offer)
 
     def state(self) -> str:
-        """Return its state, one of those that the module's docstring lists; does not block."""
+        """Return the state of the joining super learner: see the docstring of this module; does not block."""
         if not self.problem and not self._is_ready:
             self._look()
         if self.problem:
@@ -196,17 +196,17 @@ class JoiningSuperLearner:
             self.problem = self.problem or "it was not ready after patience_s"
 
     def send(self, value: Any) -> None:
-        """Send it an object; if the connection is lost, `state` becomes failed later."""
+        """Send the joining super learner an object; if the connection is lost, its state becomes failed."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
             self.conversation.send(value)
 
     def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
-        """Make it exit, because it cannot join; kill its processes started here if they run on.
+        """Make the joining super learner exit without joining; kill processes started here that do not exit.
 
         Args:
             patience_s: longest wait, in seconds, for these processes to exit by themselves.
-            why: the reason, which it raises as LaunchError; "": the job ends, and it exits with status 0.
+            why: the reason, which it raises as LaunchError; "": the job has ended, it exits with status 0.
         """
         if self.conversation is not None:
             self.send(LaunchError(f"this super learner was not let in: {why}.") if why else None)

@@ -179,7 +179,7 @@ def _require_no_learner_above() -> None:
 
 
 def _multiprocessing_parents() -> set[int]:
-    """Return the pids of which a learner's may be one, if multiprocessing started this process; else none."""
+    """Return pids of the processes that may have started this one with multiprocessing; empty if none did."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         return {parent.pid}

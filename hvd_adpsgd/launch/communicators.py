@@ -144,7 +144,7 @@ def _heartbeats() -> Iterator[None]:
     only, which fails if the host of the failed process is gone: so MPI itself broadcasts it.
 
     The variables are removed afterwards: with the detector, MPI_Finalize between hosts does not return. This
-    library does not wait for it, but other programs that this process starts would.
+    library does not wait for MPI_Finalize, but other programs that this process starts would.
     """
     global _missed_heartbeats
     prepared = os.environ.get(f"{_DETECTOR}_thread") == "1" and _DETECTOR not in os.environ
@@ -302,7 +302,7 @@ def over_sockets(
             hub = Hub(place.rank, place.size, config, gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
-                gather(None)  # all have read the store, which ends with the process that serves it
+                gather(None)  # waits until all have read the store, which may end with a process
             raise
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
@@ -311,7 +311,7 @@ def over_sockets(
         if place.rank == 0:
             gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
-            store.set(BEGUN, "1")  # from now on, the launcher lets the job continue if one fails
+            store.set(BEGUN, "1")  # from now on, the launcher lets the job go on if a process fails
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None
@@ -407,6 +407,6 @@ def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tu
 def counterparts(
     hub: Hub, groups: Sequence[Sequence[int]], rank: int, shards: int
 ) -> Communicator | None:
-    """Return a communicator of the learners with this one's inner rank; None if that is `shards` or more."""
+    """Return a communicator of the learners with the inner rank of `rank`; None if it is `shards` or more."""
     place = next(group.index(rank) for group in groups if rank in group)
     return hub.communicator([group[place] for group in groups] if place < shards else [])

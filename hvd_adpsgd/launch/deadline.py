@@ -12,7 +12,7 @@ __all__ = ["Deadline"]
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # in which a call that checks the deadline itself can raise a more precise error
+_GRACE_S = 0.5  # extra time for a call that checks the deadline to raise a more precise error
 
 
 class Deadline:

@@ -225,8 +225,8 @@ def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> Non
     Both may happen after this process starts: the names of Kubernetes pods, and the start of learner 0.
 
     Args:
-        place: of this process; if it serves the store, only the name must resolve.
-        deadline: after which TimeoutError is raised.
+        place: the place of this process; if the process serves the store, only the name must resolve.
+        deadline: the deadline, at which TimeoutError is raised.
         problem: its only element is overwritten with the reason of the last attempt's failure.
     """
     began, warned, pause = time.monotonic(), False, _PAUSE_S

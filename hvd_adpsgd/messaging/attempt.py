@@ -318,8 +318,8 @@ class Attempt:
 
         Args:
             block: the block to send.
-            target: where the received block goes; of its size.
-            take_in: take_in(part, segment) puts a received segment into its part of `target`.
+            target: the block into which the received one is copied or combined; it has the same size.
+            take_in: take_in(part, segment) copies or combines a received segment into a part of `target`.
             ring: ranks in the order of the ring; this rank is one of them.
         """
         count, mine = SEGMENT // block.itemsize, ring.index(self.rank)

@@ -248,7 +248,7 @@ class Messages:
             self.believe_failed(self.transport.failed)
 
     def believe_failed(self, places: set[int]) -> None:
-        """Mark these learners as failed, for good; the others receive this with the agreement's messages."""
+        """Mark the learners at `places` as failed, for good; the agreement's messages notify the others."""
         before = self.agreement.number
         for place in sorted(places - self.failed):
             self.failed.add(place)
@@ -320,7 +320,7 @@ class Messages:
         self.flush(ends=ends)
 
     def say_left(self, places: Sequence[int], fails: bool = False) -> None:
-        """Notify all others that these learners leave; callable on any thread, also during an operation.
+        """Notify all other learners that those at `places` leave; callable on any thread, also in operations.
 
         Args:
             places: places of the learners that leave.
