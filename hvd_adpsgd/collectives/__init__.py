@@ -1,1 +1,1 @@
-"""Operations over all learners of a job, which continue without those that failed."""
+"""Operations over all learners of a job, which continue without failed learners."""

@@ -1,4 +1,4 @@
-"""What learners call, compared before they do it: the same operation, with equal arguments, on all."""
+"""Compares the calls of all learners before an operation: the same one, with equal arguments, on all."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Call", "compare"]
 
 
 class Call(NamedTuple):
-    """What one learner calls; must be equal on all, but for `private`.
+    """One learner's call of an operation over all learners; equal on all of them, except for `private`.
 
     Attributes:
         kind: name of the operation.
         name: the user's name for it.
-        tensors: (name, dtype, shape) of each; of an allgather without the first dimension.
-        root: whose value counts, if the operation has a root.
-        op: how values are combined, if they are.
+        tensors: (name, dtype, shape) of each tensor; for an allgather, the shape lacks the first dimension.
+        root: rank whose value is sent to all, if the operation has a root.
+        op: how a reduction combines the values; None for other operations.
         factors: prescale_factor, postscale_factor.
-        private: values that are not compared with those of peers.
+        private: a value of this learner, not compared with those of the other learners.
     """
 
     kind: str
@@ -36,19 +36,19 @@ class Call(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What each learner sends first: its call, with a digest in place of the tensors, and who calls."""
+    """A learner's first message in an operation: its call, a digest of the tensors, the calling line."""
 
     call: Call
-    tensors: int  # how many
+    tensors: int  # number of tensors
     digest: bytes
     caller: str
 
 
 def compare(attempt: Attempt, call: Call, caller: Caller) -> None:
-    """Exchange the calls of all learners, into attempt.calls.
+    """Compare the calls of all learners, and store them in attempt.calls, by rank.
 
     Raises:
-        CollectiveMismatchError: on all learners alike, if they differ.
+        CollectiveMismatchError: on all learners, if two calls differ.
     """
     described = hashlib.blake2b(repr(call.tensors).encode(), digest_size=8).digest()
     where = f"{caller.file}:{caller.line}"
@@ -64,7 +64,7 @@ def compare(attempt: Attempt, call: Call, caller: Caller) -> None:
 
 
 def _plain(header: _Header) -> tuple[Any, ...]:
-    """For pickle, which is faster with tuples of its own."""
+    """Return the header as builtin tuples, which pickle writes faster than named ones."""
     return (tuple(header.call), *header[1:])
 
 
@@ -92,7 +92,7 @@ def _mismatch(
         return CollectiveMismatchError(
             f"operations over all learners differ: learner {ranks[0]} is in {first.call.kind}, "
             f"learner {ranks[i]} in {other.call.kind}. {callers} Call the same operations in the same order "
-            "on all learners; from several threads, from one at a time."
+            "on all learners; if several threads call them, one thread at a time."
         )
     if tensors is not None:
         k = next(k for k, (a, b) in enumerate(zip(tensors[0], tensors[i], strict=True)) if a != b)

@@ -41,49 +41,52 @@ T = TypeVar("T")
 log = logging.getLogger("hvd_adpsgd")
 
 _FLUSH_S = 1.0
-_LATE_S = 1.0  # in an operation, before peers learn that this learner waits there
-_PUSHES, _PUSH_S = 20, 5e-3  # calls of MPI until it has opened connections; between two
-_TOGETHER_S = 1.0  # longest wait of a step that ends an operation for the learners in it
+_LATE_S = 1.0  # time in an operation after which a learner notifies the others that it waits there
+# Polls of the network after a departure is sent, until MPI has opened its connections; pause between two.
+_PUSHES, _PUSH_S = 20, 5e-3
+_TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
 
 
 class Collectives:
     """Operations over all learners, repeated over the surviving learners after a failure.
 
-    Some learners may detect a failure while others complete the operation, and none can tell whether its
-    peers have a result. So each attempt ends with an agreement (engine/agreement):
+    Some learners may detect a failure while others complete the operation, and no learner knows whether the
+    others have a result. So each attempt ends with an agreement (engine/agreement):
 
-        1. all learners exchange what they call; a mismatch is an error on all of them;
-        2. they do it, over plain messages (messaging/messages); a learner that detects a failure, or fails
-           itself, leaves the attempt and tells its peers, which leave it too;
+        1. all learners exchange their calls; a mismatch is an error on all of them;
+        2. they run the operation over plain messages (messaging/messages); a learner that detects a failure,
+           or gets an error, leaves the attempt and notifies the others, which leave it too;
         3. all learners agree whether all have the result, and which have failed;
         4. if not, the surviving learners make another attempt; after an error all of them raise.
 
-    Every call takes part in as many agreements on all learners, also one that raises. So the learners stay
-    in step after an error, and their next operations meet.
+    Every call, also one that raises, takes part in the same number of agreements on all learners. So the next
+    operations of all learners match, also after an error.
 
-    Threads: operations of several threads run one after the other, as they are asked for. Their order must be
-    the same on all learners; where it is not, they raise CollectiveMismatchError on all.
+    Threads: operations of several threads run one after the other, in the order in which they are requested.
+    This order must be the same on all learners; otherwise they raise CollectiveMismatchError on all.
 
     Args:
         comm, ranks, on_failure, joining: see the attributes.
-        plain: a duplicate for messages of operations, used for nothing else.
-        rank, size: of this learner, of how many.
-        membership: of the job.
-        shares: large arrays go through memory between learners of one host.
-        quorum: of the options.
+        plain: duplicate of `comm` that carries the messages of operations, and nothing else.
+        rank, size: rank of this learner in the job, and number of learners of the job.
+        membership: states of the job's super learners.
+        shares: whether large arrays go through shared memory between learners of one host.
+        quorum: the option `quorum` (see Config).
 
     Attributes:
         comm: MPI communicator of all learners, also of those that have failed since. For users and for
             benchmarks: no operation here uses it.
         ranks: ranks in the job of the learners that operations include.
-        on_failure: "continue" or "raise", once learners have failed.
-        joining: this is a joining learner that has not joined yet.
-        asked: called when an operation is asked for, also one of the super learner.
-        before: called before each operation, on the thread that asks for it.
-        steps: of each optimizer the thread that makes its steps, and for how many the gradients are averaged
-            in the super learner; where super learners wait for steps of each other, once more, and how many
-            steps are made. In the same order on all learners.
-        lock: orders the operations of several threads; for those that another thread runs later.
+        on_failure: what operations do once learners have failed: "continue" or "raise".
+        joining: whether this learner's super learner is joining the job, and has not joined yet.
+        asked: called when an operation over all learners, or inside the super learner, is requested.
+        before: called before each operation over all learners, on the thread that requests it.
+        steps: functions that return the thread that makes an optimizer's steps, and how many sets of
+            gradients the super learner has averaged for it. If super learners wait for each other's steps,
+            a second function per optimizer returns that thread and the number of steps made. In the same
+            order on all learners.
+        lock: orders the operations of several threads; an operation that another thread will run later takes
+            its number here.
 
     Source: Bland et al., Post-failure recovery of MPI communication capability, IJHPCA 2013 (which agrees and
         repeats over shrunk communicators).
@@ -109,15 +112,15 @@ class Collectives:
         self._rank, self._size, self._membership = rank, size, membership
         self.lock = FifoLock()
         self._quorum = quorum
-        self._left = ""  # why this learner takes part no more
+        self._left = ""  # why this learner takes part in no more operations; "" while it does
         self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
-        self._inside: int | None = None  # the thread
-        self._blocked: set[int] = set()  # threads, see `blocking`
-        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation under way
+        self._inside: int | None = None  # the thread that runs an operation now
+        self._blocked: set[int] = set()  # threads that wait for an operation, see `blocking`
+        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation that runs now
         self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
-        self._refused: int | None = None  # the attempt that `require_step` has ended
-        self._earlier: list[Messages] = []  # with buffers that MPI may still read
+        self._refused: int | None = None  # number of the attempt that `require_step` has ended
+        self._earlier: list[Messages] = []  # kept alive: MPI may still read their buffers
         self.comm, self.messages = comm, self._over(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining
 
@@ -127,13 +130,13 @@ class Collectives:
         return messages
 
     def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
-        """Use these communicators, which include a super learner that has joined.
+        """Replace the communicators by ones that include a super learner that has joined.
 
         Args:
             comm: see the attributes.
-            plain: a duplicate for messages of operations, used for nothing else.
-            ranks: in the job, by rank in both.
-            size: learners of the job, if there are more now.
+            plain: duplicate of `comm` that carries the messages of operations, and nothing else.
+            ranks: rank in the job of each learner, by its rank in `comm` and in `plain`.
+            size: number of learners of the job; None if it is unchanged.
         """
         self._size = size or self._size
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
@@ -144,38 +147,40 @@ class Collectives:
         self.ranks, self._ranks, self.joining = ranks, ranks, False
 
     def finish(self, seconds: float) -> bool:
-        """Wait for the operations that threads have asked for; False if they take longer."""
+        """Wait for all operations requested so far; return False if they take more than `seconds`."""
         with self.lock.within(seconds) as are_over:
             return are_over
 
     def close(self, seconds: float) -> Any | None:
-        """The private communicator, with nothing more on its way, to be freed; None if it is in use.
+        """Return the private communicator of the operations, once all its messages have been received.
 
-        All learners call this together, after their last operation.
+        All learners call this together, after their last operation; then the communicator can be freed.
+        Returns None if an operation still uses it, a learner has failed, or `seconds` have passed.
         """
         ends = time.monotonic() + seconds
-        with self.lock.within(seconds) as are_over:  # else a thread is in an operation
+        with self.lock.within(seconds) as are_over:  # False if a thread is still in an operation
             return self.messages.comm if are_over and self.messages.close(ends) else None
 
     def run(self, call: Call | str, operation: Callable[[Attempt], T]) -> T:
-        """Run an operation; all learners call this. `ranks` shrinks when learners have failed.
+        """Run an operation over all learners; all of them call this. `ranks` loses the learners that fail.
 
         Args:
-            call: what is done; a word if there is nothing to compare but that.
-            operation: receives an Attempt, with the calls of all learners. Must not change its input, because
-                it may be repeated.
+            call: this learner's call, compared with those of the others; a string stands for a Call of that
+                kind.
+            operation: runs in the Attempt that it is given, whose `calls` are those of all learners. Must not
+                change its input, because it may be repeated.
 
         Returns:
             What the operation returns.
 
         Raises:
             CollectiveMismatchError: on all learners, if their calls differ.
-            PeerFailedError: on all learners, if one has failed and `on_failure` says "raise".
+            PeerFailedError: on all learners, if one has failed and `on_failure` is "raise".
             LearnerFailedError: if the others have declared this learner failed, or after `leave`.
-            QuorumLostError: on all that are left, if they are too few for `quorum`.
+            QuorumLostError: on all remaining learners, if they are too few for `quorum`.
             TransportError: on all learners, if MPI fails on one.
-            Exception: what the operation raises; on the other learners the same class if it is one of ours,
-                TransportError if not.
+            Exception: what the operation raises on this learner; on the other learners an exception of that
+                class if it is one of hvd_adpsgd.errors, else TransportError.
         """
         call = Call(call) if isinstance(call, str) else call
         assert self._inside != threading.get_ident(), (
@@ -192,7 +197,7 @@ class Collectives:
                     self._inside = None
 
     def prepare(self) -> None:
-        """Do what must come before an operation; not in one that was prepared where it was asked for."""
+        """Call the functions in `asked` and `before`; not for an operation that was prepared on request."""
         if self.lock.is_taken():
             return
         self.asks()
@@ -201,14 +206,14 @@ class Collectives:
                 prepare()
 
     def asks(self) -> None:
-        """An operation, of all learners or of the super learner, is asked for."""
+        """Call the functions in `asked`: an operation over all learners or the super learner is requested."""
         for note in list(self.asked):
             note()
 
     def gather(self, doing: str, value: Any) -> list[Any]:
-        """The values of the learners in `ranks`, in that order; a collective, see `run`.
+        """Return the values of the learners in `ranks`, in that order; all learners call this, see `run`.
 
-        Values of learners that the same decision declares failed are omitted.
+        Values of learners that have failed during this gather are omitted.
         """
         told = self.run(
             Call(doing, private=value),
@@ -222,7 +227,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Inside, this thread makes no step before the operation under way is over."""
+        """Context manager in which this thread waits for an operation, and makes no step before its end."""
         self._blocked.add(threading.get_ident())
         try:
             yield
@@ -230,7 +235,7 @@ class Collectives:
             self._blocked.discard(threading.get_ident())
 
     def _tell_late(self) -> None:
-        """Send peers, which may wait for a step of this learner, that it waits in an operation."""
+        """Notify the other learners, which may wait for a step of this one, that it waits in an operation."""
         if not self.steps or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]
@@ -243,20 +248,20 @@ class Collectives:
     def require_step(
         self, count: Callable[[], tuple[int, int]], step: int, ranks: Collection[int]
     ) -> None:
-        """Raise if a learner whose step is awaited here waits in an operation that this one has not entered.
+        """Raise if a learner whose step this one awaits waits in an operation that this one has not entered.
 
-        Each would wait for the other: that one makes no step before the operation is over, and this one
-        enters no operation before that step. An operation of a thread that makes no steps does not count,
-        here or there. A learner that waits for one that raises here raises too. To be called again and again
-        while a step waits.
+        Each would wait for the other: that learner makes no step before the operation is over, and this one
+        enters no operation before that step. An operation of a thread that makes no steps does not count, on
+        either learner. A learner that waits for a step of a learner that raises this error raises it too. The
+        trainer calls this again and again while a step waits.
 
         Args:
-            count: the entry of `steps` of the optimizer that waits.
-            step: its number; the first is 0.
-            ranks: the learners whose step it waits for.
+            count: the function in `steps` that counts the steps of the waiting optimizer.
+            step: number of the awaited step; the first is 0.
+            ranks: ranks of the learners whose step is awaited.
 
         Raises:
-            CollectiveMismatchError: here, and on all learners in the operation.
+            CollectiveMismatchError: on this learner, and on all learners in the operation.
         """
         with self.lock.within(0) as is_between:
             if is_between and count in self.steps:
@@ -278,35 +283,36 @@ class Collectives:
                 raise self._refuse(_crossed(rank, caller, made[which], self._rank, step))
 
     def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """The error, with which the operation ends on all learners; this one has not entered it."""
+        """End with `error`, on all learners, the operation that this one has not entered; return `error`."""
         core = self.messages.agreement
         if not core.voted:
             self._refused = core.number
             reason = type(error).__name__, str(error), self._rank
             self.messages.abandon(range(len(self._ranks)), reason)
             self.messages.vote(0)
-            # they need answers of this one; not for ever: another learner may wait for it elsewhere
+            # the others need this learner's answers to decide; it stops answering after _TOGETHER_S, because
+            # another learner may wait for it outside of the operation
             self._finish_interrupted(time.monotonic() + _TOGETHER_S)
         return error
 
     # ---- leaving ------------------------------------------------------------------------------
 
     def say_left(self, ranks: Collection[int]) -> None:
-        """Tell all others that these learners leave in order; on any thread."""
+        """Notify all other learners that the learners of `ranks` leave in order; callable on any thread."""
         self.messages.say_left([place for place, rank in enumerate(self._ranks) if rank in ranks])
-        for _ in range(_PUSHES):  # messages move only while the network is looked at
+        for _ in range(_PUSHES):  # messages move only while the network is polled, as `ended` does
             self.ended()
             time.sleep(_PUSH_S)
 
     def look_for_departures(self) -> None:
-        """Take in which learners have left in order, unless an operation does."""
+        """Record which learners have left in order, unless an operation runs, which does that itself."""
         with self.lock.within(0) as is_between:
             if is_between:
                 self.messages.poll()
                 self._note_left()
 
     def _note_left(self) -> set[int]:
-        """Record in the membership the learners that announced a normal departure; these."""
+        """Record in the membership the learners that have left in order; return their ranks."""
         left = {self._ranks[place] for place in self.messages.left - self.messages.failing}
         self._membership.note_left(left)
         return left
@@ -314,7 +320,10 @@ class Collectives:
     # ---- attempts -----------------------------------------------------------------------------
 
     def leave(self, why: str) -> None:
-        """Every later operation on this learner raises. The others continue when this process ends."""
+        """Make later operations on this learner raise LearnerFailedError, with the reason `why`.
+
+        The other learners continue without this one when its process ends.
+        """
         self._left = why
 
     def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
@@ -338,7 +347,7 @@ class Collectives:
                 return outcome.get()
             if not has_fewer:
                 raise TransportError(
-                    f"{call.kind}: a learner dropped out of it, though none has failed. Start the job again."
+                    f"{call.kind}: a learner abandoned it, but no failure was detected. Start the job again."
                 )
 
     def _decision(self, number: int, ends: float | None = None) -> Decision | None:
@@ -346,11 +355,11 @@ class Collectives:
         try:
             return self.messages.decision(number, ends)
         except LearnerFailedError:
-            preemption.block_if_leaving()  # after SIGTERM, of which its peers know
+            preemption.block_if_leaving()  # if excluded because of SIGTERM, it exits and does not raise
             raise
 
     def _require_quorum(self, doing: str) -> None:
-        """After a decision that counts out others: all that it leaves raise alike."""
+        """Raise QuorumLostError if too few super learners are left; all remaining learners raise alike."""
         if self._quorum is None or self.joining or not self.gone():
             return
         if self._membership.are_minority(self.ranks):
@@ -363,7 +372,7 @@ class Collectives:
     def _attempt(
         self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
     ) -> int:
-        """Attempt the operation and vote; returns the number of the decision."""
+        """Attempt the operation and vote on its outcome; return the number of the decision."""
         places = [self._ranks.index(rank) for rank in self.ranks]
         attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
         try:
@@ -371,7 +380,7 @@ class Collectives:
             compare(attempt, call, caller)
             outcome.result = operation(attempt)
             attempt.flush()
-        except CollectiveMismatchError as error:  # on all alike
+        except CollectiveMismatchError as error:  # all learners raise it
             outcome.error = error
         except AttemptAbandonedError as left:
             if not left.is_told:
@@ -385,14 +394,14 @@ class Collectives:
             outcome.error = self._named(call.kind, error)
         except (
             BaseException
-        ) as error:  # a signal: the others are told, and this learner does not wait
+        ) as error:  # of a signal: notify the other learners, and do not wait for the decision
             attempt.abandon(error)
             self.messages.vote(0)
             raise
         return self._vote(attempt, outcome.error)
 
     def _named(self, doing: str, error: Exception) -> Exception:
-        """The error; one of MPI's as ours."""
+        """Return the error; an mpi4py exception becomes a TransportError."""
         if not is_of_mpi(error):
             return error
         named = TransportError(
@@ -410,7 +419,7 @@ class Collectives:
         return self.messages.vote(0)
 
     def _finish_interrupted(self, ends: float | None = None) -> None:
-        """An operation that a signal or a step ended here may have no decision yet; waits for it."""
+        """Wait for the decision of an operation that a signal, or `_refuse`, ended early on this learner."""
         core = self.messages.agreement
         if core.voted:
             decision = self._decision(core.number, ends)
@@ -419,7 +428,7 @@ class Collectives:
                 self._continue_without(decision, "an interrupted operation")
 
     def _foreign(self, doing: str, number: int) -> Exception:
-        """The error of another learner."""
+        """Return the error that another learner raised in attempt `number`."""
         reason = self.messages.reason(number)
         if reason is None:
             return TransportError(
@@ -432,12 +441,12 @@ class Collectives:
         return TransportError(f"{doing}: learner {rank} raised {name}: {text}")
 
     def _continue_without(self, decision: Decision, doing: str) -> bool:
-        """Leave out the learners that have failed; whether there are new ones."""
+        """Remove the failed learners of a decision from `ranks`; return whether there were new ones."""
         failed = {self._ranks[place] for place in decision.failed}
         gone = sorted(failed.intersection(self.ranks))
         if not gone:
             return False
-        preemption.block_if_leaving()  # a mate that was sent SIGTERM has ended first
+        preemption.block_if_leaving()  # a mate that was sent SIGTERM may have exited before this learner
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
         self._membership.mates_ended(set(gone) - self._note_left())
         self._membership.look()
@@ -446,7 +455,7 @@ class Collectives:
         return True
 
     def _tell_of(self, gone: Sequence[int], doing: str) -> None:
-        """Log that these learners are left out: a warning, unless they have left in order."""
+        """Log that operations exclude these learners: as a warning, unless they have left in order."""
         if self._membership.have_left(gone):
             log.info(
                 "%s: learners %s have left; the other %d continue.", doing, gone, len(self.ranks)
@@ -460,7 +469,7 @@ class Collectives:
         )
 
     def _require_all_learners(self, doing: str) -> None:
-        """Raise PeerFailedError if learners have failed; all learners raise alike."""
+        """Raise PeerFailedError if learners have failed and `on_failure` is "raise"; all raise alike."""
         gone = self.gone()
         if gone and self.on_failure == "raise" and not self.joining:
             raise PeerFailedError(
@@ -469,11 +478,11 @@ class Collectives:
                 'inside `with hvd.on_failure("continue")`.'
             )
 
-    # ---- who is there -------------------------------------------------------------------------
+    # ---- which learners are left --------------------------------------------------------------
 
     @contextlib.contextmanager
     def instead(self, on_failure: str) -> Iterator[None]:
-        """Inside, `on_failure` is "continue" or "raise"."""
+        """Context manager in which the attribute `on_failure` has this value: "continue" or "raise"."""
         before, self.on_failure = self.on_failure, on_failure
         try:
             yield
@@ -481,16 +490,16 @@ class Collectives:
             self.on_failure = before
 
     def gone(self) -> set[int]:
-        """Learners that operations no longer include."""
+        """Return the ranks of the learners that operations no longer include."""
         return set(range(self._size)) - set(self.ranks)
 
     def ended(self) -> set[int]:
-        """Learners whose process is known to have exited. Does not block."""
+        """Return the ranks of learners known to have exited, `gone` included. Does not block."""
         return self.gone() | {self._ranks[i] for i in failed_comm_ranks(self.comm)}
 
 
 class _Outcome(Generic[T]):
-    """What an attempt gave on this learner."""
+    """The result, or the error, of one attempt of an operation on this learner."""
 
     def __init__(self) -> None:
         self.result: T | None = None
@@ -505,7 +514,10 @@ class _Outcome(Generic[T]):
 def _crossed(
     rank: int, caller: Sequence[Any], made: int, own: int, step: int
 ) -> CollectiveMismatchError:
-    """Learner `rank` is in an operation, and learner `own` waits for its step, of which the first is 0."""
+    """Return the error of learner `own`, which waits for step `step` (the first is 0) of learner `rank`.
+
+    Learner `rank` waits in an operation, which `caller` describes, after `made` steps.
+    """
     operation, file, line = caller
     return CollectiveMismatchError(
         f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "

@@ -1,4 +1,4 @@
-"""The order of operations of one process that several threads ask for."""
+"""FifoLock: runs the operations that several threads of a process request in the order of their requests."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["FifoLock"]
 
 
 class FifoLock:
-    """Numbers that are served one after the other, in the order in which they were taken.
+    """A lock whose turns are numbered, and come in the order in which threads have taken the numbers.
 
-    One worker for all operations would need no lock. But an operation that the script waits for runs on the
-    script's thread: a signal ends it, and torch's thread-local state is the script's.
+    One worker thread for all operations would need no lock. But an operation that the script waits for must
+    run on the script's thread, where signals can end it, and with the thread-local state of torch.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._taken = 0
         self._served = 0
-        self._left: set[int] = set()  # numbers given up before their turn, or done out of it
+        self._left: set[int] = set()  # numbers above _served that were left before their turn
         self._mine = threading.local()
 
     def take(self) -> int:
-        """The next number. Whoever takes one must `leave` it."""
+        """Return the next number, which the caller must `leave` later."""
         with self._changed:
             self._taken += 1
             return self._taken - 1
 
     def leave(self, number: int) -> None:
-        """The turn of a number is over, or it is given up; again, nothing happens."""
+        """End the turn of `number`, or give it up before its turn; a second call does nothing."""
         with self._changed:
             if number < self._served:
                 return
@@ -41,13 +41,13 @@ class FifoLock:
             self._changed.notify_all()
 
     def wait(self, number: int, seconds: float | None = None) -> bool:
-        """Wait for the turn of a number; False after `seconds`."""
+        """Wait for the turn of `number`; return False if it does not come within `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._served >= number, seconds)
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[bool]:
-        """Whether all turns taken before are over after `seconds`; inside, none begins."""
+        """Context manager: yields whether all earlier turns end within `seconds`; inside, no turn begins."""
         number = self.take()
         try:
             yield self.wait(number, seconds)
@@ -56,7 +56,7 @@ class FifoLock:
 
     @contextlib.contextmanager
     def as_taken(self, number: int) -> Iterator[None]:
-        """Inside, this thread has taken `number` already, for its next turn."""
+        """Context manager in which this thread's `turn` uses `number`, which was taken before."""
         self._mine.number = number
         try:
             yield
@@ -70,7 +70,7 @@ class FifoLock:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, it is this thread's turn."""
+        """Context manager that waits for this thread's turn, and ends the turn on exit."""
         number = getattr(self._mine, "number", None)
         number = self.take() if number is None else number
         try:

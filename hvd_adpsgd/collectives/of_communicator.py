@@ -23,7 +23,7 @@ def wait(request: Any, ends: float | None = None) -> bool:
     """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.
 
     Args:
-        request: its buffers must be held by the caller.
+        request: the caller must keep its buffers alive.
         ends: deadline, of time.monotonic; polls at least once. None: no deadline.
 
     Returns:
@@ -39,7 +39,7 @@ def wait(request: Any, ends: float | None = None) -> bool:
 
 
 def barrier(comm: Any) -> None:
-    """Wait until all learners of `comm` are here; sleeps between polls."""
+    """Wait until all learners of `comm` have called this; sleeps between polls."""
     if isinstance(comm, Communicator):
         comm.allgather(None)
     else:
@@ -47,7 +47,7 @@ def barrier(comm: Any) -> None:
 
 
 def allgather_object(comm: Any, value: Any) -> list[Any]:
-    """The values of all learners of `comm`, by rank, through pickle."""
+    """Return the values of all learners of `comm`, by rank; values travel pickled."""
     if isinstance(comm, Communicator):
         return comm.allgather(value)
     data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""Operations over all learners: counted, timed, and told of when a script calls one in every step.
+"""Counts and times operations over all learners, and warns of a script that calls them too often.
 
-Each of them waits for the slowest learner, so a script that calls one per step is synchronous again. An
-operation is what the user calls: what it consists of is not counted beside it.
+Each operation waits for the slowest learner, so a script that calls one per step is synchronous again. One
+call by the user counts as one operation, also if it consists of several.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Caller", "counted", "end_step", "on_behalf", "totals", "waited"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-WINDOW, LIMIT = 100, 10  # steps, and operations in so many steps that are still few
+WINDOW, LIMIT = 100, 10  # more than LIMIT operations in WINDOW steps cause a warning
 _LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "contextlib")
 
 
 class Caller(NamedTuple):
-    """An operation and the line that calls it."""
+    """Name of an operation over all learners, and the line of the script that calls it."""
 
     operation: str
     file: str
@@ -36,23 +36,23 @@ class Caller(NamedTuple):
 class _Tally:
     operations: int = 0
     seconds: float = 0.0
-    steps: int = -1  # of the window; the first window begins after the first step
+    steps: int = -1  # made in the present window; the first window begins after the first step
     callers: dict[Caller, tuple[int, float]] = field(
         default_factory=dict
-    )  # times and seconds in it
+    )  # number of calls, and seconds in them, in the present window
     has_warned: bool = False
 
 
-_tally = _Tally()  # of this process
-_inside = threading.local()  # an operation that consists of others
+_tally = _Tally()  # counts of this process
+_inside = threading.local()  # the operation that the user calls, while this thread runs it
 
 
 @contextlib.contextmanager
 def counted(operation: str) -> Iterator[Caller]:
-    """Count what is done inside as one operation over all learners; inside another, as part of that.
+    """Context manager whose body counts as one operation over all learners; nested, as part of the outer one.
 
     Yields:
-        The operation that the user calls, and from where.
+        The operation that the user calls, and the line that calls it.
     """
     outer = getattr(_inside, "caller", None)
     if outer is not None:
@@ -73,7 +73,7 @@ def counted(operation: str) -> Iterator[Caller]:
 
 @contextlib.contextmanager
 def on_behalf(caller: Caller) -> Iterator[None]:
-    """What this thread does inside is part of an operation that was counted where it was asked for."""
+    """Context manager whose body is part of `caller`'s operation, which was counted when requested."""
     _inside.caller = caller
     try:
         yield
@@ -82,14 +82,17 @@ def on_behalf(caller: Caller) -> Iterator[None]:
 
 
 def waited(caller: Caller, seconds: float) -> None:
-    """The caller has waited for an operation that it had asked for."""
+    """Add to `caller`'s operation the seconds that the script has waited for it after requesting it."""
     times, before = _tally.callers.get(caller, (0, 0.0))
     _tally.callers[caller] = times, before + seconds
     _tally.seconds += seconds
 
 
 def _caller(operation: str, frame: FrameType | None) -> Caller:
-    """The innermost frame outside of the libraries; backward() on a thread of torch has none."""
+    """Return the operation, and the line of the innermost frame outside of the libraries.
+
+    In backward() on a thread of torch there is no such frame.
+    """
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
         frame = frame.f_back
     if frame is None:
@@ -98,10 +101,10 @@ def _caller(operation: str, frame: FrameType | None) -> Caller:
 
 
 def end_step(warns: bool) -> None:
-    """A step is over. After a window of steps with more than a few operations, one warning.
+    """Count a step; log a warning, once, after WINDOW steps with more than LIMIT operations.
 
     Args:
-        warns: whether this learner is the one that tells the user.
+        warns: whether this learner is the one that logs the warning.
     """
     _tally.steps += 1
     if 0 < _tally.steps < WINDOW:
@@ -126,5 +129,5 @@ def end_step(warns: bool) -> None:
 
 
 def totals() -> dict[str, float]:
-    """Operations of this process over all learners so far, and the seconds in them."""
+    """Return how many operations over all learners this process has made so far, and the seconds in them."""
     return {"global_operations": _tally.operations, "global_operations_s": _tally.seconds}

@@ -1,1 +1,1 @@
-"""How a super learner joins a job that runs."""
+"""How a super learner joins a running job."""

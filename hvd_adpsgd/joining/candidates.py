@@ -1,9 +1,11 @@
-"""Super learners that come later, as the job sees them: those that it starts, and those that ask to join.
+"""Joining super learners, from the job's side: those that its learners start, and those that ask to join.
 
-requesting  it has sent a JoinRequest to the listener, and has no number
-starting    it has a number, and runs its script up to hvd.admit
+The states of a joining super learner:
+
+requesting  it has sent a JoinRequest to the listener, and has no super_rank yet
+starting    it has a super_rank, and runs its script up to hvd.admit
 ready       it waits in hvd.admit
-failed      see `problem`
+failed      it cannot join; its `problem` is the reason
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ log = logging.getLogger("hvd_adpsgd")
 
 JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"
 _REQUEST_S = 10.0
-_DISMISSED_S = 1.0  # for those that receive that the job has ended
+_DISMISSED_S = 1.0  # wait for started processes to exit after the job, before they are killed
 _LOOPBACK = "127.0.0.1"
-# What a launcher tells a process about its place: a super learner that is started here has another one.
+# Variables with which a launcher gives a process its rank; removed for a super learner started here.
 _OF_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PRTE_"),
@@ -56,11 +58,11 @@ _OF_LAUNCHERS = (
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a joining super learner sends first.
+    """The first message of a joining super learner to the job.
 
     Attributes:
-        placements: of its learners; hosts are numbered within it.
-        instead_of: the failed super learner that it replaces; None: any number.
+        placements: placements of its learners; their `host` is a rank within that super learner.
+        instead_of: super_rank of the failed super learner that it replaces; None: the next free one.
     """
 
     placements: tuple[Placement, ...]
@@ -69,11 +71,11 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinOffer:
-    """What a joining super learner receives: the job with it.
+    """What a joining super learner receives from the job: its super_rank, and the job including it.
 
     Attributes:
-        super_rank: its number.
-        placements, groups, config, started: of the job, as in World.
+        super_rank: super_rank of the joining super learner.
+        placements, groups, config, started: of the job including it, as in World.
     """
 
     super_rank: int
@@ -84,13 +86,13 @@ class JoinOffer:
 
     @classmethod
     def of(cls, world: World, number: int, request: JoinRequest | None, host: int) -> JoinOffer:
-        """For a joining super learner, which gets the ranks of a failed super learner, or the next ones.
+        """Make the offer for a joining super learner: the ranks of a failed super learner, or the next ones.
 
         Args:
-            world: of a learner of the job.
-            number: the super_rank.
-            request: None before it has sent one: it is started here.
-            host: rank of the learner that invites it, on whose host it is if that has started it.
+            world: the world of a learner of the job.
+            number: super_rank of the joining super learner.
+            request: its request; None if a learner starts it, before it has sent one.
+            host: rank of the learner that makes the offer; a super learner that it starts runs on its host.
         """
         started = world.started - {number}
         placements, groups = world.placements, world.groups
@@ -110,7 +112,10 @@ class JoinOffer:
 def _moved(
     placements: tuple[Placement, ...], group: Sequence[int], to: int
 ) -> tuple[Placement, ...]:
-    """The placements with those of a group on the host of learner `to`, whose devices they share."""
+    """Return the placements with the learners of `group` moved to the host of learner `to`.
+
+    The moved learners share the devices of that host.
+    """
     host = placements[to]
     if placements[group[0]].host == host.host:
         return placements
@@ -123,17 +128,17 @@ def _moved(
 
 
 class JoiningSuperLearner:
-    """One that is coming.
+    """A joining super learner, from the side of the learner that started it, or to which it has connected.
 
     Args:
-        number: its super_rank; None while it is requesting.
-        ends: of time.monotonic: longest time until it is ready.
-        processes: of those that this learner has started.
+        number: its super_rank; None while its state is requesting.
+        ends: deadline, of time.monotonic, for its state to become ready.
+        processes: its processes, if this learner has started them.
 
     Attributes:
         number: see the arguments.
-        problem: why it has failed.
-        conversation, request: once it has connected to the listener.
+        problem: why its state is failed; "" if it is not.
+        conversation, request: its conversation and request; None until it has connected to the listener.
     """
 
     def __init__(
@@ -148,20 +153,26 @@ class JoiningSuperLearner:
         self._is_ready = False
 
     def enters(self, conversation: Conversation, request: JoinRequest) -> None:
-        """It has connected to the listener."""
+        """Record that the joining super learner has connected to the listener, and sent its request."""
         self.request, self.conversation = request, conversation
 
     def expect(self, offer: JoinOffer, terms: Any, ends: float | None = None) -> None:
-        """It has a number now, and must send `terms` when it is ready."""
+        """Give the joining super learner the super_rank of `offer`; when ready, it must send equal terms.
+
+        Args:
+            offer: the offer, which `send_offer` sends.
+            terms: the job's terms (strategy, shards, parameters), to which those that it sends must be equal.
+            ends: new deadline, of time.monotonic, for its state to become ready; None: unchanged.
+        """
         self._offer, self._terms = offer, terms
         self.number, self._ends = offer.super_rank, ends or self._ends
 
     def send_offer(self) -> None:
-        """Tell it its number: it runs its script up to hvd.admit."""
+        """Send the offer to the joining super learner, which then runs its script up to hvd.admit."""
         self.send(self._offer)
 
     def state(self) -> str:
-        """See the module; does not block."""
+        """Return the state of the joining super learner: see the docstring of this module; does not block."""
         if not self.problem and not self._is_ready:
             self._look()
         if self.problem:
@@ -177,7 +188,7 @@ class JoiningSuperLearner:
                 if not self._is_ready:
                     self.problem = _difference(terms, self._terms)
         except PeerFailedError:
-            self.problem = "it ended before it was ready; its own messages tell why"
+            self.problem = "it ended before it was ready; see its own output"
         ended = [p.returncode for p in self._processes if p.poll() is not None]
         if ended and not self._is_ready and not self.problem:
             self.problem = f"it ended before it was ready, with status {ended[0]}"
@@ -185,17 +196,17 @@ class JoiningSuperLearner:
             self.problem = self.problem or "it was not ready after patience_s"
 
     def send(self, value: Any) -> None:
-        """Send it an object; if it is lost, `state` tells."""
+        """Send the joining super learner an object; if the connection is lost, its state becomes failed."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
             self.conversation.send(value)
 
     def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
-        """It is not needed: it exits. What was started here is killed if it has not after `patience_s`.
+        """Make the joining super learner exit without joining; kill processes started here that do not exit.
 
         Args:
-            patience_s: see above.
-            why: it is given up for this; "": the job ends.
+            patience_s: longest wait, in seconds, for these processes to exit by themselves.
+            why: the reason, which it raises as LaunchError; "": the job has ended, it exits with status 0.
         """
         if self.conversation is not None:
             self.send(LaunchError(f"this super learner was not let in: {why}.") if why else None)
@@ -209,7 +220,7 @@ class JoiningSuperLearner:
 
 
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
-    """The first of its terms that is another one than the job's."""
+    """Return the first difference between a joining super learner's terms and the job's; "" if none."""
     for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
         if its_one != our_one:
             return f"it averages {its_one}, the others {our_one}"
@@ -217,7 +228,7 @@ def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
 
 
 class JoinServer:
-    """The joining super learners of this learner: its listener, and what it has started."""
+    """The joining super learners that connect to this learner's listener, or that this learner starts."""
 
     def __init__(self) -> None:
         self.candidates: list[JoiningSuperLearner] = []
@@ -228,7 +239,7 @@ class JoinServer:
         self._servers: list[Any] = []
 
     def open(self, failure_s: float, address: str = _LOOPBACK, secret: bytes = b"") -> str:
-        """Open the listener, once; where it is, as host:port. See Listener for `failure_s`."""
+        """Open the listener if it is not open; return its address as host:port. See Listener for the rest."""
         if self._listener is None:
             self._secret = secret or new_secret()
             self._listener = Listener(address, self._secret, self._enter, failure_s)
@@ -251,10 +262,10 @@ class JoinServer:
         """Start the processes of a super learner in place of a failed one, on this host.
 
         Args:
-            world: of this learner.
-            number: of the super learner.
-            terms: what it must send when it is ready.
-            patience_s: longest time until then.
+            world: the world of this learner.
+            number: super_rank of the failed super learner.
+            terms: terms that the new one must send when it is ready.
+            patience_s: longest time, in seconds, until it is ready.
         """
         size = len(world.groups[number])
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
@@ -270,7 +281,9 @@ class JoinServer:
             self.candidates.append(candidate)
 
     def _rendezvous(self, size: int) -> dict[str, str]:
-        """Variables with which processes meet as under `horovodrun --gloo`."""
+        """Start a rendezvous server for `size` processes; return the variables with its address, as
+        `horovodrun --gloo` sets them.
+        """
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
 
@@ -285,18 +298,21 @@ class JoinServer:
         }
 
     def _leave_too(self) -> None:
-        """SIGTERM: this host is taken away, or the launcher ends the job, and knows nothing of these."""
+        """Send SIGTERM to the processes started here when this learner leaves after SIGTERM.
+
+        This host is preempted, or the launcher ends the job, and the launcher does not know these processes.
+        """
         for process in self._started:
             if process.poll() is None:
                 process.terminate()
 
     def remove(self, candidate: JoiningSuperLearner) -> None:
-        """It has joined, or has failed."""
+        """Remove a super learner that has joined or has failed."""
         with self._lock:
             self.candidates.remove(candidate)
 
     def close(self) -> None:
-        """Nobody comes any more."""
+        """Close the listener, and dismiss the super learners that have not joined."""
         if self._listener is not None:
             self._listener.close()
         for candidate in self.candidates:
@@ -309,7 +325,7 @@ _join_server: JoinServer | None = None
 
 
 def join_server(world: World) -> JoinServer:
-    """The joining super learners of this learner, until shutdown()."""
+    """Return the JoinServer of this learner, which is made at the first call, and closed in shutdown()."""
     global _join_server
     if _join_server is None:
         _join_server = JoinServer()
@@ -325,7 +341,7 @@ def _close() -> None:
 
 
 def open_listener(world: World) -> None:
-    """Let super learners that come later connect to each leader; all learners call this together.
+    """Open a listener for joining super learners on each leader; all learners call this together.
 
     Raises:
         LaunchError: on all learners, if the secret cannot be read or written.
@@ -350,12 +366,12 @@ def open_listener(world: World) -> None:
 
 
 def open_own_listener(world: World, address: str, secret: bytes) -> None:
-    """On a super learner that has joined a job with listeners: those of the first learners end with them.
+    """Open a listener on a super learner that has joined: those of earlier super learners end with them.
 
     Args:
-        world: with this super learner.
-        address: on which this learner listens to the others.
-        secret: with which it has come.
+        world: the world of this learner, after it has joined.
+        address: address on which this learner listens to other learners.
+        secret: the job's secret, with which this super learner has joined.
     """
     if world.is_leader and world.config.join_secret_file is not None:
         listener = join_server(world).open(world.config.failure_timeout_s, address, secret)
@@ -373,7 +389,7 @@ def _require_open(world: World) -> None:
 
 
 def _secret(name: str) -> bytes | LaunchError:
-    """Of this file, which is made if it is missing."""
+    """Return the secret in the file `name`, which is made if it is missing; or the error."""
     try:
         with contextlib.suppress(FileExistsError):
             made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -387,10 +403,10 @@ def _secret(name: str) -> bytes | LaunchError:
 
 
 def checked(text: str) -> bytes:
-    """Return the secret in a text.
+    """Return the secret that a text contains as hexadecimal digits.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if it does not contain one of SECRET_NBYTES bytes.
     """
     secret = bytes.fromhex(text.strip())
     if len(secret) != SECRET_NBYTES:
@@ -399,7 +415,7 @@ def checked(text: str) -> bytes:
 
 
 def _started(told: dict[str, str], secret: bytes) -> subprocess.Popen[bytes]:
-    """Start the program once more, as another learner; the secret goes through a pipe."""
+    """Start this program again, as another learner with the variables `told`; pass the secret in a pipe."""
     reads, writes = os.pipe()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     try:

@@ -1,8 +1,8 @@
-"""A super learner that joins a job which runs, as one of its learners sees it.
+"""Joining a running job, from the side of a learner of the joining super learner.
 
-init()       its first learner asks to join; it returns with the job's ranks
+init()       the super learner's first learner asks to join; init() returns with ranks of the job
 the script   builds its model, wraps its optimizer
-hvd.admit    it is ready; the job's learners come to their next call of hvd.admit; all connect anew
+hvd.admit    waits until the job's learners next call hvd.admit; then all learners connect anew
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ __all__ = ["JoiningLearner", "enter", "is_joining", "this_learner", "watch_job"]
 log = logging.getLogger("hvd_adpsgd")
 
 _LOOK_S = 0.5
-_TOGETHER_S = 5.0  # super learners that end within so long have not failed one by one
+_TOGETHER_S = 5.0  # super learners that end within this time were ended together, by the launcher
 
 
 class JoiningLearner:
-    """A process of a super learner that joins a job which runs.
+    """A learner of a super learner that joins a running job.
 
     Args:
-        store: opens torch's TCPStore, where its learners meet.
-        config: that of init(); its other options are the job's.
+        store: connects to torch's TCPStore, in which the learners of this super learner find each other.
+        config: the options given to init(), used until the job sends its own.
 
     Attributes:
-        offer: what the job has told.
-        conversation: with the job; None but on its first learner.
-        secret: of the job; empty but on its first learner.
+        offer: what the job has sent: this super learner's super_rank, and the job's placements and options.
+        conversation: the conversation with the job; None except on this super learner's first learner.
+        secret: the job's secret; empty except on this super learner's first learner.
     """
 
     def __init__(self, store: Opener | None, config: Config | None = None):
@@ -105,7 +105,7 @@ class JoiningLearner:
         raise SystemExit(0)
 
     def make_world(self) -> World:
-        """Of this super learner alone, with the job's ranks."""
+        """Make a world with the job's ranks, whose communicators contain only this super learner."""
         told, everyone = self.offer, self.everyone
         plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
         inner = communicators.duplicate(everyone)
@@ -114,10 +114,18 @@ class JoiningLearner:
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
     def ready(self, world: World, terms: Any) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
-        """Wait until the job lets this super learner in: the job, all ranks, and the senders of its state.
+        """Wait until the job admits this super learner.
+
+        Args:
+            world: the world of this learner.
+            terms: this super learner's terms, to be compared with the job's.
+
+        Returns:
+            The job including this super learner, the ranks of all its running learners, and the ranks of the
+            learners that send the state.
 
         Raises:
-            PeerFailedError: if the learner that it talks with is lost.
+            PeerFailedError: if the learner of the job at the other end of the conversation is lost.
             SystemExit: with status 0, if the job has ended.
         """
         told: Any = ()
@@ -136,7 +144,7 @@ class JoiningLearner:
         return offer, ranks, senders
 
     def is_in(self, world: World) -> bool:
-        """Whether the job has switched to what all have agreed."""
+        """Return whether the job has switched to the connections that include this super learner."""
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
@@ -160,10 +168,10 @@ def _secret(name: str) -> bytes:
 
 
 def watch_job(world: World) -> None:
-    """End this process in order, if a learner has started it, when the launcher has ended the job.
+    """Watch whether the launcher has ended the job, if a learner has started this process; then leave.
 
-    It does not know this process, which would train on alone. Super learners that fail one by one are no
-    reason to end, also where no other one is left that the launcher has started.
+    The launcher does not know this process, which would train on alone. If the launcher's super learners fail
+    one by one, this process continues, also when none of them is left.
     """
     if world.super_rank in world.started:
         threading.Thread(target=_watch_job, daemon=True, name="hvd_adpsgd.launcher").start()
@@ -172,7 +180,7 @@ def watch_job(world: World) -> None:
 def _watch_job() -> None:
     ended: dict[
         int, float
-    ] = {}  # when each super learner of the launcher was first seen to have ended
+    ] = {}  # by super_rank, when a super learner that the launcher has started was first seen to have ended
     while worlds.is_initialized():
         world, now = worlds.current(), time.monotonic()
         gone = world.collectives.ended()
@@ -184,9 +192,9 @@ def _watch_job() -> None:
         is_over = len(lately) > 1 and ended.keys() >= set(launched)
         if (
             is_over and worlds.is_initialized()
-        ):  # at an end in order, all meet without a world first
+        ):  # in a normal shutdown(), there is no world when the processes end
             log.warning(
-                "super learner %d leaves: the launcher has ended all that it has started.",
+                "super learner %d leaves: the launcher has ended all super learners that it started.",
                 world.super_rank,
             )
             os.kill(os.getpid(), signal.SIGTERM)
@@ -198,7 +206,7 @@ _joining: JoiningLearner | None = None
 
 
 def listeners(config: Config | None) -> str:
-    """Those of the job that this process joins, as host:port, ...; "" if it joins none.
+    """Return the listeners of the job that this process joins, as host:port, ...; "" if it joins none.
 
     HVD_ADPSGD_JOIN comes before Config.join: hvd.admit sets it for the super learners that it starts.
     """
@@ -209,17 +217,17 @@ def listeners(config: Config | None) -> str:
 
 
 def is_joining(config: Config | None) -> bool:
-    """Whether this process is of a super learner that joins a job which runs."""
+    """Return whether this process belongs to a super learner that joins a running job."""
     return bool(listeners(config))
 
 
 def enter(store: Opener | None, config: Config | None = None) -> World:
-    """init() of a joining super learner; worlds.current returns its world from now on.
+    """Run init() on a joining super learner; worlds.current returns its world from now on.
 
     Raises:
         LaunchError: if the job cannot be joined.
-        PeerFailedError: if it is lost meanwhile.
-        SystemExit: with status 0, if the job ends before.
+        PeerFailedError: if the connection to the job is lost.
+        SystemExit: with status 0, if the job ends before it answers.
     """
     global _joining
     bootstrap.watch_exit()
@@ -228,6 +236,6 @@ def enter(store: Opener | None, config: Config | None = None) -> World:
 
 
 def this_learner() -> JoiningLearner:
-    """The one that `enter` has made."""
+    """Return the JoiningLearner that `enter` has made."""
     assert _joining is not None
     return _joining

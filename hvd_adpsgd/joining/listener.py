@@ -1,14 +1,14 @@
-"""Where super learners that come later connect: a listener of a learner, and the conversation over it.
+"""The listener to which joining super learners connect, and the conversation over such a connection.
 
-    the first of those that join            learner with the listener
+    first learner that joins                learner with the listener
                                        <-    its release, in a form that all releases read
     proves that it knows the secret   <->    proves the same (engine/handshake)
     JoinRequest                        ->
-                                       <-    what the caller answers
+                                       <-    JoinOffer, sent by the caller of Listener
     ...                               <->    ...
 
-Objects travel pickled, and only after both proofs. Strangers cost little: at most 16 connections are
-unproven at once, the oldest makes room.
+Objects travel pickled, and only after both proofs. Connections of strangers cost little: at most 16 are
+unproven at once; for another one, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ log = logging.getLogger("hvd_adpsgd")
 
 _HANDSHAKE_S = 5.0
 _FAILURE_S = 60.0  # the default of failure_timeout_s
-_UNPROVEN = 16
+_UNPROVEN = 16  # connections whose proof has not been received, at most
 _NAME = "hvd_adpsgd "
 _GREETING_NBYTES = 64
-_FULL_S = 0.2  # until the next accept, when the process has no descriptor or thread left
-_DRIP = 64  # reads of one message, at most
+_FULL_S = 0.2  # pause before the next accept if the process has no descriptor or thread left
+_DRIP = 64  # largest number of reads for one message
 
 
 def new_secret() -> bytes:
-    """What a job and those that join it know."""
+    """Return a new random secret, which a job shares with the super learners that may join it."""
     return secrets.token_bytes(SECRET_NBYTES)
 
 
 @dataclass
 class Conversation:
-    """Objects to and from the other side, in order.
+    """A connection that carries objects between a joining super learner and a learner of the job, in order.
 
     Args:
-        connection: proven.
+        connection: a connection whose two ends have proved that they know the secret.
     """
 
     connection: Connection
@@ -70,10 +70,10 @@ class Conversation:
             raise PeerFailedError("the other side of the listener is lost: it has ended") from None
         except OSError as error:
             raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
-        except Exception as error:  # pickle's, of many kinds
+        except Exception as error:  # pickle raises exceptions of many classes
             raise PeerFailedError(
-                f"the two sides of the listener do not understand each other ({error}). Run the same "
-                "release on both."
+                f"an object from the other side of the listener cannot be read ({error}). Run the same "
+                "release on both sides."
             ) from error
 
     def send(self, value: Any) -> None:
@@ -88,13 +88,13 @@ class Conversation:
             raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
 
     def receive(self, seconds: float | None) -> Any:
-        """The next object.
+        """Receive and return the next object.
 
         Args:
-            seconds: longest wait; None: as long as the other side runs.
+            seconds: longest wait; None: wait as long as the other side runs.
 
         Raises:
-            PeerFailedError: if it does not come, or the other side has ended.
+            PeerFailedError: if no object comes within `seconds`, or the other side has ended.
         """
         try:
             there = self.connection.poll(seconds)
@@ -102,10 +102,10 @@ class Conversation:
             raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
         if there:
             return self._take()
-        raise PeerFailedError(f"the other side of the listener said nothing for {seconds:g} s")
+        raise PeerFailedError(f"the other side of the listener sent nothing for {seconds:g} s")
 
     def received(self) -> list[Any]:
-        """[the next object], or [] if it has not arrived; see `receive`."""
+        """Return a list with the next object, or an empty one if none has arrived; see `receive`."""
         try:
             there = self.connection.poll(0)
         except OSError as error:
@@ -113,21 +113,21 @@ class Conversation:
         return [self._take()] if there else []
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self.connection.close()
 
 
 class Listener:
-    """A listener for those that know the secret.
+    """Accepts connections of processes that prove that they know the secret.
 
     Args:
-        address: to listen on.
-        secret: SECRET_NBYTES bytes.
-        enter: receives each proven Conversation, on a thread of its own.
-        failure_s: a Conversation whose other host has answered nothing for so long is lost.
+        address: address to listen on.
+        secret: the job's secret, SECRET_NBYTES bytes.
+        enter: called with each proven Conversation, on a thread of its own.
+        failure_s: a Conversation counts as lost if the other host has not answered for so many seconds.
 
     Attributes:
-        port: where it listens.
+        port: port on which it listens.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Listener:
         self._secret, self._enter, self._failure_s = secret, enter, failure_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._unproven: list[socket.socket] = []  # oldest first
+        self._unproven: list[socket.socket] = []  # connections without a proof yet, oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])
@@ -152,7 +152,7 @@ class Listener:
             try:
                 self._accept_one()
                 is_full = False
-            except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread
+            except (OSError, RuntimeError) as error:  # no descriptor, memory or thread is left
                 if not is_full and not self._closed.is_set():
                     log.warning("no super learner can join here for the moment: %s.", error)
                 is_full = True
@@ -164,7 +164,7 @@ class Listener:
             self._unproven.append(connection)
             if len(self._unproven) > _UNPROVEN:
                 with contextlib.suppress(OSError):
-                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # ends the oldest one's thread
         try:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
         except RuntimeError:
@@ -196,23 +196,23 @@ class Listener:
             self._enter(proven)
 
     def close(self) -> None:
-        """Nobody enters any more."""
+        """Stop accepting connections."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # makes a waiting `accept` return
         self._listener.close()
 
 
 def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
-    """Enter by the first of these listeners that opens.
+    """Connect to the first of these listeners that accepts, and return the Conversation.
 
     Args:
-        listeners: host:port, separated by commas.
-        secret: of the job.
-        failure_s: as for Listener.
+        listeners: addresses of listeners as host:port, separated by commas.
+        secret: the job's secret.
+        failure_s: see Listener.
 
     Raises:
-        LaunchError: if none opens.
+        LaunchError: if none of the listeners accepts.
     """
     problems = []
     for listener in filter(None, (part.strip() for part in listeners.split(","))):
@@ -231,12 +231,12 @@ def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Con
 
 
 def greeting(release: str) -> bytes:
-    """The first message of a listener, _GREETING_NBYTES bytes: the same form in every release."""
+    """Return the first message of a listener, of _GREETING_NBYTES bytes; all releases use the same form."""
     return f"{_NAME}{release}".encode().ljust(_GREETING_NBYTES)[:_GREETING_NBYTES]
 
 
 def _require_same_release(said: bytes) -> None:
-    """Raise NotAMember unless a listener of this release has said so: what follows differs between two."""
+    """Raise NotAMember unless the greeting is of this release: later messages differ between releases."""
     if said == greeting(RELEASE):
         return
     text = said.decode(errors="replace")
@@ -256,7 +256,10 @@ def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conver
 
 
 def _proven(connection: socket.socket, failure_s: float) -> Conversation:
-    """No wait outlasts the other host: the system asks it whether it is there, also while nothing is sent."""
+    """Return a Conversation over a proven connection, whose waits end if the other host is silent.
+
+    TCP keepalive probes the other host, also while nothing is sent.
+    """
     connection.settimeout(None)
     every = max(1, round(failure_s / 4))
     for option, value in (
@@ -272,7 +275,7 @@ def _proven(connection: socket.socket, failure_s: float) -> Conversation:
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes."""
+    """Read and return exactly `nbytes` bytes."""
     data = b""
     for _ in range(_DRIP):
         more = connection.recv(nbytes - len(data))

@@ -1,9 +1,9 @@
 """How all learners of a job, and those of a joining super learner, connect anew over sockets.
 
-All make a second Hub, communicators and engines beside what they have, agree, and switch to them. What must
-be gathered before there is a connection is relayed over the joining super learner's conversation with one of
-them. Until all have agreed, nothing of what they had is touched: if the joining super learner, or one of
-them, fails in between, the learners of the job keep their connections and engines.
+All learners make a second Hub, communicators and engines beside their present ones, agree that all have them,
+and switch to them. Values to be gathered before these connections exist are relayed over the conversation of
+the joining super learner with one learner of the job. Until all have agreed, the present connections stay
+untouched: if any learner fails before, the learners of the job keep their connections and engines.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-RECONNECT_S = 10.0  # longest wait for one another, once all are there
-TRANSFER_S = 600.0  # longest time for the joining super learner's state
+RECONNECT_S = 10.0  # longest wait of the learners for each other while they connect anew
+TRANSFER_S = 600.0  # longest time to send a joining super learner its state
 
 Gather = Callable[[Any], list[Any]]
 
 
 class NotReconnectedError(TransportError):
-    """Not all have connected anew."""
+    """Not all learners have connected anew, so all keep their present connections."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NewGroup:
-    """All learners with a joining super learner, connected anew.
+    """The new connections of all learners of a job and a joining super learner.
 
     Attributes:
-        offer: the job with the joining super learner.
-        hub: the connections.
-        comms: over them.
-        members: the super learners of comms.outer.
-        ranks: of the learners that are there.
-        transfers: by sender: the communicator of that sender (first) and the joining super learner; None on
-            others.
+        offer: the job including the joining super learner.
+        hub: the new connections of this process.
+        comms: the new communicators, over `hub`.
+        members: super_ranks of the super learners in comms.outer, by rank there.
+        ranks: ranks of the connected learners.
+        transfers: for each sender of the state, the communicator of that sender (rank 0) and the learners of
+            the joining super learner; None on all other learners.
     """
 
     offer: JoinOffer
@@ -76,7 +76,7 @@ class NewGroup:
     transfers: tuple[Communicator | None, ...]
 
     def adopt(self, world: World) -> World:
-        """Go on with these; worlds.current returns the new world from now on."""
+        """Switch to these connections; return the new world, which worlds.current returns from now on."""
         told, comms = self.offer, self.comms
         old = world.collectives
         used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
@@ -103,7 +103,7 @@ class NewGroup:
         return grown
 
     def end_by(self, ends: float | None) -> None:
-        """What they gather fails after this time, of time.monotonic; None: no limit."""
+        """Make collectives of the communicators fail after `ends`, of time.monotonic; None: no limit."""
         for comm in (self.comms.all, self.comms.outer, self.comms.inner):
             if comm is not None:
                 comm.ends = ends
@@ -117,18 +117,18 @@ def connect_anew(
     gather: Gather,
     ends: float,
 ) -> NewGroup:
-    """Connect anew; all learners of `ranks` call this together.
+    """Make the new connections and communicators; all learners of `ranks` call this together.
 
     Args:
-        world: of this learner.
-        offer: the job with the joining super learner.
-        ranks: of those that are there.
-        senders: ranks of those that give the joining super learner its state.
-        gather: values of all, by rank, None for those that are not there.
+        world: the world of this learner.
+        offer: the job including the joining super learner.
+        ranks: ranks of the learners to connect.
+        senders: ranks of the learners that send the joining super learner its state.
+        gather: returns the values of all learners of the job, by rank; None for those not in `ranks`.
         ends: deadline, of time.monotonic.
 
     Raises:
-        TransportError, TopologyError: if this learner cannot.
+        TransportError, TopologyError: if this learner cannot connect.
     """
     hub = Hub(world.rank, len(offer.placements), world.config, gather)
     groups, there = offer.groups, set(ranks)
@@ -149,12 +149,12 @@ def connect_anew(
 def gather_with(
     world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
 ) -> Gather:
-    """For `connect_anew`, on learners of the job.
+    """Return the `gather` of `connect_anew` for learners of the job.
 
     Args:
-        world: of this learner.
-        size: of the job with the joining super learner.
-        candidate: on the learner that talks with it.
+        world: the world of this learner.
+        size: number of learners of the job including the joining super learner.
+        candidate: the joining super learner, on the learner that has the conversation with it; else None.
         ends: deadline, of time.monotonic.
     """
     ranks = world.collectives.ranks
@@ -170,7 +170,7 @@ def gather_with(
                 candidate.problem = f"it failed, or did not come, when all met ({error})"
         answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
         if world.collectives.ranks != ranks or not answers:
-            raise NotReconnectedError("not all came to the reconnection")
+            raise NotReconnectedError("not all learners came to connect anew")
         told |= answers[0]
         return [told.get(rank) for rank in range(size)]
 
@@ -178,15 +178,22 @@ def gather_with(
 
 
 def _gathered(world: World, value: Any) -> dict[int, Any]:
-    """The values of the learners of the job, or of the joining super learner, by rank."""
-    values = world.collectives.gather("admit", value)  # `ranks` shrinks in it
+    """Gather the values of the learners of `world`: of the job, or of the joining super learner, by rank."""
+    values = world.collectives.gather("admit", value)  # this may shrink collectives.ranks
     return dict(zip(world.collectives.ranks, values, strict=True))
 
 
 def gather_as_candidate(
     world: World, size: int, conversation: Conversation | None, ends: float
 ) -> Gather:
-    """For `connect_anew`, on the joining super learner; its first learner has the conversation."""
+    """Return the `gather` of `connect_anew` for a joining super learner.
+
+    Args:
+        world: the world of this learner.
+        size: number of learners of the job including the joining super learner.
+        conversation: the conversation with the job, on the first learner; else None.
+        ends: deadline, of time.monotonic.
+    """
 
     def gather(value: Any) -> list[Any]:
         mine = _gathered(world, value)
@@ -197,7 +204,7 @@ def gather_as_candidate(
                 told = conversation.receive(max(0.0, ends - time.monotonic()))
         answers = [a for a in world.collectives.gather("admit", told) if a is not None]
         if not answers:
-            raise NotReconnectedError("the job did not come to the reconnection")
+            raise NotReconnectedError("the job's learners did not come to connect anew")
         known = {**answers[0], **mine}
         return [known.get(rank) for rank in range(size)]
 
@@ -210,15 +217,15 @@ def gather_as_candidate(
 def give(
     transfer: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
 ) -> None:
-    """Send the joining super learner, which is number `number`, this learner's share, beside the training.
+    """Send the joining super learner this learner's share of the model and state, on a thread of its own.
 
-    In segments, of which few are on their way: no second copy waits for the network.
+    The share is sent in segments, of which few are in flight, so that no second copy of it is in memory.
 
     Args:
-        transfer: with the joining super learner.
-        state: pickled; of one sender, others give b"".
-        arrays: contiguous; nobody else changes them.
-        number: see above.
+        transfer: communicator of this learner and the joining super learner.
+        state: the pickled state on one sender, b"" on the others.
+        arrays: this learner's share of the model; contiguous, and not changed by anything else.
+        number: super_rank of the joining super learner, for the log.
     """
 
     def act() -> None:
@@ -236,7 +243,13 @@ def give(
 
 
 def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
-    """One sender's share of the state of a joining super learner, on its learners.
+    """Receive one sender's share of the state and the model, on the joining super learner.
+
+    Args:
+        transfer: communicator of that sender and the joining super learner.
+
+    Returns:
+        The pickled state, or b"", and the arrays; see `give`.
 
     Raises:
         PeerFailedError: if the sender, or a learner of the joining super learner, is lost.
@@ -252,7 +265,7 @@ def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
 
 
 def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray[Any], ...]:
-    """Arrays for what a sender has told of."""
+    """Return empty arrays of the size and shapes that a sender has announced."""
     nbytes, shapes = told
     arrays = (np.empty(shape, dtype=dtype) for dtype, shape in shapes)
     return np.empty(nbytes, dtype=np.uint8), *arrays
@@ -261,7 +274,7 @@ def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray
 def _broadcast(
     transfer: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
 ) -> tuple[NDArray[Any], ...]:
-    """The arrays of the first one, which tells of them first."""
+    """Broadcast arrays of the communicator's rank 0, which announces their shapes in `told`; return them."""
     messages, ends = Messages(transfer), time.monotonic() + TRANSFER_S
     everyone = range(messages.size)
     attempt = Attempt(messages, everyone, everyone, ends)

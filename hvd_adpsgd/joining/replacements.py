@@ -1,7 +1,8 @@
 """Which failed super learners are replaced, and which learners start the replacements.
 
-Pure functions of what all learners know alike. A replacement takes the slots of the failed super learner on
-its host, or spare slots of another host; the smaller side of a cut network starts none.
+Pure functions of values that are equal on all learners, so all learners get the same result. A replacement
+takes the slots of the failed super learner on its host, or spare slots of another host. If the network is
+cut, the smaller side starts no replacements.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ Groups = Sequence[Sequence[int]]
 
 
 def lost(groups: Groups, living: Collection[int]) -> list[int]:
-    """The super learners without a living learner."""
+    """Return the super_ranks of the super learners without a living learner."""
     return [i for i, group in enumerate(groups) if set(living).isdisjoint(group)]
 
 
 def is_minority(
     placements: Sequence[Placement], groups: Groups, living: Collection[int], left: Collection[int]
 ) -> bool:
-    """Whether these may be the smaller side of a cut network: the others may train on, and replace them.
+    """Return whether the living learners may be the smaller side of a cut network.
 
-    A cut passes between hosts, so a super learner that is lost on the host of a living learner has failed. Of
-    two equal sides that with the lowest super learner is the larger one.
+    The other side may still train, and replace them. A cut passes between hosts, so a super learner that is
+    lost on the host of a living learner has failed. Of two equal sides, that with the lowest super_rank is
+    the larger one.
 
     Args:
-        placements: by rank.
-        groups: ranks by super learner.
-        living: ranks.
-        left: super learners that have left: these have ended.
+        placements: placements of all learners, by rank.
+        groups: ranks of the learners of each super learner, by super_rank.
+        living: ranks of the learners that have not failed, as seen from this side.
+        left: super_ranks of super learners that have left in order, so cannot be on the other side.
     """
     hosts = {placements[rank].host for rank in living}
     gone = [i for i in lost(groups, living) if i not in left]
@@ -49,14 +51,16 @@ def starters(
     awaited: Mapping[int, int],
     spare: int = 0,
 ) -> dict[int, int]:
-    """By lost super learner the rank that starts its replacement: one that is missing does not fit anywhere.
+    """Return, by super_rank of a lost super learner, the rank of the learner that starts its replacement.
+
+    A lost super learner for which no host has enough free slots is left out.
 
     Args:
-        placements: by rank.
-        groups: ranks by super learner.
-        living: ranks.
-        awaited: super learners that are started already, and the ranks that have started them.
-        spare: learners that a host may run beyond its own.
+        placements: placements of all learners, by rank.
+        groups: ranks of the learners of each super learner, by super_rank.
+        living: ranks of the learners that have not failed.
+        awaited: by super_rank of replacements already started, the rank of the learner that started each.
+        spare: number of learners that a host may run in addition to its original number.
     """
     leaders = [group[0] for group in groups if set(living).issuperset(group)]
     load = Counter(placements[rank].host for rank in living)

@@ -1,1 +1,1 @@
-"""How processes become a job: they find each other, and make their communicators."""
+"""How the started processes become a job: they find each other, and make their communicators."""

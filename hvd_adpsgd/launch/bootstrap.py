@@ -1,6 +1,6 @@
-"""Makes the worlds, on all learners together, and tears them down in bounded time.
+"""Makes the World of each learner, on all learners together, and tears it down in bounded time.
 
-Nothing here happens at import; MPI, Horovod and torch are loaded by `init`.
+Importing this module starts nothing; `init` loads MPI, Horovod and torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-_LEARNER_PID = "ADPSGD_LEARNER_PID"  # in the environment of child processes
+_LEARNER_PID = "ADPSGD_LEARNER_PID"  # variable with the learner's pid, for its child processes
 
 
 def init(
@@ -63,12 +63,12 @@ def init(
     process_sets: Any = None,
     store: Opener | None = None,
 ) -> World:
-    """Make the worlds; all learners call this together.
+    """Make the world of this learner; all learners call this together.
 
     Args:
         config: the options; default from the environment. Equal on all learners.
         comm: the learners, instead of all processes of the job: an mpi4py communicator, or ranks
-            of MPI.COMM_WORLD (only the named processes may call then).
+            of MPI.COMM_WORLD (then only these processes may call init).
         process_sets: as in Horovod's init; only with one super learner.
         store: connects to torch's TCPStore, for processes that MPI does not join.
 
@@ -78,10 +78,10 @@ def init(
     Raises:
         LaunchError: if the processes were started in a way in which the worlds cannot be made, or are not
             connected within start_timeout_s, or if this one is a child process of a learner.
-        ConfigError: on all learners, if an option is bad on one or differs between two.
+        ConfigError: on all learners, if an option is invalid on one of them or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
-        PeerFailedError: if a learner ends meanwhile.
+        PeerFailedError: if the process of a learner ends during init().
     """
     _require_whole()
     _require_no_learner_above()
@@ -100,7 +100,7 @@ def init(
 
 
 def _everyone(comm: Any, store: Opener | None, options: Config) -> Any:
-    """A private communicator of all learners, over MPI or over sockets."""
+    """Return a private communicator of all learners, over MPI or over sockets."""
     deadline = Deadline(options.start_timeout_s)
     place = rendezvous.of_environment(os.environ)
     if place is not None and (place.speaks_http or store is not None):
@@ -128,13 +128,13 @@ def enter(world: World, process_sets: Any = None) -> World:
 
 
 def _watch_preemption(world: World) -> None:
-    """Plain Horovod is ended by SIGTERM."""
+    """Make SIGTERM start the departure of this super learner; in plain Horovod it ends the process."""
     preemption.watch(None if world.is_plain else world.departure)
     world.collectives.before.append(preemption.block_if_leaving)
 
 
 def _describe() -> dict[str, Any] | None:
-    """The world as a state file shows it; None after shutdown()."""
+    """Return what a state file says about the world; None after shutdown()."""
     if not worlds.is_initialized():
         return None
     world = worlds.current()
@@ -150,7 +150,7 @@ def _describe() -> dict[str, Any] | None:
 
 
 def _log_from(level: str) -> None:
-    """Show messages from `level` on; on stderr if the script has not set up logging."""
+    """Log messages of `level` and above; to stderr if the script has not set up logging."""
     log.setLevel(level.upper())
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -168,7 +168,7 @@ def _require_whole() -> None:
 
 
 def _require_no_learner_above() -> None:
-    """Raise LaunchError in a child of a learner: it would start the MPI and Horovod of its parent again."""
+    """Raise LaunchError in a child process of a learner: its parent has started MPI and Horovod already."""
     above = os.environ.get(_LEARNER_PID)
     if above is not None and int(above) in _multiprocessing_parents():
         raise LaunchError(
@@ -179,19 +179,19 @@ def _require_no_learner_above() -> None:
 
 
 def _multiprocessing_parents() -> set[int]:
-    """Pids that this process may be a child of, by multiprocessing; empty if it is none."""
+    """Return pids of the processes that may have started this one with multiprocessing; empty if none did."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         return {parent.pid}
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return set()
-    # it imports the script, and is a child of the learner, or of the fork server, which is
+    # a spawned child that imports the script: its parent is the learner, or the learner's fork server
     server = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{os.getppid()}/status").read_text(), re.M)
     return {os.getppid(), int(server[1]) if server else 0}
 
 
 def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
-    """Agree with all learners, then cut the communicator; the same outcome on all of them."""
+    """Exchange placements and options with all learners, then form the super learners; all raise alike."""
     _require_one_build(everyone)
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
@@ -213,7 +213,7 @@ def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
 
 
 def _require_one_build(everyone: Any) -> None:
-    """First of all, in a form that all versions read: later messages may differ between two versions."""
+    """Raise LaunchError if two learners run different versions, whose later messages may differ."""
     builds = allgather_object(everyone, RELEASE)
     for rank, build in enumerate(builds):
         if build != builds[0]:
@@ -224,7 +224,7 @@ def _require_one_build(everyone: Any) -> None:
 
 
 def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
-    """Raise LaunchError on all learners for what one of them lacks."""
+    """Raise LaunchError on all learners if the host name of one of them has no IPv4 address."""
     for rank, answer in enumerate(answers):
         if answer["unresolved"]:
             raise LaunchError(
@@ -235,22 +235,22 @@ def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
-    """Learners with MPI's failure detector would take those without for failed."""
+    """Raise LaunchError if only some learners run MPI's failure detector: to it, the others seem failed."""
     if any(missed) and not all(missed):
         raise LaunchError(
             f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
-            "others in init(), with them: these would take it for failed. Import mpi4py.MPI after "
+            "others in init(), with heartbeats: those would report it as failed. Import mpi4py.MPI after "
             "hvd.init(), on all learners."
         )
     if any(missed) and everyone.Get_rank() == 0:
         log.warning(
             "MPI was started before hvd.init(), without heartbeats: a host that loses power or is cut off "
-            "will not be noticed. Import mpi4py.MPI after hvd.init()."
+            "will not be detected. Import mpi4py.MPI after hvd.init()."
         )
 
 
 def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
-    """What this learner sends to its peers: its placement, and its options or the error in them."""
+    """Return what this learner sends to the others: its placement, and its options or the error in them."""
     head = host.bcast(everyone.Get_rank())
     placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
     options, problem = None, None
@@ -287,7 +287,7 @@ def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """A script may change its folder after init(), with files open and others still to be opened."""
+    """Return the options with absolute paths: the script may change its working directory after init()."""
     paths = {name: getattr(config, name) for name in ("record", "state_dir", "timeline")}
     return config.replace(**{name: os.path.abspath(path) for name, path in paths.items() if path})
 
@@ -307,7 +307,7 @@ def _cut(
 
 
 def _start_horovod(world: World, process_sets: Any) -> None:
-    """Horovod's world over the super learner."""
+    """Start Horovod, with a world of the learners of this super learner."""
     import horovod.torch as horovod
     from horovod.torch import mpi_ops
 
@@ -322,7 +322,7 @@ def _start_horovod(world: World, process_sets: Any) -> None:
 
 
 def merge_super_learners(world: World) -> World:
-    """Make one super learner of all learners; all call this together.
+    """Make one super learner of all learners; all learners call this together.
 
     Returns:
         The world with super_size 1, which worlds.current returns from now on.
@@ -361,17 +361,17 @@ def merge_super_learners(world: World) -> World:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """If init() raises inside, no world is left behind, and init() may follow."""
+    """Context manager that shuts down the world if its body raises, so that init() may be called again."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # logged there; the first error is raised
+        with contextlib.suppress(Exception):  # shut_down has logged it; the first error is raised
             shut_down()
         raise
 
 
 def watch_exit() -> None:
-    """From now on the process exits as lifecycle/shutdown describes."""
+    """Make the process exit as lifecycle/shutdown describes from now on."""
     shutdown.set_running(True)
     shutdown.at_exit(shut_down, _leave_deadline_s)
 
@@ -379,10 +379,10 @@ def watch_exit() -> None:
 def shut_down() -> None:
     """Run the registered callbacks, stop Horovod, run the shutdown barrier, free the communicators.
 
-    Waits for other learners at most leave_deadline_s; idempotent. init() may follow.
+    Waits for other learners at most leave_deadline_s; idempotent. init() may be called afterwards.
 
     Raises:
-        Exception: the first of a registered callback, after all other work.
+        Exception: the first that a registered callback has raised, after all other work is done.
     """
     if not worlds.is_initialized():
         return
@@ -395,7 +395,7 @@ def shut_down() -> None:
     world.departure.has_said()
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds) and finished
-    # engines stop before the barrier, frees come after it: freed earlier, a peer's operations would fail
+    # engines stop before the barrier, communicators are freed after it: else a peer's operations would fail
     if world.teardown.meet(stopped, ends):
         plain = world.collectives.close(seconds) if finished else None
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
@@ -414,7 +414,7 @@ def _leave_deadline_s() -> float:
 
 
 def _finish_operations(world: World, seconds: float) -> bool:
-    """Wait for operations over all learners that threads are in, at most so long."""
+    """Wait for requested operations over all learners; return whether they are over within `seconds`."""
     finished = world.collectives.finish(seconds)
     if not finished:
         exit_state.stuck = "an operation that learners have not called, which waits for them"
@@ -427,7 +427,7 @@ def _finish_operations(world: World, seconds: float) -> bool:
 
 
 def _stop_horovod(seconds: float) -> bool:
-    """Stop Horovod's world; False if it still waits for a learner after `seconds`.
+    """Stop Horovod's world; return False if Horovod still waits for a learner after `seconds`.
 
     A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
     """

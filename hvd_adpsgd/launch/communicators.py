@@ -1,4 +1,4 @@
-"""Communicators of learners: over MPI, which is started here, or over sockets where no MPI joins them."""
+"""Makes the communicators of learners: over MPI, which is started here, or over sockets without MPI."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ __all__ = [
 
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
 _PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
-_LEVELS = ("THREADS", "THREAD_LEVEL")  # variables of mpi4py: MPI4PY_RC_...
+_LEVELS = ("THREADS", "THREAD_LEVEL")  # of mpi4py's variables MPI4PY_RC_...
 _missed_heartbeats: bool | None = None
 
-# Set by a launcher for every process of a job. SLURM_NTASKS is left out: a batch script has it too.
+# Variables that a launcher sets, for every process of a job, to the number of processes. SLURM_NTASKS is left
+# out, because it is also set in a batch script, which is no process of the job.
 _LAUNCHED_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def require_mpi_launcher(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if what the environment says fits neither MPI nor another launcher."""
+    """Raise LaunchError if HOROVOD_CONTROLLER is gloo, but `horovodrun --gloo` did not start this process."""
     if environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         raise LaunchError(
             "init(): HOROVOD_CONTROLLER=gloo, but HOROVOD_GLOO_RENDEZVOUS_ADDR is not set, so `horovodrun "
@@ -60,7 +61,7 @@ def require_mpi_launcher(environ: Mapping[str, str]) -> None:
 
 
 def refuse_comm(place: Place) -> LaunchError:
-    """The error for init(comm=...) where MPI does not join the processes."""
+    """Return the error for init(comm=...) in a job whose processes MPI does not join."""
     return LaunchError(
         f"init(comm=...): communicators and ranks of MPI.COMM_WORLD name learners under MPI, "
         f"and {place.launcher} started this process. Leave comm out, or launch with "
@@ -69,16 +70,16 @@ def refuse_comm(place: Place) -> LaunchError:
 
 
 def load_mpi(deadline: Deadline) -> Any:
-    """The module mpi4py.MPI, initialized with MPI_THREAD_MULTIPLE.
+    """Return the module mpi4py.MPI, with MPI started at MPI_THREAD_MULTIPLE.
 
     Raises:
-        LaunchError: if MPI is finalized, its thread level is lower, or a process does not come in time.
+        LaunchError: if MPI is finalized, its thread level is lower, or a process does not start it in time.
         MissingRequirementError: if mpi4py loads no MPI library.
     """
     import mpi4py
 
-    os.environ.setdefault("HOME", os.path.expanduser("~"))  # without it Open MPI does not start
-    if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without HOME
+    if "mpi4py.MPI" not in sys.modules:  # else mpi4py has read its rc already, and finalizes MPI
         mpi4py.rc.finalize = False
         exit_state.finalizes = True
     with _heartbeats():
@@ -88,7 +89,7 @@ def load_mpi(deadline: Deadline) -> Any:
 
 
 def _running(deadline: Deadline) -> Any:
-    """mpi4py.MPI, started if it is not."""
+    """Return the module mpi4py.MPI; start MPI if it is not running."""
     if "mpi4py.MPI" not in sys.modules and _mpi4py_starts_as_we_do():
         _start_mpi(deadline)
     MPI = _library()
@@ -103,7 +104,7 @@ def _running(deadline: Deadline) -> Any:
 
 
 def _mpi4py_starts_as_we_do() -> bool:
-    """Whether nothing asks mpi4py for another way to start MPI; what it asks for is refused later."""
+    """Return whether mpi4py would start MPI as this module does: no variable and no mpi4py.rc differs."""
     import mpi4py
 
     asked = any(f"MPI4PY_RC_{name}" in os.environ for name in ("INITIALIZE", *_LEVELS))
@@ -112,7 +113,7 @@ def _mpi4py_starts_as_we_do() -> bool:
 
 
 def _start_mpi(deadline: Deadline) -> None:
-    """MPI_Init, which has no time limit of its own."""
+    """Start MPI, at most until the deadline: MPI_Init has no time limit of its own."""
     try:
         from hvd_adpsgd.launch.mpi_start import start
     except ImportError as error:
@@ -137,13 +138,13 @@ def _not_all_came(call: str, deadline: Deadline) -> LaunchError:
 
 @contextlib.contextmanager
 def _heartbeats() -> Iterator[None]:
-    """Inside, MPI is started with its failure detector, whose thread horovodrun has set up.
+    """Context manager in which MPI starts with its failure detector, if horovodrun has prepared that.
 
-    One process observes each other one, and by default its verdict reaches others through the launcher's
-    daemons only, not if the failed one's host is gone: so it is broadcast by MPI.
+    Each process is observed by one other. By default a failure is reported through the launcher's daemons
+    only, which fails if the host of the failed process is gone: so MPI itself broadcasts it.
 
-    The variables do not stay: between hosts MPI_Finalize does not return with the detector, which only this
-    library does not wait for, and not other programs that are started here.
+    The variables are removed afterwards: with the detector, MPI_Finalize between hosts does not return. This
+    library does not wait for MPI_Finalize, but other programs that this process starts would.
     """
     global _missed_heartbeats
     prepared = os.environ.get(f"{_DETECTOR}_thread") == "1" and _DETECTOR not in os.environ
@@ -161,12 +162,12 @@ def _heartbeats() -> Iterator[None]:
 
 
 def misses_heartbeats() -> bool:
-    """Whether MPI was started here before it could be started with its failure detector."""
+    """Return whether MPI was running before init(), which could not start it with its failure detector."""
     return bool(_missed_heartbeats)
 
 
 def _library() -> Any:
-    """mpi4py.MPI; it loads the MPI library."""
+    """Import and return mpi4py.MPI, which loads the MPI library."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -198,10 +199,10 @@ def _require_threads(mpi: Any) -> None:
 
 
 def of_learners(mpi: Any, comm: Any, deadline: Deadline) -> Any:
-    """A private communicator of all learners, errors returned.
+    """Return a private MPI communicator of all learners, with the error handler MPI.ERRORS_RETURN.
 
     Raises:
-        LaunchError: if one of them does not call this in time, or MPI has not started it.
+        LaunchError: if a learner does not call this in time, or was not started under this MPI.
     """
     try:
         everyone = deadline.bounded(lambda: _named_communicator(mpi, comm))
@@ -243,7 +244,7 @@ def _checked_ranks(comm: Any, parent: Any) -> list[int]:
 
 
 def _require_company(size: int, environ: Mapping[str, str]) -> None:
-    """A launcher that started several processes must have started them under this MPI."""
+    """Raise LaunchError if a launcher started several processes, but MPI sees only this one."""
     started = environ.get("WORLD_SIZE", "")
     if size == 1 and started.isdigit() and int(started) > 1:
         raise LaunchError(
@@ -264,7 +265,7 @@ def _require_company(size: int, environ: Mapping[str, str]) -> None:
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if MPI's launcher has started several processes: they would not find each other."""
+    """Raise LaunchError if a launcher has started several processes that would not find each other."""
     for name in _LAUNCHED_SIZES:
         size = environ.get(name, "")
         if size.isdigit() and int(size) > 1:
@@ -275,23 +276,23 @@ def require_alone(environ: Mapping[str, str]) -> None:
             )
 
 
-_attempts = itertools.count()  # to connect: a failed init() may be followed by another one
+_attempts = itertools.count()  # numbers the attempts to connect: init() may be called again
 
 
 def over_sockets(
     place: Place, opener: Opener | None, config: Config, deadline: Deadline
 ) -> Communicator:
-    """A private communicator of all learners that met at this place.
+    """Return a private communicator of all learners over sockets; the learners find each other in a store.
 
     Args:
-        place: of this process.
-        opener: of torch's TCPStore.
-        config: as for Hub.
-        deadline: of all waiting together.
+        place: rank of this process, and where the store is.
+        opener: connects to torch's TCPStore; None: the store is Horovod's rendezvous server.
+        config: the options, see Hub.
+        deadline: the deadline of all waits together.
 
     Raises:
-        LaunchError: if one of them does not come, or cannot be reached.
-        TopologyError: on all, if one of them finds no address to listen on.
+        LaunchError: if a learner does not come in time, or cannot be reached.
+        TopologyError: on all learners, if one of them finds no address to listen on.
     """
     if exit_state.hub is None:
         http = opener is None or place.speaks_http
@@ -301,7 +302,7 @@ def over_sockets(
             hub = Hub(place.rank, place.size, config, gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
-                gather(None)  # all have read the store, which may end with its process
+                gather(None)  # waits until all have read the store, which may end with a process
             raise
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
@@ -310,7 +311,7 @@ def over_sockets(
         if place.rank == 0:
             gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
-            store.set(BEGUN, "1")  # from now on the launcher ends nobody because of another one
+            store.set(BEGUN, "1")  # from now on, the launcher lets the job go on if a process fails
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None
@@ -318,7 +319,7 @@ def over_sockets(
 
 
 def _require_connected(everyone: Communicator, place: Place, deadline: Deadline) -> None:
-    """Wait until all are connected; then all have read the store, too."""
+    """Wait until all learners are connected to each other; then all have also read the store."""
     everyone.ends = deadline.ends
     try:
         everyone.allgather(None)
@@ -328,15 +329,15 @@ def _require_connected(everyone: Communicator, place: Place, deadline: Deadline)
         where = ", ".join(f"{rank} at {hub.address_of(rank)}" for rank in silent)
         hub.close()
         raise LaunchError(
-            f"init(): {place} met all others at {place.store}, but has no connection with learners "
-            f"{where or 'that others have none with'}, for {deadline}: they have ended, or a firewall is in "
-            "between. See what they say, and name the network that all hosts share in HVD_ADPSGD_NICS."
+            f"init(): {place} found all others in {place.store}, but has no connection with learners "
+            f"{where or 'that others could not reach'} after {deadline}: they have ended, or a firewall is "
+            "in between. Look at their output, and name the network that all hosts share in HVD_ADPSGD_NICS."
         ) from None
     everyone.ends = None
 
 
 def options_of_network() -> Config:
-    """The options, or their defaults if one is bad: that is told when all are connected."""
+    """Return the options, or the defaults if one is invalid: that error is raised when all are connected."""
     try:
         return Config.from_environment()
     except ConfigError:
@@ -344,10 +345,10 @@ def options_of_network() -> Config:
 
 
 def with_wire(config: Config, everyone: Any) -> Config:
-    """The options, with the wire that these learners can use.
+    """Return the options, with wire="tcp" if the learners are connected over sockets.
 
     Raises:
-        ConfigError: if it is not the one that was asked for.
+        ConfigError: if the options ask for wire="mpi" there.
     """
     if not isinstance(everyone, Communicator):
         return config
@@ -360,14 +361,14 @@ def with_wire(config: Config, everyone: Any) -> Config:
 
 
 def duplicate(everyone: Any) -> Any:
-    """Another communicator of all learners; all call this together."""
+    """Return another communicator of the learners of `everyone`; all of them call this together."""
     if isinstance(everyone, Communicator):
         return everyone.hub.communicator(everyone.ranks)
     return everyone.Dup()
 
 
 def of_host(everyone: Any) -> Any:
-    """The learners of this host: those that share its memory."""
+    """Return a communicator of the learners of this host, which can share its memory."""
     if isinstance(everyone, Communicator):
         # Slurm may have several nodes on one host, each with tasks and devices of its own
         node = os.environ.get("SLURM_NODEID")
@@ -381,12 +382,13 @@ def of_host(everyone: Any) -> Any:
 
 
 def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tuple[Any, Any]:
-    """(inner, outer or None): the learners of this super learner, and this learner's counterparts.
+    """Return two communicators, inner and outer: of this super learner, and of this learner's counterparts.
 
     Args:
-        everyone: all learners.
-        groups: ranks of each super learner.
-        shards: so many learners of each super learner have counterparts; 1: the leaders.
+        everyone: communicator of all learners.
+        groups: ranks of the learners of each super learner, by super_rank.
+        shards: number of learners in each super learner that have counterparts; 1: the leaders only. On the
+            other learners outer is None.
     """
     rank = everyone.Get_rank()
     super_rank = next(i for i, group in enumerate(groups) if rank in group)
@@ -405,6 +407,6 @@ def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tu
 def counterparts(
     hub: Hub, groups: Sequence[Sequence[int]], rank: int, shards: int
 ) -> Communicator | None:
-    """The learners with this one's place in their super learners; None behind the first `shards` places."""
+    """Return a communicator of the learners with the inner rank of `rank`; None if it is `shards` or more."""
     place = next(group.index(rank) for group in groups if rank in group)
     return hub.communicator([group[place] for group in groups] if place < shards else [])

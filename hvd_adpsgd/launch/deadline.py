@@ -1,4 +1,4 @@
-"""One deadline of hvd.init(), for all that it waits for."""
+"""The one deadline of a call of hvd.init(), for all of its waits together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Deadline"]
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # for what looks at the deadline itself, and can say more
+_GRACE_S = 0.5  # extra time for a call that checks the deadline to raise a more precise error
 
 
 class Deadline:
-    """So many seconds from now.
+    """A deadline `seconds` after the making of this object.
 
     Args:
         seconds: HVD_ADPSGD_START_TIMEOUT_S.
 
     Attributes:
-        ends: of time.monotonic.
+        ends: the deadline, of time.monotonic.
     """
 
     def __init__(self, seconds: float):
@@ -34,11 +34,11 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, not below 0."""
+        """Seconds until the deadline; 0 after it."""
         return max(0.0, self.ends - time.monotonic())
 
     def bounded(self, act: Callable[[], T]) -> T:
-        """What `act` returns or raises; it runs on a thread of its own, which is left behind at the deadline.
+        """Return or raise what `act` does, run on a thread of its own, which is left behind at the deadline.
 
         Raises:
             TimeoutError: at the deadline.

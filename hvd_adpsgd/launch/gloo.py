@@ -1,7 +1,7 @@
-"""Horovod over Gloo in one super learner, where no MPI joins the processes.
+"""Starts Horovod over Gloo in a super learner, in jobs whose processes MPI does not join.
 
 Each super learner has a Horovod world of its own: its leader runs Horovod's rendezvous server, and its
-learners tell Horovod their places by the variables that `horovodrun --gloo` sets.
+learners pass their ranks to Horovod in the variables that `horovodrun --gloo` sets.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["places_told", "world_over_gloo"]
 
-# Of the Horovod world of this process: its sockets, as (descriptor, inode); on a leader its rendezvous
-# server, which Horovod may ask until it shuts down.
+# The sockets of this process's Horovod world, as (descriptor, inode); on a leader, also the rendezvous server
+# of that world, which Horovod may query until it shuts down.
 _of_horovod: list[tuple[int, int]] = []
 _server: Any = None
 _told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty where Horovod runs over MPI
@@ -31,7 +31,7 @@ _told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty where Horo
 
 @contextlib.contextmanager
 def places_told() -> Iterator[None]:
-    """Inside, Horovod finds its variables, which it reads again for each process set that it makes."""
+    """Context manager that sets Horovod's variables, which it reads again for each process set it makes."""
     before = {name: os.environ.get(name) for name in _told}
     os.environ.update(_told)
     try:
@@ -46,7 +46,7 @@ def places_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def world_over_gloo(world: World) -> Iterator[None]:
-    """Inside, where Horovod starts and reads them, its variables say where its world meets."""
+    """Context manager in which Horovod starts over Gloo: sets its variables, records the sockets it opens."""
     global _told
     _told = _variables(world, _meeting_place(world.inner, world.config))
     sockets = set(_sockets_open())
@@ -58,7 +58,7 @@ def world_over_gloo(world: World) -> Iterator[None]:
 
 
 def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
-    """(address of the server, its port, interface of this learner)."""
+    """Start the rendezvous server on the leader; return its address, its port, this learner's interface."""
     networks = inner.allgather((network_name(), addresses()))
     own = choose_address(config.nics, network_name(), networks)
     address, port = inner.bcast((own, _serve(inner.Get_size())) if inner.Get_rank() == 0 else None)
@@ -66,7 +66,7 @@ def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
 
 
 def _serve(size: int) -> int:
-    """Start Horovod's rendezvous server for a world of `size`; its port."""
+    """Start Horovod's rendezvous server for a world of `size` learners; return its port."""
     global _server
     if _server is not None:
         _server.stop()
@@ -108,7 +108,7 @@ def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
 
 
 def _sockets_open() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of the sockets of this process."""
+    """Yield (descriptor, inode) of each open socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             found = os.stat(int(name))
@@ -117,7 +117,7 @@ def _sockets_open() -> Iterator[tuple[int, int]]:
 
 
 def _forget() -> None:
-    """In a forked child: close its copies, else mates of a killed learner would not see it end."""
+    """Close the sockets that a forked child inherits; else mates of a killed learner would not see it end."""
     for handle, inode in _of_horovod:
         with contextlib.suppress(OSError):
             if os.stat(handle).st_ino == inode:

@@ -1,4 +1,4 @@
-"""HOROVOD_TIMELINE where several Horovod worlds run: a file for each."""
+"""Gives the Horovod world of each super learner a HOROVOD_TIMELINE file of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NAME = "HOROVOD_TIMELINE"
 
 @contextlib.contextmanager
 def own_timeline(super_rank: int, super_size: int) -> Iterator[None]:
-    """Inside, where Horovod starts and reads the variable, it names this super learner's file.
+    """Context manager in which Horovod starts, with HOROVOD_TIMELINE naming this super learner's file.
 
-    trace.json becomes trace.0.json, trace.1.json, ...; with one super learner it stays.
+    trace.json becomes trace.0.json, trace.1.json, ...; with one super learner the name is unchanged.
     """
     asked = os.environ.get(_NAME, "")
-    if super_size == 1 or asked in ("", "DYNAMIC"):  # the latter names no file; see start_timeline
+    if super_size == 1 or asked in ("", "DYNAMIC"):  # DYNAMIC names no file; see start_timeline
         yield
         return
     path = Path(asked)

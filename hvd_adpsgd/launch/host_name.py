@@ -1,4 +1,4 @@
-"""Whether this host knows its own name."""
+"""Whether this host's own name resolves to an IPv4 address."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["unresolved_host"]
 
 
 def unresolved_host() -> str:
-    """The name of this host if it has no IPv4 address, else "": Gloo looks it up, and ends the process."""
+    """Return the name of this host if it has no IPv4 address, else "": Gloo would end the process."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None, socket.AF_INET)

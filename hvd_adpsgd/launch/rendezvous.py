@@ -1,8 +1,9 @@
-"""How processes that MPI does not join find each other: who they are, and a store in which they meet.
+"""How processes that MPI does not join find each other: variables with their ranks, and a shared store.
 
 horovodrun --gloo                           HOROVOD_RANK, HOROVOD_SIZE; Horovod's rendezvous server
 torchrun, and launchers that set the same   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torch's TCPStore
-srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; the same, on the first host
+srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; torch's TCPStore, by default
+                                            on the first host
 """
 
 from __future__ import annotations
@@ -41,36 +42,36 @@ log = logging.getLogger("hvd_adpsgd")
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
-_PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two looks into a store; the long one after a second
-_LAST_S = 5.0  # at the deadline, for which who serves the store waits for the others
-_ATTEMPT_S = 10.0  # of one attempt to reach a store
-_AGAIN_S = 1.0  # longest pause between two of them
-_WARN_S = 10.0  # without the store, after which a line says what the learner waits for
-_FIRST_PORT, _PORTS = 15000, 20000  # of a Slurm job without MASTER_PORT
+_PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two polls of a store; the long one after a second
+_LAST_S = 5.0  # longest wait of the process that serves the store for the others, after a failure
+_ATTEMPT_S = 10.0  # longest time of one attempt to reach a store
+_AGAIN_S = 1.0  # longest pause between two attempts to reach a store
+_WARN_S = 10.0  # time after which a warning says what the learner waits for
+_FIRST_PORT, _PORTS = 15000, 20000  # ports for Slurm jobs without MASTER_PORT, and their number
 
 
 class Store(Protocol):
-    """Where processes meet, as torch.distributed.Store."""
+    """A key-value store that all processes of a job reach; methods as in torch.distributed.Store."""
 
     def set(self, key: str, value: str, /) -> object:
-        """Keep a value, of ASCII."""
+        """Store an ASCII value under a key."""
 
     def has(self, key: str, /) -> bool:
-        """Whether there is a value; does not wait for one."""
+        """Return whether the key has a value; does not wait for one."""
 
     def get(self, key: str, /) -> bytes:
-        """The value that is there."""
+        """Return the value of a key that has one."""
 
 
 class Place(NamedTuple):
     """Which process of the job this is, and where the store is.
 
     Attributes:
-        launcher: for messages.
-        rank, size: of the process, of how many.
-        host, port: of the store.
-        speaks_http: it is Horovod's rendezvous server, else torch's TCPStore.
-        serves: this process serves the store itself.
+        launcher: name of the launcher, for messages.
+        rank, size: rank of this process, and number of processes of the job.
+        host, port: address of the store.
+        speaks_http: whether the store is Horovod's rendezvous server; else it is torch's TCPStore.
+        serves: whether this process serves the store itself.
     """
 
     launcher: str
@@ -86,18 +87,18 @@ class Place(NamedTuple):
 
     @property
     def store(self) -> str:
-        """Where the store is, for messages."""
+        """Address of the store, for messages."""
         return f"the store {self.host} port {self.port}"
 
 
-Opener = Callable[[Place, float], Store]  # connects to the store of a place, for so many seconds
+Opener = Callable[[Place, float], Store]  # connects to the store of a place, within so many seconds
 
 
 def of_environment(environ: Mapping[str, str]) -> Place | None:
-    """The place that a launcher other than MPI's has given to this process; None if there is none.
+    """Return the place that a launcher other than MPI's has given to this process; None if there is none.
 
     Raises:
-        LaunchError: if what a launcher has set cannot be read, or is for elastic Horovod.
+        LaunchError: if a variable is missing or invalid, or the launcher is that of elastic Horovod.
     """
     if any(name in environ for name in _JOINED_BY_MPI):
         return None
@@ -136,7 +137,7 @@ def _number(text: str) -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts: rack[1-2]node[07-09,12],gpu1 gives rack1node07."""
+    """Return the first host of Slurm's list of hosts: rack[1-2]node[07-09,12],gpu1 gives rack1node07."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
@@ -194,7 +195,7 @@ class HttpStore:
 
 
 def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
-    """The store at this place.
+    """Return the store of this place, once it can be reached.
 
     Raises:
         LaunchError: if its host or its port cannot be reached, or something else listens there.
@@ -210,7 +211,7 @@ def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
         return deadline.bounded(act)
     except TimeoutError:
         told = f"{problem[0]}, for {deadline}"
-    except Exception as error:  # torch's, of several kinds
+    except Exception as error:  # torch raises exceptions of several classes
         told = _first_line(error)
     raise LaunchError(
         f"init(): {place} cannot open {place.store}: {told}. See that learner 0 is started, that this host "
@@ -219,9 +220,14 @@ def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
 
 
 def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> None:
-    """Wait until the name of its host is known, and its port open; `problem` is what still is not so.
+    """Wait until the name of the store's host resolves, and its port accepts connections.
 
-    Both may come later than this process: names of pods, learner 0.
+    Both may happen after this process starts: the names of Kubernetes pods, and the start of learner 0.
+
+    Args:
+        place: the place of this process; if the process serves the store, only the name must resolve.
+        deadline: the deadline, at which TimeoutError is raised.
+        problem: its only element is overwritten with the reason of the last attempt's failure.
     """
     began, warned, pause = time.monotonic(), False, _PAUSE_S
     while True:
@@ -252,20 +258,20 @@ def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> Non
 
 
 def _first_line(error: Exception) -> str:
-    """Of torch's errors, which carry a trace of calls."""
+    """Return the first line of an error's text, because torch's errors also contain a stack trace."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 class StoreGather:
-    """Gathers the values of all processes, by rank, as often as it is called.
+    """A function, called by all processes together, that returns the values of all of them, by rank.
 
-    Values are what JSON can hold: anybody who reaches the store can write to it.
+    Values are sent as JSON, not pickled, because anybody who reaches the store can write to it.
 
     Args:
-        store: where the processes meet.
-        place: of this process.
-        deadline: of all calls together.
-        attempt: number of this object in the job; the same on all processes.
+        store: the store of the job.
+        place: the place of this process.
+        deadline: the deadline of all calls together.
+        attempt: number of this StoreGather among those of the job; the same on all processes.
 
     A call raises LaunchError if a process does not come in time, runs another release, or has the same rank.
     """
@@ -283,14 +289,15 @@ class StoreGather:
         except TimeoutError:
             raise self._lost("no answer") from None
         except LaunchError:
-            with contextlib.suppress(Exception):  # of several kinds; the store may be what is lost
+            with contextlib.suppress(Exception):  # of several kinds; the store itself may be lost
                 self._leave()
             raise
 
     def _leave(self) -> None:
-        """Note that this process gives up; who serves the store waits a moment until all that came have.
+        """Record in the store that this process gives up.
 
-        The store ends with its process: without the wait the others could not read which ranks are missing.
+        The process that serves the store then waits, up to _LAST_S, for the others to give up: the store ends
+        with this process, and they need it to find out which ranks are missing.
         """
         place, ends = self._place, time.monotonic() + _LAST_S
         self._store.set(f"{self._attempt}.left.{place.rank}", "")
@@ -335,12 +342,12 @@ class StoreGather:
         if release != RELEASE:
             raise LaunchError(
                 f"init(): learner {rank} runs hvd_adpsgd {release}, learner {self._place.rank} runs "
-                f"{RELEASE}: they do not understand each other. Install the same release on every host."
+                f"{RELEASE}: two releases cannot train together. Install the same release on every host."
             )
         return token, value
 
     def _await(self, call: str, rank: int) -> bool:
-        """Wait for a value; whether it has come in time."""
+        """Wait for the value of `rank` in this call; return False if it does not come in time."""
         began, place = time.monotonic(), self._place
         while not self._store.has(f"{call}.{rank}"):
             waited = time.monotonic() - began
@@ -359,7 +366,7 @@ class StoreGather:
         return True
 
     def _missing(self, call: str) -> list[int]:
-        """The ranks that have written nothing yet."""
+        """Return the ranks that have not written their value for this call yet."""
         return [r for r in range(self._place.size) if not self._store.has(f"{call}.{r}")]
 
     def _not_there(self, call: str) -> LaunchError:
@@ -373,12 +380,12 @@ class StoreGather:
     def _lost(self, why: str) -> LaunchError:
         place = self._place
         return LaunchError(
-            f"init(): {place} lost {place.store}: {why}. See what learner 0 says, which may "
-            "serve it, and that this host reaches it."
+            f"init(): {place} lost {place.store}: {why}. Look at the output of learner 0, which may serve "
+            "the store, and check that this host reaches it."
         )
 
     def clear(self) -> None:
-        """Erase what this process has written, once all have read it: a secret, if it is the first."""
+        """Erase what this process has written, after all have read it: learner 0 writes the job's secret."""
         for key in self._keys:
             self._store.set(key, "")
         self._keys.clear()

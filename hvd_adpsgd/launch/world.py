@@ -2,7 +2,7 @@
 
 All learners share one MPI communicator. Each super learner has a communicator of its own, in which its
 Horovod runs: with one Horovod world per super learner, no Horovod operation waits for another super
-learner. The leaders of the super learners have a third one.
+learner. The leaders of the super learners share a third communicator.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """The host of one learner.
+    """The host on which one learner runs, and the learner's rank there.
 
     Attributes:
-        host: smallest rank among the learners of its host; names the host.
-        hostname: for messages only; hosts may share it.
-        local_rank, local_size: among the learners of its host.
+        host: smallest rank among the learners of its host; identifies the host.
+        hostname: for messages only; several hosts may have the same name.
+        local_rank, local_size: rank and number among the learners of its host.
     """
 
     host: int
@@ -54,16 +54,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of a learner: mpi4py's, errors returned.
+    """The communicators of a learner: of mpi4py with errors returned, or over sockets.
 
     Attributes:
-        all, plain, departures: all learners; until it has joined, only those of a joining super learner.
-            Operations over all learners alone use `plain`, shutdown alone uses `departures`: their messages
-            never match another operation.
-        host: the learners of this host.
-        inner: the learners of this super learner.
-        outer: the leaders; None on learners that are not leaders. With shards the learners that have the
-            same place in their super learners; None behind the places with shards.
+        all, plain, departures: of all learners; on a joining super learner, of its own learners until it has
+            joined. Only operations over all learners use `plain`, only shutdown uses `departures`, so their
+            messages never match another operation.
+        host: of the learners of this host.
+        inner: of the learners of this super learner.
+        outer: of the leaders; None on learners that are not leaders. With shards: of the learners with the
+            same inner rank in their super learners; None on those with an inner rank of `shards` or more.
     """
 
     all: Any
@@ -76,27 +76,27 @@ class Communicators:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One learner's ranks and communicators. Frozen; mutable state is in the objects that it holds.
+    """One learner's ranks, communicators and state. Frozen; mutable state is in objects that it refers to.
 
     Attributes:
         config: the options, the same on all learners.
-        placements: of all learners, by rank.
+        placements: the placements of all learners, by rank.
         groups: ranks of the learners of each super learner, by super_rank; the first is the leader.
-            Numbered by their smallest ranks.
+            Super learners are numbered in the order of their smallest ranks.
         host, inner, outer: see Communicators.
-        members: the super learners of `outer`, by rank there; () means all.
-        rank, size: among all learners.
-        local_rank, local_size: among the learners of the host.
-        cross_rank, cross_size: among the learners with this local_rank, one per host at most.
-        super_rank, super_size: which super learner, of how many.
-        inner_rank, inner_size: among the learners of the super learner.
-        hostname: of this host.
+        members: super_ranks of the super learners in `outer`, by rank in `outer`; () means all.
+        rank, size: rank and number among all learners.
+        local_rank, local_size: rank and number among the learners of the host.
+        cross_rank, cross_size: rank and number among the learners with this local_rank, at most one per host.
+        super_rank, super_size: rank of this super learner, and number of super learners.
+        inner_rank, inner_size: rank and number among the learners of the super learner.
+        hostname: name of this host.
         membership: which super learners are alive, suspect, left or failed.
         collectives: operations over all learners.
         teardown: what shutdown() runs and frees.
-        departure: how its super learner leaves on SIGTERM.
-        shards: into how many shards models may be cut, as long as the job lasts.
-        started: the super learners that a learner has started, and not the job's launcher.
+        departure: how this super learner leaves on SIGTERM.
+        shards: number of shards into which models may be cut; constant in a job.
+        started: super_ranks of the super learners that a learner, not the job's launcher, has started.
     """
 
     config: Config
@@ -134,15 +134,15 @@ class World:
         comms: Communicators,
         joining: bool = False,
     ) -> World:
-        """The world of one learner; all learners of a super learner make theirs together.
+        """Make the world of one learner; all learners of a super learner call this together.
 
         Args:
-            config: see the attributes, as for the next two.
-            placements: by rank.
-            groups: by super_rank.
-            rank: of this learner.
-            comms: of this learner.
-            joining: this super learner replaces a failed one, and has not joined yet.
+            config: see the attributes.
+            placements: see the attributes.
+            groups: see the attributes.
+            rank: this learner's rank in the job.
+            comms: this learner's communicators.
+            joining: whether this super learner is joining a running job, and has not joined yet.
         """
         mine = placements[rank]
         crossing = [r for r, p in enumerate(placements) if p.local_rank == mine.local_rank]
@@ -170,7 +170,7 @@ class World:
         )
 
         def tell_learners() -> None:
-            if not teardown.has_begun:  # else they know, or its communicator may be freed
+            if not teardown.has_begun:  # else shutdown() notifies them, or has freed `plain`
                 collectives.say_left(groups[super_rank])
 
         name = f"{super_rank} ({names[super_rank]})"
@@ -209,7 +209,7 @@ class World:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is plain Horovod: one super learner, which others cannot join."""
+        """Whether this job is plain Horovod: one super learner, and no other one can join."""
         return _is_plain(self.config, self.super_size)
 
     @property
@@ -218,7 +218,7 @@ class World:
         return self.inner_rank == 0
 
     def failed_inside(self, seconds: float) -> set[int]:
-        """Ranks of the failed learners of this super learner; waits until there are any.
+        """Return the ranks of the failed learners of this super learner; wait until there are any.
 
         Args:
             seconds: longest wait; MPI takes a moment to detect a failed process.
@@ -230,12 +230,12 @@ class World:
 
 
 def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -> list[str]:
-    """What to call each super learner in messages."""
+    """Return the name of each super learner for messages, by super_rank: host and rank of its leader."""
     return [f"{placements[group[0]].hostname}, learner {group[0]}" for group in groups]
 
 
 def shards_of(config: Config, groups: Sequence[Sequence[int]]) -> int:
-    """Into how many shards models may be cut: each super learner has so many learners."""
+    """Return into how many shards models may be cut: at most the size of the smallest super learner."""
     if config.shard != "auto" or _is_plain(config, len(groups)):
         return 1
     return min(map(len, groups))
@@ -246,10 +246,12 @@ def _is_plain(config: Config, super_size: int) -> bool:
 
 
 def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
-    """Bytes that the learners of a super learner share; unshared in plain Horovod, which may span hosts.
+    """Return bytes in memory that the learners of a super learner share.
+
+    In plain Horovod they are not shared, because its super learner may span hosts.
 
     Returns:
-        A byte per learner for the barrier of shutdown(); those of Departure; one per super learner
+        Three arrays: a byte per learner for Teardown, the flags of Departure, and a byte per super learner
         for Membership.
     """
     sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM
@@ -262,19 +264,19 @@ def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
     return np.split(bytes_, np.cumsum(sizes)[:-1])
 
 
-ROOM = 1000  # super learners that may come later
+ROOM = 1000  # number of super learners that may join later
 
 _current: World | None = None
 
 
 def put(world: World | None) -> None:
-    """`current` returns this world from now on."""
+    """Make `current` return this world from now on; None after shutdown()."""
     global _current
     _current = world
 
 
 def current() -> World:
-    """The world of this process.
+    """Return the world of this process.
 
     Raises:
         NotInitializedError: before init() or after shutdown().
@@ -285,22 +287,22 @@ def current() -> World:
 
 
 def is_initialized() -> bool:
-    """Whether init() was called, and shutdown() not since."""
+    """Return whether init() has been called, and shutdown() has not been called since."""
     return _current is not None
 
 
 def form_super_learners(
     placements: Sequence[Placement], size: int | None, joined: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Which learners form which super learner.
+    """Group the learners into super learners.
 
     Args:
-        placements: of all learners, by rank.
-        size: learners per super learner; None: all of a host.
-        joined: all learners form one super learner.
+        placements: the placements of all learners, by rank.
+        size: number of learners per super learner; None: all learners of a host.
+        joined: whether all learners form one super learner.
 
     Returns:
-        Ranks of each super learner, ascending; super learners by their smallest rank.
+        Ranks of the learners of each super learner, ascending; super learners by their smallest rank.
 
     Raises:
         TopologyError: if `size` does not divide the learners of some host.

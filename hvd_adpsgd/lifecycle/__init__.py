@@ -1,1 +1,1 @@
-"""Which learners are alive, and how a process ends: signals, preemption, shutdown."""
+"""Which super learners are alive, and how a learner's process ends: signals, preemption, shutdown."""

@@ -1,8 +1,8 @@
-"""Which super learners are alive, suspect, left or failed: the one record of this process.
+"""Membership: the one record in this process of which super learners are alive, suspect, left or failed.
 
     engine's thread  -->  Engine.report  -->  Membership.update  -->  line in the log
 
-Collectives, shutdown, replacement and the public queries read it; the first three also update it.
+Collectives, shutdown, replacement and the public queries read the Membership; the first three also update it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_REPEATED_S = 5.0  # a super learner that fails so soon may not have logged a peer's failure
+_REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -33,19 +33,21 @@ _NEWS = {
 class Membership:
     """The states of all super learners, as known to this learner.
 
-    A failed super learner stays failed until it is replaced. One that has left is alive again for an engine
-    made later. The first surviving super learner logs failures as warnings, its peers as information.
+    A failed super learner stays failed until it is replaced. If training continues after an engine was
+    stopped, a super learner that left that engine counts as alive again (`rejoin`). The first surviving super
+    learner logs failures as warnings, its peers log them as information.
 
     Args:
         groups: ranks of the learners of each super learner, by super_rank.
-        names: what to call each super learner in messages.
+        names: names of the super learners for messages, by super_rank.
         own: this learner's super_rank.
-        left: a byte per super learner, shared by the learners of this one: it has left, as the leader knows.
+        left: a byte per super learner, in memory shared by the learners of this one; nonzero if that super
+            learner has left, as the leader knows.
 
     Attributes:
         is_minority: whether half or more of the super learners that have not left have failed.
-        states: of the super learners, by super_rank.
-        sources: each returns changes for `update`, whenever it is asked.
+        states: states of the super learners, by super_rank.
+        sources: functions that return changes for `update`; `look` calls them.
     """
 
     def __init__(
@@ -61,18 +63,18 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self.is_minority = False
-        self._departed: set[int] = set()  # have left in order, with all their engines
+        self._departed: set[int] = set()  # super learners that have left with all their engines
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
-        ] = {}  # failures for a lower super_rank to warn of
+        ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
 
     def update(self, news: Iterable[tuple[int, PeerState]], step: int | None = None) -> None:
-        """Record changes that an engine reports; all of them before the first line is logged.
+        """Record state changes that an engine reports, and log each; all are recorded before the first line.
 
         Args:
-            news: (super_rank, state).
-            step: of the trainer, for the lines.
+            news: pairs (super_rank, new state).
+            step: the trainer's present step, for the log; None: not known.
         """
         final = PeerState.FAILED
         news = [(i, PeerState.LEFT if i in self._departed else state) for i, state in news]
@@ -91,7 +93,7 @@ class Membership:
             self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
 
     def _staying(self, failed: bool) -> int:
-        """Super learners that have not left, with or without those that have failed."""
+        """Return how many super learners have not left; `failed`: whether failed ones count."""
         gone = {PeerState.LEFT} if failed else {PeerState.LEFT, PeerState.FAILED}
         return sum(state not in gone for state in self.states)
 
@@ -101,14 +103,14 @@ class Membership:
         return self._staying(failed=False) <= 1
 
     def are_minority(self, ranks: Collection[int]) -> bool:
-        """Whether the super learners of these ranks are half or fewer of those that have not left."""
+        """Whether the super learners with all learners in `ranks` are at most half of those that stay."""
         known = zip(self._groups, self._left, strict=False)
         staying = [group for group, left in known if not left]
         whole = sum(set(ranks).issuperset(group) for group in staying)
         return 2 * whole <= len(staying)
 
     def look(self) -> None:
-        """Ask all sources, between two steps."""
+        """Update the states with what all `sources` return; called between two steps."""
         for source in list(self.sources):
             self.update(source())
 
@@ -119,7 +121,7 @@ class Membership:
             self._informed[i] = time.monotonic(), line
 
     def _repeat(self) -> None:
-        """Log recent failures as warnings: the super learner that should have may have failed first."""
+        """Log recent failures as warnings: the super learner that had to may have failed before it did."""
         if self._warns:
             for when, line in self._informed.values():
                 if time.monotonic() - when < _REPEATED_S:
@@ -132,13 +134,17 @@ class Membership:
         return all(state in gone for state in self.states[: self.own])
 
     def fail(self, ranks: Collection[int]) -> None:
-        """Mark the super learners of these learners as failed; the caller logs it."""
+        """Mark the super learners with a learner in `ranks` as failed; the caller logs the failure."""
         for i, group in enumerate(self._groups):
             if not set(ranks).isdisjoint(group):
                 self.states[i] = PeerState.FAILED
 
     def note_left(self, ranks: Collection[int]) -> None:
-        """Learners have left in order: mark super learners of which all have, unless failed."""
+        """Mark as left the super learners whose learners are all in `ranks`, unless they have failed.
+
+        Args:
+            ranks: ranks of the learners that have left in order.
+        """
         for i, group in enumerate(self._groups):
             if set(ranks).issuperset(group) and self.states[i] is not PeerState.FAILED:
                 self.states[i] = PeerState.LEFT
@@ -146,17 +152,21 @@ class Membership:
                 self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
-        """Processes have exited: mark this super learner if one was its own; engines report on peers."""
+        """Mark this super learner as failed if a mate is in `ranks`; engines report failures of peers.
+
+        Args:
+            ranks: ranks of learners whose process has exited.
+        """
         self.fail(set(ranks).intersection(self._groups[self.own]))
 
     def grow(self, groups: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        """There are more super learners: of all of them, as in the arguments of the class."""
+        """Add new super learners, as alive; `groups` and `names` describe all super learners, as in Args."""
         self._groups = groups
-        self.names.extend(names[len(self.names) :])  # others show them
+        self.names.extend(names[len(self.names) :])  # in place: other objects refer to this list
         self.states += [PeerState.ALIVE] * (len(groups) - len(self.states))
 
     def meet(self, members: Collection[int]) -> None:
-        """After a merge: these super learners are alive, all others have failed."""
+        """Mark these super learners as alive and all others as failed, after one of them has joined."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = False
@@ -165,7 +175,10 @@ class Membership:
         self._told.clear()
 
     def rejoin(self) -> None:
-        """An engine was stopped while training continues: a super learner that left it may be alive."""
+        """Mark super learners as alive that have left only an engine; called when training continues.
+
+        A super learner that stops an engine leaves that engine, and may still be training.
+        """
         for i, state in enumerate(self.states):
             if state is PeerState.LEFT and i not in self._departed:
                 self.states[i] = PeerState.ALIVE
@@ -177,15 +190,16 @@ class Membership:
         return self.states[self.own] is PeerState.FAILED
 
     def have_left(self, ranks: Collection[int]) -> bool:
-        """Whether all super learners of these learners have left."""
+        """Whether all super learners with a learner in `ranks` have left."""
         groups = enumerate(self._groups)
         return all(self._left[i] for i, group in groups if not set(ranks).isdisjoint(group))
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
-        """Ranks of the learners of failed super learners, ascending.
+        """Return the ranks of the learners of failed super learners, in ascending order.
 
         Args:
-            ended: ranks of learners whose process has exited; not a failure if they had left.
+            ended: ranks of learners whose process has exited: their super learners count as failed unless
+                they have left.
         """
         states = zip(self._groups, self.states, self._left, strict=False)
         return tuple(

@@ -1,22 +1,24 @@
-"""SIGTERM to a learner, a scheduler's notice of preemption: its super learner leaves in order.
+"""Departure: after SIGTERM to a learner, a scheduler's notice of preemption, its super learner leaves.
 
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
-    that learner                        ASKED in memory that the super learner shares
-    the same thread of its mates        sees ASKED within LOOK_S
-    leader                              engines finish their exchanges and announce their departure;
-                                        operations over all learners continue without this super learner;
-                                        then SAID
-    all learners                        end by SIGTERM, once SAID, or some seconds after ASKED
+    that learner                        sets the flag ASKED in memory that the super learner shares
+    this module's thread in its mates   sees ASKED within LOOK_S
+    leader                              stops the engines, which finish their exchanges and announce the
+                                        departure; notifies all other learners, whose operations continue
+                                        without this super learner; then sets the flag SAID
+    all learners                        end by SIGTERM, once SAID is set, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
 
 The trainer's thread may be anywhere meanwhile: in a long computation, or in Horovod's all-reduce, waiting
-for a learner that has ended. It takes part in nothing: when it next calls this library, `hold` keeps it.
+for a learner that has ended. It takes no part in the departure: when it next calls this library,
+`block_if_leaving` blocks it until the process ends.
 
-A further SIGTERM changes nothing. A handler of the script's own, set before or after init(), replaces this.
+A further SIGTERM has no effect. If the script sets a handler of its own, before or after init(), SIGTERM
+runs that handler, and the super learner does not leave.
 
-SIGTERM to a learner that is in shutdown() is dropped: that returns in bounded time. Once it has met its peers
-there, it may be in MPI_Finalize, after which a call of MPI by this thread would abort the job.
+SIGTERM to a learner that is in shutdown() has no effect, because shutdown() returns in bounded time. After
+its barrier the learner may be in MPI_Finalize, and then a call of MPI by this thread would abort the job.
 """
 
 from __future__ import annotations
@@ -38,33 +40,32 @@ __all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-DEPARTURE_S = 2.5  # longest wait for exchanges, and for the answers to departures
-SAID_S = 3.5  # longest wait for SAID, whatever the leader does
-LAST_S = 1.0  # longest wait of the first learner for the end of all others
-LOOK_S = 0.1  # between two looks whether a mate has asked
-SPREAD_S = (
-    0.5  # the departure reaches all peers: seen before it, the end of the process is a failure
-)
+DEPARTURE_S = 2.5  # longest wait for running exchanges, and for the peers' answers to the departure
+SAID_S = 3.5  # longest wait for the leader's flag SAID
+LAST_S = 1.0  # longest wait of the first learner for all other processes of the job to end
+LOOK_S = 0.1  # between two polls of the flag ASKED
+SPREAD_S = 0.5  # wait until the departure has reached all peers: a process that ends before counts as failed
 _FLUSH_S = 0.2
-_HELD_S = 10.0  # the thread of this module has ended the process long before
+_HELD_S = 10.0  # bound of block_if_leaving; this module's thread ends the process earlier
 _ASKED, _SAID = 0, 1
-_BYTES = 65536  # as many as a pipe holds
+_BYTES = 65536  # capacity of a pipe, so that one read empties it
 
 
 class Departure:
     """How the super learner of this process leaves on SIGTERM.
 
     Args:
-        name: of the super learner, for the line in the log.
-        is_leader: this learner is its leader.
-        flags: bytes that its learners share, 0 at first.
-        is_alone: whether no other super learner trains.
-        tell_learners: tells all other learners, so that their operations continue without this super learner.
-        ends_last: whether all other learners of the job end within so many seconds; False at once on others
-            than the first.
+        name: name of the super learner, for the log.
+        is_leader: whether this learner is the leader of its super learner.
+        flags: FLAGS bytes of memory shared by the super learner's learners, initially 0.
+        is_alone: returns whether no other super learner trains.
+        tell_learners: notifies all other learners, so that their operations continue without this super
+            learner.
+        ends_last: waits up to so many seconds, and returns whether all other learners of the job have ended;
+            returns False at once unless this is the first learner that still runs.
     """
 
-    FLAGS = 2  # bytes
+    FLAGS = 2  # number of bytes in `flags`
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class Departure:
         self._is_alone, self._ends_last = is_alone, ends_last
         self._tell_learners = tell_learners
         self._last_acts: list[Callable[[], object]] = []
-        self._turn = threading.Lock()  # SIGTERM and shutdown(): the first one decides
+        self._turn = threading.Lock()  # between SIGTERM and shutdown(): the first one takes effect
         self._in_shutdown = False
 
     def at_leave(self, act: Callable[[], object]) -> None:
-        """Call `act` before this process ends, in reverse order, on a thread beside the trainer's."""
+        """Call `act` when the super learner leaves, in reverse order, on a thread beside the trainer's."""
         self._last_acts.append(act)
 
     def forget(self, act: Callable[[], object]) -> None:
-        """Unregister `act`."""
+        """Unregister `act`, so that it is not called when the super learner leaves."""
         if act in self._last_acts:
             self._last_acts.remove(act)
 
@@ -97,24 +98,24 @@ class Departure:
         return bool(self._flags[_ASKED])
 
     def ask(self) -> None:
-        """SIGTERM to this learner: its super learner leaves, unless this learner is in shutdown()."""
+        """Make the super learner leave, after SIGTERM to this learner, unless it is in shutdown()."""
         with self._turn:
             if not self._in_shutdown:
                 self._flags[_ASKED] = 1
 
     def enter_shutdown(self) -> None:
-        """From now on SIGTERM to this learner changes nothing; no return if its super learner leaves."""
+        """Ignore SIGTERM to this learner from now on; if its super learner already leaves, never return."""
         with self._turn:
             self._in_shutdown = not self.is_asked
         block_if_leaving()
 
     def has_said(self) -> None:
-        """The leader's departures are said: its mates do not wait for them."""
+        """Set SAID on the leader: it has announced the departure, and its mates need not wait for that."""
         if self._is_leader:
             self._flags[_SAID] = 1
 
     def leave(self) -> None:
-        """Ask the mates to leave too, announce their departure to the peers, end; bounded by 5 s."""
+        """Make the mates leave too, announce the departure to the peers, end the process; within 5 s."""
         ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:
@@ -130,28 +131,29 @@ class Departure:
 
     def _act(self) -> None:
         if self._is_leader:
-            self._last_acts.insert(0, self._tell_learners)  # last: a mean without it is final then
+            # called last, when no exchange runs: a mean of the others without this super learner is final
+            self._last_acts.insert(0, self._tell_learners)
         while self._last_acts:
             act = self._last_acts.pop()
             try:
                 act()
-            except Exception as error:  # the others must be called too
+            except Exception as error:  # the remaining functions must be called too
                 log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
 
 
-_departure: Departure | None = None  # of the world of this process
-_watched_by = 0  # the process whose thread runs; a forked child is another one
-_reading = -1  # the pipe in which SIGTERM is a byte
-_taking = threading.Lock()  # a byte is of the departure that it was taken for
+_departure: Departure | None = None  # departure of this process's world
+_watched_by = 0  # pid of the process whose thread runs; a forked child has another pid
+_reading = -1  # reading end of the pipe into which SIGTERM writes a byte
+_taking = threading.Lock()  # a byte read under it belongs to the _departure read under it
 
 
 def watch(departure: Departure | None) -> None:
-    """From now on SIGTERM makes this super learner leave; None: it ends this process, as by default."""
+    """Make SIGTERM trigger this departure from now on; with None it ends this process, as by default."""
     global _departure, _watched_by, _reading
     if departure is not None and _watched_by != os.getpid():
         reading = signals.hear(signal.SIGTERM, ends=True)
         if reading is None:
-            log.debug("SIGTERM has a handler already, or is ignored: it will not make this leave.")
+            log.debug("SIGTERM has a handler, or is ignored: it makes no super learner leave.")
             return
         _watched_by, _reading = os.getpid(), reading
         threading.Thread(target=_attend, daemon=True, name="hvd_adpsgd.preemption").start()
@@ -159,7 +161,7 @@ def watch(departure: Departure | None) -> None:
 
 
 def unwatch() -> None:
-    """shutdown() is over: what came during it is dropped, and the next SIGTERM ends this process."""
+    """Drop a SIGTERM that came during shutdown(), which is over; the next one ends this process."""
     with _taking:
         if _watched_by == os.getpid():
             _take()
@@ -167,7 +169,7 @@ def unwatch() -> None:
 
 
 def block_if_leaving() -> None:
-    """Keep the calling thread here if its super learner leaves; the process ends meanwhile."""
+    """Block the calling thread, until the process ends, if its super learner leaves after SIGTERM."""
     departure = _departure
     if departure is not None and departure.is_asked:
         time.sleep(_HELD_S)
@@ -175,7 +177,7 @@ def block_if_leaving() -> None:
 
 
 def _attend() -> None:
-    """The thread: waits for the signal, or for a mate that was sent it; then ends the process."""
+    """Run the thread: wait for SIGTERM to this learner or a mate, leave, and end the process."""
     while not _is_due():
         pass
     departure = _departure
@@ -186,7 +188,7 @@ def _attend() -> None:
 
 
 def _is_due() -> bool:
-    """Whether to leave, or to end where no world is left; waits for the signal for LOOK_S."""
+    """Wait up to LOOK_S for SIGTERM; return whether to leave or, if there is no world, to end."""
     select.select([_reading], [], [], LOOK_S)
     with _taking:
         is_signalled, departure = _take(), _departure
@@ -198,13 +200,16 @@ def _is_due() -> bool:
 
 
 def _take() -> bool:
-    """Whether SIGTERM came since the last call; with _taking, or the byte may be gone before it is read."""
+    """Return whether SIGTERM came since the last call.
+
+    Call it under `_taking`: otherwise another thread may take the byte first, and `read` would block.
+    """
     heard, _, _ = select.select([_reading], [], [], 0)
     return bool(heard and os.read(_reading, _BYTES))
 
 
 def _end(status: int = 0) -> None:
-    """End with what the script has printed: by SIGTERM, or with this status if it is not 0."""
+    """Flush the script's output, and end the process: by SIGTERM, or with `status` if that is not 0."""
     shutdown.finishes_within(shutdown.flush_output, _FLUSH_S)
     shutdown.set_running(False)
     if status:

@@ -1,11 +1,11 @@
-"""How a learner's process exits: in bounded time, with a failure visible in the job's status.
+"""How a learner's process exits: in bounded time, with any failure visible in the job's exit status.
 
     all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
-    some learners do not                        no MPI_Finalize, which would wait for them without
+    some learners do not reach it               no MPI_Finalize, which would wait for them without
                                                 bound; the first surviving learner exits last, because
                                                 the launcher reports only the last status
 
-Worlds record in `exit_state` what the exit depends on; `at_exit` receives what to call.
+Worlds record in `exit_state` what the exit depends on; `at_exit` receives the functions to call.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-FAILED_STATUS = 75  # of a job with a failed super learner; EX_TEMPFAIL of sysexits.h: try again
+FAILED_STATUS = 75  # status of a job with a failed super learner: EX_TEMPFAIL of sysexits.h
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
-_LOOK_S = 5e-3  # between polls for learners that have exited
-_RECEIVE_S = 0.02  # between two looks for messages that are dropped
-_FLUSH_S = 0.5  # longest wait until MPI has sent what an ending process has said last
+_LOOK_S = 5e-3  # time between polls for learners that have exited
+_RECEIVE_S = 0.02  # between two polls for messages, which are received only to be dropped
+_FLUSH_S = 0.5  # longest wait until an ending process's last messages are sent
 _LAUNCHERS = ("prterun", "mpirun")
-_LAST_FINALIZER = -100  # of multiprocessing, whose queues end at -5
+_LAST_FINALIZER = -100  # priority in multiprocessing: runs after the finalizers of its queues (-5)
 _DEPTH = 3  # processes from a learner to its launcher: Horovod's build has a shell between them
-# $1: the launcher's process, $2 its name. Looks every 0.5 s: 10 s, then 20 s more with signals.
+# $1: pid of the launcher, $2: its name. Polls every 0.5 s: for 10 s, then for 20 s more, sending SIGTERM.
 _RELEASE = (
     'n=0; while [ $n -lt 60 ] && [ "$(cat /proc/$1/comm)" = "$2" ]; do '
     "[ $n -lt 20 ] || kill $1; n=$((n + 1)); sleep 0.5; done"
@@ -82,14 +82,14 @@ _RELEASE = (
 
 @dataclass(frozen=True)
 class ShutdownBarrier:
-    """The communicator on which all learners meet in shutdown().
+    """The communicator on which shutdown() waits for all learners.
 
     While some failed super learners are replaced and others are not, `comm` lacks learners of the job, and
     a rank in `comm` differs from the learner's rank.
 
     Attributes:
-        comm: used for nothing else, so that the barrier never matches another operation.
-        ranks: ranks of its learners in the job, by rank in `comm`.
+        comm: a communicator used for nothing else, so that the barrier never matches another operation.
+        ranks: rank in the job of each learner, by its rank in `comm`.
     """
 
     comm: Any
@@ -97,18 +97,18 @@ class ShutdownBarrier:
 
     @property
     def rank(self) -> int:
-        """The rank of this learner in the job."""
+        """Rank of this learner in the job."""
         return self.ranks[int(self.comm.Get_rank())]
 
     def ended(self) -> set[int]:
-        """Learners known to have exited; with MPI without MPI_Finalize."""
+        """Return the ranks in the job of learners known to have exited; under MPI, without MPI_Finalize."""
         if isinstance(self.comm, Communicator):
             return {self.ranks[place] for place in self.comm.look_at_all()}
         return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
 
     @functools.cached_property
     def messages(self) -> Messages:
-        """Over `comm`."""
+        """The Messages over `comm`, made at the first use."""
         return Messages(self.comm)
 
 
@@ -117,20 +117,20 @@ class ExitState:
     """What the exit of this process depends on.
 
     Attributes:
-        finalizes: MPI_Finalize is ours, not mpi4py's.
-        hub: the connections of this process, where MPI does not join the processes.
-        watched: pid of the process in which `at_exit` was called; a forked child is another one.
-        has_begun: init() was successful once.
-        stuck: in what a thread of this process is left behind, and what it waits for; "" if none is.
-        failed: learners known here to have failed, or to leave because of a failure.
-        has_failures: whether any learner has, known here or to another learner.
-        barrier: the barrier that the last shutdown, or init(), did not complete; None if it did.
-        ends: deadline of that shutdown, of time.monotonic.
-        is_over: the script has ended; exit handlers run.
+        finalizes: whether this library calls MPI_Finalize, and not mpi4py.
+        hub: the connections of this process, if MPI does not join the processes.
+        watched: pid of the process in which `at_exit` was called; a forked child has another pid.
+        has_begun: whether init() has succeeded once.
+        stuck: the call in which a thread of this process is left behind, and what that waits for; "" if none.
+        failed: ranks of learners that have failed, or leave because of a failure, as known to this process.
+        has_failures: whether any learner has failed, as known to this process or to another learner.
+        barrier: the barrier that the last shutdown(), or init(), did not complete; None if it completed.
+        ends: deadline of that shutdown(), of time.monotonic.
+        is_over: whether the script has ended and exit handlers run.
         exit_status: the last argument of sys.exit, exit or quit.
         script: the outermost frame of the script.
-        at_end: called in this order before MPI or the connections end.
-        verdict: the status with which this process ends in place of 0.
+        at_end: functions to call, in this order, before MPI or the connections are closed.
+        verdict: the exit status of this process in place of 0.
     """
 
     finalizes: bool = False
@@ -149,30 +149,30 @@ class ExitState:
     verdict: int = 0
 
     def lacks_others(self, everyone: Any) -> None:
-        """init() failed: freeing and finalizing would wait for the failed learners."""
+        """Record that init() failed because of other learners, for which MPI_Finalize would wait."""
         self.barrier = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
         self.failed = tuple(self.barrier.ended())
         self.has_failures = bool(self.failed)
 
 
-exit_state = ExitState()  # of this process
+exit_state = ExitState()  # the state of this process
 
 
-# ---- what a world does ---------------------------------------------------------------------------
+# ---- the shutdown of a world ---------------------------------------------------------------------
 
 
 class Teardown:
-    """The end of a world: callbacks to run, the last barrier, communicators to free after it.
+    """What shutdown() does with a world: callbacks to run, the barrier, communicators to free after it.
 
     Attributes:
-        owned: communicators to free: those before a super learner joined.
-        has_begun: the script is in shutdown().
+        owned: communicators in use before a super learner joined, to be freed at shutdown.
+        has_begun: whether shutdown() has begun.
 
     Args:
-        barrier: of all learners.
+        barrier: the barrier of all learners.
         membership: states of the super learners.
-        mates: the learners of this super learner.
-        done: memory that they share, a byte for each: whether it has left the barrier.
+        mates: ranks of the learners of this super learner.
+        done: shared memory with a byte per learner of `mates`: whether that learner has left the barrier.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Teardown:
         self._stops: list[Callable[[], object]] = []
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
-        """Call `stop` in shutdown(), in reverse order of registration. It must be bounded."""
+        """Call `stop` in shutdown(), in reverse order of registration; it must take bounded time."""
         self._stops.append(stop)
 
     def forget(self, stop: Callable[[], object]) -> None:
@@ -203,17 +203,16 @@ class Teardown:
         free(other._barrier.comm)
 
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
-        """Use this barrier, which includes a super learner that has joined; the old communicators are freed
-        at shutdown.
+        """Use a barrier with a super learner that has joined; free the old communicators at shutdown.
 
-        Those over sockets end with their connections, which a reference would keep.
+        Old communicators over sockets are not kept: a reference to one would keep its connections open.
         """
         used = (self._barrier.comm, *old)
         self.owned = [c for c in (*self.owned, *used) if not isinstance(c, Communicator)]
         self._barrier = barrier
 
     def run_stops(self) -> Iterator[Exception]:
-        """Run all callbacks; what they raise is logged and yielded."""
+        """Run all callbacks in reverse order of registration; log and yield the exceptions they raise."""
         self.has_begun = True
         while self._stops:
             try:
@@ -235,12 +234,13 @@ class Teardown:
             ends: deadline, of time.monotonic.
 
         Returns:
-            Whether all learners came, and none has failed: communicators can be freed, MPI finalized.
+            Whether all learners reached the barrier, and none has failed: then communicators can be freed and
+            MPI finalized.
         """
         barrier = self._barrier
         failing = _meet(barrier, self.fails, ends)
         self._membership.fail(failing or ())
-        # complete here; but a learner whose wait timed out may have exited before it was
+        # the barrier may be complete on this learner, but not on one whose wait timed out and that has exited
         clean = stopped and failing is not None and not barrier.ended()
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
@@ -253,9 +253,9 @@ class Teardown:
         return clean
 
     def ends_last(self, seconds: float) -> bool:
-        """Whether all other learners have ended; the first one that runs waits so long for the others."""
+        """Return whether all other learners have ended; the first that still runs waits up to `seconds`."""
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
-        # of a barrier that shutdown() has freed: others are there too
+        # if shutdown() has freed the barrier's communicator: other learners then still run
         with contextlib.suppress(*mpi_exceptions()):
             while last is None and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
@@ -263,7 +263,10 @@ class Teardown:
         return bool(last)
 
     def _note_dead_mates(self) -> None:
-        """Record mates that exited before the barrier, after the engine that would have reported them."""
+        """Record failures of mates that exited before the barrier, but after the engine had stopped.
+
+        The engine would have reported these failures.
+        """
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
         dead = silent & self._barrier.ended()
         if dead and not self._membership.own_failed:
@@ -272,23 +275,23 @@ class Teardown:
             log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
-        """Free the communicators after the barrier; freed before, a peer's pending operation would fail."""
+        """Free the communicators; before the barrier, that would let another learner's operation fail."""
         free(*self.owned, *comms)
         self._barrier.messages.close(time.monotonic() + seconds)
         free(self._barrier.comm)
 
 
 def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
-    """Which learners exit because of a failure.
+    """Wait for all learners at the barrier; return which of them exit because of a failure.
 
     Args:
-        barrier: of all learners.
-        fails: whether this learner does.
+        barrier: the barrier of all learners.
+        fails: whether this learner exits because of a failure.
         ends: deadline, of time.monotonic.
 
     Returns:
-        Their ranks; None if some learner has failed or does not come in time. Learners that do not time out
-        have the same answer.
+        Their ranks in the job; None if a learner has failed or does not reach the barrier in time. The same
+        on all learners that do not time out.
     """
     try:
         with mpi_failures("shutdown"):
@@ -302,9 +305,15 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
-    """Whether any learner at the barrier knows of a failure; `mine` if the agreement times out."""
+    """Return whether any learner at the barrier knows of a failure; `mine` if the agreement times out.
+
+    Args:
+        barrier: the barrier of all learners.
+        mine: whether this learner knows of a failure.
+        ends: deadline, of time.monotonic.
+    """
     messages = barrier.messages
-    if messages.agreement.voted:  # the barrier timed out
+    if messages.agreement.voted:  # the barrier timed out before its decision
         return mine
     try:
         with mpi_failures("shutdown"):
@@ -317,24 +326,25 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
 
 
 def leave_behind(messages: Messages, fails: bool = False) -> None:
-    """Leave operations over all learners to the peers that are still in them, until this process ends.
+    """Notify all other learners that this one takes part in no more operations over all learners.
 
     Args:
-        messages: of the operations.
+        messages: the Messages of these operations.
         fails: whether this learner ends because of a failure.
 
-    A thread receives what they have sent before they know, and drops it: else their sends never complete.
+    Until this process ends, a thread receives and drops what learners sent before they were notified:
+    otherwise their sends never complete.
     """
     over = threading.Event()
 
     def receive() -> None:
-        # where the network fails, peers learn from the end of this process that it has left
+        # if the network fails, the other learners detect the end of this process
         with contextlib.suppress(TransportError), mpi_failures("shutdown"):
             while not over.wait(_RECEIVE_S):
                 for _ in messages.transport.poll():
                     pass
 
-    if not messages.agreement.excluded:  # else it has failed for its peers, and has not left
+    if not messages.agreement.excluded:  # else the others have declared this learner failed
         with contextlib.suppress(TransportError), mpi_failures("shutdown"):
             messages.leave(time.monotonic() + _FLUSH_S, fails)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
@@ -342,7 +352,7 @@ def leave_behind(messages: Messages, fails: bool = False) -> None:
     exit_state.at_end += [
         over.set,
         functools.partial(thread.join, _FLUSH_S),
-    ]  # before MPI or the connections end
+    ]  # called before MPI or the connections are closed
 
 
 def free(*communicators: Any) -> None:
@@ -350,23 +360,23 @@ def free(*communicators: Any) -> None:
         if comm is not None:
             with contextlib.suppress(
                 *mpi_exceptions()
-            ):  # a member has failed; nothing is left to do
+            ):  # a learner of the communicator has failed: it cannot be freed
                 comm.Free()
 
 
 def finishes_within(call: Callable[[], object], seconds: float) -> bool:
-    """Whether a call, made on a thread of its own, returns in time."""
+    """Call `call` on a daemon thread; return whether it returns within `seconds`."""
     thread = threading.Thread(target=call, daemon=True, name=f"hvd_adpsgd.{call.__name__}")
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
 
 
-# ---- how the script ends ------------------------------------------------------------------------
+# ---- whether the script fails -------------------------------------------------------------------
 
 
 def script_fails() -> bool:
-    """Whether the script ends by an exception or with a status other than 0."""
+    """Return whether the script ends by an exception or with a status other than 0."""
     error = sys.exc_info()[1]
     if error is not None:
         return not isinstance(error, SystemExit) or error.code not in (None, 0)
@@ -374,7 +384,7 @@ def script_fails() -> bool:
         return False
     if getattr(sys, "last_value", None) is not None:
         return True
-    # a script that has caught SystemExit returns from its outermost frame
+    # if the script has caught SystemExit, its outermost frame has returned, and the status is 0
     return exit_state.exit_status not in (None, 0) and not _has_returned(exit_state.script)
 
 
@@ -386,7 +396,7 @@ def _has_returned(frame: FrameType | None) -> bool:
 
 
 def _outermost_frame() -> FrameType | None:
-    """Of the main thread: that of the script."""
+    """Return the outermost frame of the main thread, which is that of the script."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
@@ -396,8 +406,8 @@ def _outermost_frame() -> FrameType | None:
 def _note_exits() -> None:
     """Record the argument of sys.exit, exit and quit on the main thread; exit handlers do not receive it.
 
-    A weakness that we accept: `raise SystemExit(1)` is not noticed, nor an `exit` imported from
-    sys before init(). Peers see such a learner leave in good order.
+    A weakness that we accept: `raise SystemExit(1)` is not recorded, nor is a call of an `exit` that was
+    imported from sys before init(). To its peers, such a learner has left in order.
     """
     exit_state.script = _outermost_frame()
     for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
@@ -408,7 +418,7 @@ def _note_exits() -> None:
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread
+        if threading.current_thread() is threading.main_thread():  # on others it ends a thread
             exit_state.exit_status = status
         leave(status)
 
@@ -419,11 +429,11 @@ def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
-    """From now on the process exits as this module describes; idempotent.
+    """Make the process exit as this module describes from now on; idempotent.
 
     Args:
-        shut_down: called first. Bounded; logs what it raises.
-        patience_s: longest MPI_Finalize; asked before `shut_down` is called.
+        shut_down: called first at exit. Takes bounded time; logs what it raises.
+        patience_s: returns the longest time for MPI_Finalize, in seconds; called before `shut_down`.
     """
     if exit_state.watched == os.getpid():
         return
@@ -440,14 +450,14 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     """At exit: shut down, then end MPI, in bounded time."""
     if (
         os.getpid() != pid
-    ):  # a forked child, not a learner: without the destructors of Horovod and Gloo,
-        process_exit.end_without_finalize(True)  # which join threads that it does not have
+    ):  # a forked child, not a learner: it must not run the destructors of Horovod and Gloo,
+        process_exit.end_without_finalize(True)  # which join threads that do not exist in the child
         return
     seconds = patience_s()
     exit_state.is_over = True
-    with contextlib.suppress(Exception):  # logged there; an exit handler cannot raise
+    with contextlib.suppress(Exception):  # shut_down has logged it; an exit handler cannot raise
         shut_down()
-    flush_output()  # the rest may take a while
+    flush_output()  # now, because MPI_Finalize and the wait for other learners may take a while
     for act in exit_state.at_end:
         act()
     if exit_state.hub is not None and not exit_state.finalizes:
@@ -462,7 +472,10 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
 
 
 def _leave_as_child(leave: Callable[[], object]) -> None:
-    """`leave` in a child of multiprocessing: one that was forked runs no exit handlers, Python's or C's."""
+    """Call `leave` in a child of multiprocessing, and exit with the verdict, if there is one.
+
+    A forked child runs no exit handlers, Python's or C's, so process_exit would not set its status.
+    """
     leave()
     if exit_state.verdict and sys.exc_info()[1] is None:
         flush_output()
@@ -470,26 +483,26 @@ def _leave_as_child(leave: Callable[[], object]) -> None:
 
 
 def flush_output() -> None:
-    """Write out what the script has printed; sys.stdout may be None, closed, or the script's own object."""
+    """Flush stdout and stderr; the script may have closed or replaced them, or set them to None."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the exit status must not depend on it
+        with contextlib.suppress(Exception):  # an error here must not change the exit status
             stream.flush()
 
 
 def _leave_hub(hub: Hub) -> None:
-    """Close the connections; after a failure the first surviving learner ends last, and its status tells."""
+    """Close the connections; after a failure the first surviving learner exits last, with FAILED_STATUS."""
     is_clean = exit_state.barrier is None and not exit_state.stuck
     last = not is_clean and _ends_last()
     hub.close()
-    if not is_clean:  # handlers of exit() that come later may wait for a thread that is left behind
+    if not is_clean:  # exit handlers that run later may wait for a thread that is left behind
         _end_without_finalize(True, last)
 
 
 def _end_without_finalize(keeps_status: bool, last: bool) -> None:
-    """See process_exit; the process that ends last reports a failure in place of status 0.
+    """Exit without MPI_Finalize (see process_exit); the last process exits with FAILED_STATUS in place of 0.
 
-    So does each learner of a failed super learner whose status ends no other learner: where a peer does not
-    know of that failure, each believes that the other one ends last.
+    So does each learner of a failed super learner: if a peer does not know of the failure, each of the two
+    expects the other one to exit last.
     """
     barrier = exit_state.barrier
     tells = last or (barrier is not None and barrier.rank in exit_state.failed)
@@ -498,9 +511,10 @@ def _end_without_finalize(keeps_status: bool, last: bool) -> None:
 
 
 def _ended_mpi(seconds: float) -> bool:
-    """Finalize MPI; False if that would wait for learners that may have failed.
+    """Finalize MPI; return False if MPI_Finalize was not called, or did not return within `seconds`.
 
-    With ULFM a process may exit without MPI_Finalize. Without ULFM that ends the job.
+    It would wait for learners that may have failed. With ULFM a process may exit without MPI_Finalize;
+    without ULFM such an exit ends the job.
     """
     from mpi4py import MPI
 
@@ -519,24 +533,25 @@ def _ended_mpi(seconds: float) -> bool:
 
 
 def _finalize() -> None:
-    """MPI_Finalize without the GIL, which mpi4py's holds; it may block without bound."""
+    """Call MPI_Finalize without the GIL, which mpi4py would hold: the call may block without bound."""
     from mpi4py import MPI
 
     ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
 def _ends_last() -> bool:
-    """Whether all other processes of the job have exited; the first surviving learner waits for them.
+    """Return whether all other processes of the job have exited; the first surviving learner waits for them.
 
-    The launcher reports only the last status, so a failure must be visible there. A learner that fails
-    itself waits until the deadline of its shutdown, because all peers may fail with it. It must not wait
-    longer: its peers may still train, and a mean of all waits for its exit.
+    The launcher reports only the last status, so that one must show a failure. A learner that fails itself
+    waits until the deadline of its shutdown, because all peers may fail with it. It must not wait longer: its
+    peers may still train, and an average over all learners waits for its exit.
     """
     barrier = exit_state.barrier
     if barrier is None:
         return False
-    # init() fails on all learners alike, and one status must become the job's. A survivor of a failed super
-    # learner fails too: the first survivor of the job waits for it, so it must not wait for that one.
+    # If init() fails, it fails on all learners, and one of them must exit last, with the job's status. A
+    # surviving learner of a failed super learner fails too: the first surviving learner of the job waits for
+    # its exit, so it must not wait for that learner.
     fails = barrier.rank in exit_state.failed or (exit_state.has_begun and script_fails())
     passed_over = () if fails else exit_state.failed
     ends = exit_state.ends
@@ -560,15 +575,15 @@ def _ends_last() -> bool:
 def _is_last(
     rank: int, ranks: Sequence[int], ended: set[int], passed_over: Sequence[int]
 ) -> bool | None:
-    """Whether a learner exits last; None while that is undecided.
+    """Return whether a learner exits last; None while that is undecided.
 
-    The lowest rank that runs and is not passed over exits last.
+    The learner that exits last has the lowest rank among those that run and are not in `passed_over`.
 
     Args:
-        rank: of the learner.
-        ranks: all learners.
-        ended: learners whose process has exited.
-        passed_over: failing learners, which do not wait long; empty for a learner that fails itself.
+        rank: rank of the learner.
+        ranks: ranks of all learners.
+        ended: ranks of learners whose process has exited.
+        passed_over: ranks of failing learners, which do not wait long; empty for a learner that fails itself.
     """
     others = set(ranks) - {rank}
     if others <= ended:
@@ -578,10 +593,10 @@ def _is_last(
 
 
 def _release_launcher() -> None:
-    """Make the launcher return after the last learner, if it runs on this host.
+    """Make the launcher exit after the last learner, if the launcher runs on this host.
 
-    Open MPI's launcher waits without bound for a host that has failed. If it still runs 10 s after the last
-    learner, it is sent SIGTERM every 0.5 s until it exits (it needs three).
+    Open MPI's launcher waits without bound for a host that has failed. If the launcher still runs 10 s after
+    the last learner, a shell sends it SIGTERM every 0.5 s until it exits (it needs three).
     """
     launcher = _launcher()
     if launcher is None:
@@ -598,7 +613,7 @@ def _release_launcher() -> None:
 
 
 def _launcher() -> tuple[int, str] | None:
-    """Pid and name of the launcher above this process; None on hosts with only its daemon."""
+    """Return pid and name of the launcher above this process; None on hosts where only its daemon runs."""
     pid = os.getppid()
     for _ in range(_DEPTH):
         try:
@@ -613,17 +628,17 @@ def _launcher() -> tuple[int, str] | None:
 
 
 def set_running(running: bool) -> None:
-    """Tell the shell above this process whether its exit counts as a failure.
+    """Record, for the shell above this process, whether an exit of this process now counts as a failure.
 
     Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
     """
     name = os.environ.get("ADPSGD_LEARNER")
     if not name:
         return
-    with contextlib.suppress(OSError):  # the shell has ended, or has no room: as without it
+    with contextlib.suppress(OSError):  # the shell has ended, or the disk is full: as without it
         if name.startswith("/proc/"):
             os.truncate(name, int(running))
-        elif running:  # below the shell of an older build, which looks for a file
+        elif running:  # below the shell of an older build, which checks whether a file exists
             Path(name).touch()
         else:
             Path(name).unlink(missing_ok=True)

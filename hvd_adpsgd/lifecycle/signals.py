@@ -9,15 +9,15 @@ from hvd_adpsgd.lifecycle import signal_pipe
 
 __all__ = ["hear"]
 
-_heard: dict[int, tuple[int, int]] = {}  # by signal: the process that hears it, and its pipe
+_heard: dict[int, tuple[int, int]] = {}  # by signal: pid of the process, reading end of its pipe
 
 
 def hear(number: signal.Signals, *, ends: bool = False) -> int | None:
-    """From now on the signal puts a byte into a pipe, which may be read on any thread; idempotent.
+    """Make the signal write a byte into a pipe from now on, which any thread may read; idempotent.
 
     Args:
-        number: of the signal.
-        ends: a forked child ends by it; else it ignores it.
+        number: the signal.
+        ends: whether the signal ends a forked child; otherwise the child ignores it.
 
     Returns:
         The pipe's descriptor for reading; None if the script has a handler of its own, or ignores the signal.

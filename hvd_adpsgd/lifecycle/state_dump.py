@@ -1,13 +1,13 @@
-"""What a learner knows about itself, written to a file when SIGUSR1 comes.
+"""The state file: what a learner writes about its state when it receives SIGUSR1.
 
-    signal  -->  a byte in a pipe  -->  a thread wakes, asks all sources, writes the file
+    signal  -->  a byte in a pipe  -->  a thread wakes, calls all sources, writes the file
 
-The thread needs the GIL for that, and nothing else: no lock of the trainer, no MPI. Every wait of ours,
-of Horovod and of mpi4py gives the GIL away, so a trainer that hangs in one is described, with the line
-where it hangs. A weakness that we accept: C code that hangs and keeps the GIL is not.
+The thread needs only the GIL: no lock of the trainer, and no MPI. Every wait of this library, of Horovod and
+of mpi4py releases the GIL, so the file is written, with the line where the trainer waits, also if that wait
+never ends. A weakness that we accept: if C code hangs and keeps the GIL, no file is written.
 
-Sources read what other threads write, without locks: a view for people, in which two numbers may be of
-different moments.
+Sources read what other threads write, without locks: the file is for people, and two of its numbers may be
+from different moments.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ __all__ = ["add_source", "describe", "watch", "write"]
 log = logging.getLogger("hvd_adpsgd")
 
 _sources: dict[str, Callable[[], Any]] = {}
-_watched_by = 0  # the process whose signal is heard; a forked child is another one
+_watched_by = 0  # pid of the process that writes on SIGUSR1; a forked child has another pid
 _folder: str | None = None
 _rank = 0
-_count = 0  # files written
+_count = 0  # number of files written
 
 
 def add_source(name: str, source: Callable[[], Any]) -> None:
-    """Have what `source` returns (of JSON's types) in the file, as `name`; the last one of a name counts.
+    """Write what `source` returns (of JSON's types) into state files, as `name`; replaces one of that name.
 
-    It is called on a thread of its own at any moment, and must neither wait nor change anything.
+    `source` is called at any moment, on the thread of this module, and must neither wait nor change anything.
     """
     _sources[name] = source
 
 
 def watch(rank: int, folder: str | None) -> bool:
-    """From now on SIGUSR1 makes this process write its state; again for another rank or folder.
+    """Make SIGUSR1 write this process's state from now on; call it again to change the rank or the folder.
 
     Args:
-        rank: of this learner, for the file's name.
-        folder: where; None: the system's folder for temporary files.
+        rank: rank of this learner, for the file's name.
+        folder: folder of the file; None: the system's folder for temporary files.
 
     Returns:
-        Whether it will: not if the script has a handler of its own for the signal, or ignores it.
+        Whether SIGUSR1 does so: False if the script has a handler of its own for it, or ignores it.
     """
     global _watched_by, _folder, _rank
     _folder, _rank = folder, rank
@@ -70,7 +70,7 @@ def watch(rank: int, folder: str | None) -> bool:
 
 
 def _attend(reading: int) -> None:
-    """The thread: one file for each time that the signal was heard."""
+    """Run the thread: write one file for each byte in the pipe, which each SIGUSR1 puts there."""
     while os.read(reading, 1):
         try:
             log.info("state written to %s", write())
@@ -83,19 +83,19 @@ def _attend(reading: int) -> None:
 
 
 def write() -> Path:
-    """Write the state now.
+    """Write the state of this process now.
 
     Returns:
-        The file, hvd_adpsgd.state.RANK.PID.N.json; N counts from 1, so that two can be compared.
+        The file's path, hvd_adpsgd.state.RANK.PID.N.json; N counts from 1, so that no file is overwritten.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     global _count
     folder = Path(_folder or tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"hvd_adpsgd.state.{_rank}.{os.getpid()}.{_count + 1}.json"
-    # under its name only when whole; by rename, so that no link laid out there is followed
+    # renamed only when complete; a rename does not follow a link that someone has put at `path`
     handle, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=folder)
     try:
         with open(handle, "w") as file:
@@ -110,7 +110,7 @@ def write() -> Path:
 
 
 def describe() -> dict[str, Any]:
-    """What all sources say, and where every thread of this process is."""
+    """Return the state: what all sources return, and the stack of every thread of this process."""
     return {
         "rank": _rank,
         "pid": os.getpid(),
@@ -124,7 +124,7 @@ def describe() -> dict[str, Any]:
 
 
 def _ask(source: Callable[[], Any]) -> Any:
-    """What a source says, or what is wrong with it: the rest is worth having."""
+    """Return what a source returns, or the text of its error, so that the other sources are still written."""
     try:
         return source()
     except Exception as error:
@@ -132,7 +132,7 @@ def _ask(source: Callable[[], Any]) -> Any:
 
 
 def _threads() -> dict[str, list[str]]:
-    """Stacks of the Python threads by name, innermost call first; the scripts are not read."""
+    """Return the stack of each Python thread, by its name, innermost call first; reads no source files."""
     names: Mapping[int | None, str] = {t.ident: t.name for t in threading.enumerate()}
     return {
         f"{names.get(ident, 'thread')} ({ident:#x})": [

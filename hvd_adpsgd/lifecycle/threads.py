@@ -1,4 +1,4 @@
-"""Threads that do one job, and that the end of the process does not wait for."""
+"""in_thread: runs one function on a daemon thread, for which the end of the process does not wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def in_thread(name: str, act: Callable[[], T]) -> Future[T]:
-    """What `act` returns or raises; it runs on a daemon thread of its own, which nothing has to wait for."""
+    """Run `act` on a daemon thread of its own; return a Future of what it returns or raises."""
     future: Future[T] = Future()
 
     def run() -> None:

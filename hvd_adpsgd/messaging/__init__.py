@@ -1,1 +1,1 @@
-"""Messages between the learners of a job, and one attempt of an operation made of them."""
+"""Messages between the learners of a job, and attempts of operations that consist of such messages."""

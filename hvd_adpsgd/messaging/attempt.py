@@ -1,7 +1,7 @@
-"""One attempt of an operation over all learners: collectives of those that are alive.
+"""One attempt of an operation over all learners: collectives of the learners that are alive.
 
-On one host their bytes go through memory that all map (host_memory); between hosts as messages, small ones
-with few steps, large ones in segments.
+On one host, large arrays go through memory that all its learners map (host_memory). Between hosts they are
+sent as messages: small arrays in few steps, large ones in segments.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from hvd_adpsgd.messaging.mpi_transport import SEGMENT, Bytes
 
 __all__ = ["Attempt", "gather_once"]
 
-_SMALL = 2**16  # bytes up to which latency counts more than bandwidth
-_WINDOW = 16 * SEGMENT  # bytes of a broadcast on their way
+_SMALL = 2**16  # largest number of bytes for which latency matters more than bandwidth
+_WINDOW = 16 * SEGMENT  # bytes of a broadcast that are in flight at once
 
 
 class Attempt:
     """One attempt of an operation: collectives of the learners that are alive, in the same order on all.
 
     Args:
-        messages: of all learners.
-        places: of the learners in it, by rank.
-        ranks: their ranks in the job.
-        ends: deadline of all waiting, of time.monotonic.
-        sharing: of learners on one host; None: all bytes travel as messages.
+        messages: the Messages of all learners.
+        places: place in `messages` of each learner of the attempt, by its rank in the attempt.
+        ranks: rank in the job of each learner of the attempt, by its rank in the attempt.
+        ends: deadline of all waits, of time.monotonic; None: no deadline.
+        sharing: memory that learners on one host share; None: all bytes travel as messages.
 
     Attributes:
-        rank, size: among these learners.
+        rank, size: rank of this learner, and number of learners, in the attempt.
         ranks: see the arguments.
-        calls: what each of them calls, by rank.
+        calls: the call (collectives/call) of each learner of the attempt, by rank.
 
-    Every method raises AttemptAbandonedError if one of them fails or leaves the attempt.
+    Every method raises AttemptAbandonedError if a learner of the attempt fails or leaves the attempt.
     """
 
     def __init__(
@@ -92,33 +92,36 @@ class Attempt:
         return found[0]
 
     def check(self) -> None:
-        """Raise AttemptAbandonedError if a peer has failed or has left this attempt."""
+        """Raise AttemptAbandonedError if a learner of this attempt has failed or has left it."""
         self._messages.check(self.number)
         if self._messages.agreement.excluded or not self._others.isdisjoint(self._messages.failed):
             raise AttemptAbandonedError
 
     def look(self) -> None:
-        """Take in messages, while this learner waits for others in another way; see `check`."""
+        """Receive messages, while this learner waits in shared memory and not for a message; then `check`."""
         self._messages.poll()
         self._messages.look_around()
         self.check()
 
     def flush(self) -> None:
-        """Wait until all that was sent may change."""
+        """Wait until the buffers of all messages that were sent may be changed."""
         if not self._messages.flush(self.check, self._ends):
             raise AttemptAbandonedError
 
     def _hosts(self, nbytes: int) -> Hosts | None:
-        """Who shares memory, if that is worth its barriers; all learners ask this together."""
+        """Return how the learners share memory; None if none do, or `nbytes` is too small for its barriers.
+
+        All learners of the attempt call this together.
+        """
         if self._sharing is None or self.size == 1 or nbytes <= _SMALL:
             return None
         hosts = self._sharing.among(self)
         if hosts is not None:
-            self.flush()  # at a barrier nothing is sent
+            self.flush()  # messages do not move while a learner sleeps at a barrier in memory
         return hosts
 
     def _send_all(self, rank: int, data: Any) -> None:
-        """Send bytes whose number the receiver does not know."""
+        """Send bytes, in segments, with their number in front, which the receiver does not know."""
         view = memoryview(data)
         self._send(rank, len(view).to_bytes(8, "little") + bytes(view[:SEGMENT]))
         for start in range(SEGMENT, len(view), SEGMENT):
@@ -135,7 +138,7 @@ class Attempt:
     # ---- collectives --------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all, by rank, through pickle; in one step for few, in log2 n steps for many.
+        """Return the values of all learners, by rank, sent pickled; in 1 step for few, log2 n steps for many.
 
         Source: Bruck et al., Efficient algorithms for all-to-all communications in multiport
             message-passing systems, IEEE TPDS 1997.
@@ -144,7 +147,7 @@ class Attempt:
         if self.size <= FEW:
             return self._gather_directly(value)
         n, step = self.size, 1
-        have = [pickle.dumps(value)]  # of this rank and those that follow it
+        have = [pickle.dumps(value)]  # values of this rank and of the ranks that follow it
         while step < n:
             self._send_all((self.rank - step) % n, pickle.dumps(have[: n - step]))
             have += pickle.loads(self._take_all((self.rank + step) % n))
@@ -159,7 +162,7 @@ class Attempt:
         return [pickle.loads(data) for data in everything]
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Overwrite a contiguous array with that of rank `root`; on a host through its memory."""
+        """Overwrite a contiguous array with that of rank `root`; inside a host through shared memory."""
         data, hosts = array.reshape(-1).view(np.uint8), self._hosts(array.nbytes)
         self._next_phase()
         if hosts is None:
@@ -174,7 +177,7 @@ class Attempt:
         hosts.memory.broadcast(data, hosts.own.index(head), self)
 
     def _pass_down(self, data: Bytes, ranks: Sequence[int]) -> None:
-        """From the first of these ranks to the others: a binomial tree, segment by segment."""
+        """Broadcast `data` from the first of `ranks` to the others: a binomial tree, segment by segment."""
         mine, n = ranks.index(self.rank), len(ranks)
         parent = mine - (1 << (mine.bit_length() - 1)) if mine else None
         steps = [1 << k for k in range(mine.bit_length(), n.bit_length())]
@@ -188,14 +191,14 @@ class Attempt:
             for child in children:
                 self._send(child, segment)
             if children and start % _WINDOW == 0:
-                self.flush()  # what the system has not taken is held in copies
+                self.flush()  # bounds the memory of the copies that wait to be sent
 
     def allreduce(self, mine: NDArray[Any], combine: Any = np.add) -> NDArray[Any]:
-        """The arrays of all, combined element by element; the same bits on all.
+        """Return the arrays of all learners, combined element by element; the same bits on all of them.
 
         Args:
-            mine: contiguous, the same dtype and number of elements on all.
-            combine: a commutative ufunc; np.minimum and np.maximum pass a NaN on.
+            mine: this learner's array; contiguous, with the same dtype and number of elements on all.
+            combine: a commutative ufunc; with np.minimum and np.maximum, a NaN in one array gives NaN.
         """
         hosts = self._hosts(mine.nbytes)
         self._next_phase()
@@ -210,7 +213,7 @@ class Attempt:
         return self._combined(hosts, mine, combine)
 
     def _combined(self, hosts: Hosts, mine: NDArray[Any], combine: Any) -> NDArray[Any]:
-        """In the memory of each host, then among one learner of each."""
+        """Combine in the memory of each host, then among one learner of each host, by messages."""
         heads = [group[0] for group in hosts.groups]
         has_total = len(heads) == 1 or self.rank in heads
         total, everyone = np.empty_like(mine), range(len(hosts.own))
@@ -231,17 +234,18 @@ class Attempt:
         givers: Sequence[int],
         wanted: Sequence[bool],
     ) -> list[NDArray[Any] | None] | None:
-        """Combine the arrays of several ranks element by element in one pass; None where that needs messages.
+        """Combine the arrays of several ranks element by element in one pass, if all share a host's memory.
 
         Args:
             arrays: contiguous, of one dtype; of the same dtype and shapes on all ranks.
-            combine: writes what becomes of a part of the givers' arrays, in the order of `givers`.
-            givers: ranks whose arrays count.
-            wanted: whether this rank needs the result of each array.
+            combine: combine(parts, result) writes into `result` the result for a part of the arrays, given
+                that part of the array of each of `givers`, in their order.
+            givers: ranks whose arrays are combined.
+            wanted: for each array, whether this rank needs the result.
 
         Returns:
-            The results, the same bits on all, None for those not wanted here; None, on all, unless all share
-            one host's memory.
+            The result for each array, with the same bits on all ranks, None if it is not wanted on this rank;
+            on all ranks None in place of the list unless all share one host's memory.
         """
         hosts = self._hosts(sum(array.nbytes for array in arrays))
         if hosts is None or len(hosts.groups) > 1:
@@ -254,7 +258,7 @@ class Attempt:
         return results
 
     def _doubled(self, total: NDArray[Any], combine: Any) -> NDArray[Any]:
-        """Recursive doubling; the ranks beyond a power of two first give theirs to another one.
+        """Combine by recursive doubling; ranks beyond a power of two first send their arrays to a lower rank.
 
         The lower rank's operand comes first on both sides, so both have the same bits.
         """
@@ -279,14 +283,14 @@ class Attempt:
         return np.asarray(total)
 
     def _scattered(self, total: NDArray[Any], combine: Any, ring: Sequence[int]) -> None:
-        """Reduce-scatter and all-gather around a ring of ranks: each sends 2 (n - 1) / n of the array.
+        """Reduce-scatter and all-gather around a ring of n ranks: each sends 2 (n - 1) / n of the array.
 
-        Block i is summed in the order of the ring, and its sum then travels as it is.
+        Each block is summed in the order of the ring, and its sum is then copied, so all have the same bits.
 
         Args:
-            total: of one dimension; overwritten.
+            total: array of one dimension; overwritten with the result.
             combine: see allreduce.
-            ring: of which this rank is one.
+            ring: ranks in the order of the ring; this rank is one of them.
         """
         n, mine = len(ring), ring.index(self.rank)
         ends = [total.size * i // n for i in range(n + 1)]
@@ -299,7 +303,7 @@ class Attempt:
                 lambda part, other: combine(other, part, out=part),
                 ring,
             )
-        self.flush()  # the sums overwrite what was sent
+        self.flush()  # the sums overwrite buffers that were sent
         for step in range(n - 1):
             self._pass_on(blocks[(mine - step + 1) % n], blocks[(mine - step) % n], np.copyto, ring)
 
@@ -310,7 +314,14 @@ class Attempt:
         take_in: Callable[[Any, Any], object],
         ring: Sequence[int],
     ) -> None:
-        """Send a block to the next rank of a ring, and take in one from the rank before, by segments."""
+        """Send `block` to the next rank of a ring; receive one from the rank before; both in segments.
+
+        Args:
+            block: the block to send.
+            target: the block into which the received one is copied or combined; it has the same size.
+            take_in: take_in(part, segment) copies or combines a received segment into a part of `target`.
+            ring: ranks in the order of the ring; this rank is one of them.
+        """
         count, mine = SEGMENT // block.itemsize, ring.index(self.rank)
         for start in range(0, block.size, count):
             self._send(ring[(mine + 1) % len(ring)], block[start : start + count].view(np.uint8))
@@ -321,12 +332,12 @@ class Attempt:
             self._messages.recycle(taken)
 
     def allgatherv(self, mine: Bytes, everything: Bytes, counts: Sequence[int]) -> None:
-        """Fill `everything` with the bytes of all, by rank.
+        """Fill `everything` with the bytes of all learners, by rank.
 
         Args:
-            mine: counts[rank] bytes.
-            everything: sum(counts) bytes.
-            counts: of all, by rank.
+            mine: this learner's bytes, counts[rank] of them.
+            everything: overwritten; sum(counts) bytes.
+            counts: number of bytes of each learner, by rank.
         """
         ends = np.cumsum([0, *counts])
         blocks = [everything[a:b] for a, b in itertools.pairwise(ends)]
@@ -345,13 +356,13 @@ class Attempt:
             self._pass_on(source, target, np.copyto, range(n))
 
     def barrier(self) -> None:
-        """Wait until all are here."""
+        """Wait until all learners of the attempt have called this."""
         self.gather(None)
 
     # ---- leaving ------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave it; the others leave it too."""
+        """Leave the attempt, because of `error` if there is one, and make all other learners leave it too."""
         rank = self.ranks[self.rank]
         self._messages.abandon(
             self._places, (type(error).__name__, str(error), rank) if error else None
@@ -359,11 +370,11 @@ class Attempt:
 
 
 def _in_order(combine: Any) -> Callable[[Sequence[NDArray[Any]], NDArray[Any]], object]:
-    """A ufunc applied to several arrays, the first ones first."""
+    """Return a function that combines several arrays with the ufunc `combine`, in their order."""
 
     def act(parts: Sequence[NDArray[Any]], result: NDArray[Any]) -> None:
         first, *others = parts
-        if not others:  # alone on its host
+        if not others:  # this learner is the only one on its host
             result[:] = first
         for part in others:
             first = combine(first, part, out=result)
@@ -372,11 +383,15 @@ def _in_order(combine: Any) -> Callable[[Sequence[NDArray[Any]], NDArray[Any]], 
 
 
 def gather_once(messages: Messages, value: Any, ends: float | None = None) -> list[Any] | None:
-    """The values of all learners of a communicator; None if one has failed or does not come.
+    """Return the values of all learners of a communicator, by rank; None if one has failed or does not come.
 
-    The same answer on all learners that get one before `ends`, of time.monotonic; None: no deadline.
+    Args:
+        messages: the Messages over the communicator.
+        value: this learner's value.
+        ends: deadline, of time.monotonic; None: no deadline. All learners that do not reach the deadline
+            return the same.
     """
-    if messages.agreement.voted:  # in an earlier one, which timed out
+    if messages.agreement.voted:  # an earlier gather_once has timed out before its decision
         return None
     everyone = range(messages.size)
     attempt, told = Attempt(messages, everyone, everyone, ends), None

@@ -1,13 +1,13 @@
 """Large collectives of the learners of one host, through memory that they map.
 
-Arrays go through the memory block by block: while a block is combined, the one behind it comes in and the
-one before it goes out, so a block is still in the processors' caches when it is read. Between two blocks all
-learners meet at a barrier. One that fails leaves the others waiting there; they look at their messages
-meanwhile.
+Arrays go through the memory block by block: while a block is combined, the next one is copied in and the
+previous one is copied out, so a block is still in the processors' caches when it is read. Between two blocks
+all learners wait at a barrier. If a learner fails, the others wait there until they find, by polling their
+messages, that it has failed.
 
-The memory is an unnamed file: no death leaves anything behind. After an attempt that was not completed it is
-thrown away (see Sharing): a learner that was stopped in its middle, and is taken for failed, may still write
-to it.
+The memory is an unnamed file, so a process that is killed leaves no file behind. After an attempt that was
+not completed the memory is not used again (see Sharing): a learner that was stopped in the attempt, and was
+declared failed, may still write to it.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from hvd_adpsgd.messaging.host_barrier import arrive, await_count
 __all__ = ["HostMemory", "Hosts", "Sharing", "Waiting", "alone"]
 
 _Array = NDArray[Any]
-Combine = Callable[[Sequence[_Array], _Array], object]  # arrays by place, and where the result goes
+Combine = Callable[[Sequence[_Array], _Array], object]  # arrays by place, and array for the result
 
-BLOCK = 2**19  # bytes of each learner in one step
-_HEAD = 64  # bytes before the blocks; the barrier's count is in them
-_FIRST_LOOK_S, _LAST_LOOK_S = 2e-3, 2e-2  # at messages, while learners wait for each other
+BLOCK = 2**19  # bytes of each learner's array that are combined in one step
+_HEAD = 64  # bytes before the blocks, which contain the count of the barrier
+_FIRST_LOOK_S, _LAST_LOOK_S = 2e-3, 2e-2  # shortest and longest time between polls at a barrier
 
 
 class Waiting(Protocol):
-    """What a learner does while it waits at a barrier."""
+    """An object, such as an Attempt, that a learner calls while it waits at a barrier."""
 
     def look(self) -> None:
-        """Take in messages; raises if a learner has failed or has left."""
+        """Receive messages; raise if a learner has failed or has left the attempt."""
 
 
 class HostMemory:
-    """Memory of the learners of one host; all of them use it together and in the same order.
+    """Collectives in memory that the learners of one host map; all call them together, in the same order.
 
     Args:
-        memory: mapped by all, zeroed at first: `nbytes_for` so many learners.
-        place: of this learner among them.
-        size: how many they are.
+        memory: nbytes_for(size) bytes, mapped by all learners, initially zero.
+        place: index of this learner among them.
+        size: number of learners.
     """
 
     def __init__(self, memory: NDArray[np.uint8], place: int, size: int):
         self.place, self.size = place, size
         self._count, self._target = memory[:_HEAD], 0
         rows = memory[_HEAD:].reshape(2, size + 1, BLOCK)
-        self._given = rows[:, :size]  # by turn and place
+        self._given = rows[:, :size]  # input blocks by turn (of two, in alternation) and place
         self._result = rows[:, size]
         self._whole = memory[_HEAD:].reshape(2, -1)
 
     @staticmethod
     def nbytes_for(size: int) -> int:
-        """Bytes for so many learners."""
+        """Return how many bytes of memory `size` learners need."""
         return _HEAD + 2 * (size + 1) * BLOCK
 
     def _meet(self, waiting: Waiting) -> None:
-        """Wait until all are here."""
+        """Wait at the barrier until all learners of the host have called this."""
         self._target = (self._target + self.size) % 2**32
         arrive(self._count, self._target)
         pause = _FIRST_LOOK_S
@@ -85,14 +85,15 @@ class HostMemory:
         givers: Sequence[int],
         waiting: Waiting,
     ) -> None:
-        """Combine the arrays of all element by element; the same bits for all.
+        """Combine the arrays of the learners `givers` element by element; all learners get the same bits.
 
         Args:
-            arrays: contiguous, of one dtype, as many elements on all.
-            results: overwritten; like `arrays`, None for each that this learner does not need.
-            combine: writes the result of a part of the `givers`' arrays, in their order.
-            givers: places whose arrays count.
-            waiting: see there.
+            arrays: contiguous, of one dtype, with the same numbers of elements on all learners.
+            results: overwritten; one for each of `arrays`, None for each that this learner does not need.
+            combine: combine(parts, result) writes into `result` the result for a part of the arrays, given
+                that part of the array of each of `givers`, in their order.
+            givers: places of the learners whose arrays are combined.
+            waiting: called while this learner waits at a barrier.
         """
         sizes, dtype = [array.size for array in arrays], arrays[0].dtype
         mine, out = _Joined(arrays, sizes), _Joined(results, sizes)
@@ -114,14 +115,14 @@ class HostMemory:
         combine: Combine,
         givers: Sequence[int],
     ) -> None:
-        """The part of a block that falls to this learner."""
+        """Combine the part of a block that this learner combines for all."""
         count = step[1] - step[0]
         part = slice(count * self.place // self.size, count * (self.place + 1) // self.size)
         given = [self._given[turn, place].view(dtype)[part] for place in givers]
         combine(given, self._result[turn].view(dtype)[part])
 
     def broadcast(self, data: NDArray[np.uint8], root: int, waiting: Waiting) -> None:
-        """Overwrite bytes with those of place `root`."""
+        """Overwrite `data` with the bytes of the learner at place `root`."""
         blocks = self._whole
         steps = _ranges(data.size, blocks.shape[1])
         for k in range(len(steps) + 1):
@@ -135,7 +136,7 @@ class HostMemory:
     def allgather(
         self, mine: NDArray[np.uint8], parts: Sequence[NDArray[np.uint8]], waiting: Waiting
     ) -> None:
-        """Fill `parts`, by place, with the bytes of all; each has its own length."""
+        """Fill `parts`, by place, with the bytes of all learners, whose lengths may differ."""
         longest = max(part.size for part in parts)
         steps = _ranges(longest, BLOCK)
         for k in range(len(steps) + 1):
@@ -153,16 +154,16 @@ def _copy(source: _Array, space: _Array) -> None:
 
 
 def _ranges(count: int, step: int) -> list[tuple[int, int]]:
-    """[0, count) in pieces of at most `step`."""
+    """Return [0, count) cut into ranges (start, end) of at most `step` elements."""
     return [(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 class _Joined:
-    """Contiguous arrays of one dtype, read and written as if they lay one behind the other.
+    """Contiguous arrays of one dtype, read and written as if they were one concatenated array.
 
     Args:
-        arrays: None for a gap.
-        sizes: elements of each.
+        arrays: the arrays; None for one that is skipped in reads and writes.
+        sizes: number of elements of each array, skipped ones included.
     """
 
     def __init__(self, arrays: Sequence[_Array | None], sizes: Sequence[int]):
@@ -170,7 +171,7 @@ class _Joined:
         self._ends = list(itertools.accumulate(sizes))
 
     def _pieces(self, start: int, end: int) -> list[tuple[slice, _Array]]:
-        """Where in [start, end) each array lies, and this part of it."""
+        """Return, for each array that overlaps [start, end), its slice of that range, and its part there."""
         found, i = [], bisect.bisect_right(self._ends, start)
         begin = self._ends[i - 1] if i else 0
         while begin < end:
@@ -190,16 +191,16 @@ class _Joined:
             part[:] = values[where]
 
 
-# ---- who shares memory ----------------------------------------------------------------------------
+# ---- which learners share memory ------------------------------------------------------------------
 
 
 class Hosts(NamedTuple):
-    """How the learners of an attempt lie on hosts, at least two of them on one.
+    """How the learners of an attempt are spread over hosts, of which at least one has two learners.
 
     Attributes:
-        groups: ranks of each host, in the same order on all.
-        own: those of this host.
-        memory: that they share.
+        groups: ranks in the attempt of the learners of each host, in the same order on all learners.
+        own: ranks of the learners of this host.
+        memory: the memory that the learners of this host share.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -216,11 +217,11 @@ class _Member(Protocol):
 
 
 class Sharing:
-    """The memory that learners share from one operation to the next, as long as all of them are there.
+    """The memory that learners of a host share; reused by the next operation if the learners are the same.
 
     Args:
-        host: learners with equal keys try to map one segment, and use messages if that fails; None: learners
-            of one system do.
+        host: a key; learners with equal keys try to map the same memory, and use messages if that fails.
+            None: the key of this learner's host.
     """
 
     def __init__(self, host: Any = None) -> None:
@@ -229,10 +230,12 @@ class Sharing:
         self._hosts: Hosts | None = None
 
     def among(self, attempt: _Member) -> Hosts | None:
-        """Of the learners of an attempt; a collective where they are others than before.
+        """Return how the learners of an attempt share memory; all of them call this together.
+
+        The memory is made anew if the attempt has other learners than the last one.
 
         Returns:
-            None, on all of them, where no two share a host, or one cannot map the memory.
+            None, on all learners, if no two of them share a host, or one of them cannot map its memory.
         """
         if self._ranks != attempt.ranks:
             self._hosts = _met(attempt, self._host)
@@ -240,7 +243,7 @@ class Sharing:
         return self._hosts
 
     def forget(self) -> None:
-        """After an attempt that was not completed: on all learners, as that is decided."""
+        """Drop the memory, after an attempt that was not completed; all learners do so together."""
         self._ranks = self._hosts = None
 
 
@@ -265,18 +268,18 @@ def _met(attempt: _Member, host: Any) -> Hosts | None:
     if area is None or not all(mapped):
         return None
     with contextlib.suppress(OSError):
-        area.madvise(mmap.MADV_DONTFORK)  # a child of a learner would keep the memory
+        area.madvise(mmap.MADV_DONTFORK)  # else a forked child of a learner would keep the memory
     memory = np.frombuffer(area, dtype=np.uint8, count=nbytes)
     return Hosts(groups, own, HostMemory(memory, own.index(attempt.rank), len(own)))
 
 
 def _host() -> Any:
-    """The key of this host: learners with equal keys may share memory; alone() is equal to none."""
+    """Return the key of this host for Sharing, or, if it is unknown, a key that no other learner has."""
     with contextlib.suppress(OSError):
         return host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev
     return alone()
 
 
 def alone() -> Any:
-    """For Sharing: of a learner that shares with nobody."""
+    """Return a key for Sharing that no other learner has, so that this one shares no memory."""
     return host_name(), socket.gethostname(), os.getpid(), "alone"

@@ -1,14 +1,14 @@
-"""Plain messages between all learners, and the agreements made of them.
+"""Plain messages between all learners, and the agreements that consist of such messages.
 
-One private communicator carries them. It is never revoked, shrunk or agreed upon: while several threads use
-MPI, Open MPI's agreement gives split answers, and shrink is built on it.
+One private communicator carries the messages. ULFM's revoke, shrink and agree are never called on it: while
+several threads use MPI, Open MPI's agree gives different answers on different learners, and shrink calls it.
 
     Messages      sends, receives, knows which learners have failed, moves the agreement's messages
     Attempt       one attempt of an operation: collectives of the learners that are alive (attempt.py)
 
-Every attempt ends with one agreement, so attempts are numbered like decisions. A message carries the number
-of its attempt in its tag. A message of an attempt that is over is received and dropped; one of the next
-attempt is kept, and there are none of later ones, because a decision needs all votes.
+Every attempt ends with one agreement, so an attempt has the number of its decision. A message carries the
+number of its attempt in its tag. A message of an attempt that is over is received and dropped; one of the
+next attempt is kept. There are no messages of later attempts, because a decision needs all votes.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ __all__ = [
     "Messages",
 ]
 
-COMPLETE, NO_ERROR = 1, 2  # flags of a vote
+COMPLETE, NO_ERROR = 1, 2  # flags of a vote: this learner has the result; it has raised no error
 
 _SPAN, CHANNELS = (
     2**13,
     2**9,
 )  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
-# channels; each collective of an attempt has one
+# channels of messages; from FIRST_PHASE on, one for each collective of an attempt in turn
 _AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
-FEW = 16  # learners up to which all send to all: fewer steps, n^2 messages
+FEW = 16  # up to so many learners, each sends to all: fewer steps, but n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
-_PATIENCE_S = 1.0  # for a message that was sent before one that has arrived
+_PATIENCE_S = 1.0  # longest wait for the message with the error for which a learner left an attempt
 
 
 class AttemptAbandonedError(Exception):
-    """A learner has left this attempt, or has failed; never seen outside of the runtime.
+    """A learner has left this attempt, or has failed; never raised to the user.
 
     Attributes:
-        reason: (class name, text, rank) of the error for which a learner has left it, or None.
-        is_told: that learner has told all.
+        reason: (class name, text, rank) of the error for which a learner has left the attempt, or None.
+        is_told: whether that learner has notified all others that it has left.
     """
 
     def __init__(self, reason: tuple[str, str, int] | None = None, is_told: bool = False):
@@ -68,20 +68,23 @@ class AttemptAbandonedError(Exception):
 class Messages:
     """Messages between the learners of one communicator, which nothing else uses.
 
-    One thread at a time. Learners are numbered by their rank in `comm`, here called place.
+    Only one thread may use it at a time. A learner's rank in `comm` is called its place.
 
     Args:
-        comm: private; one of mpi4py with errors returned, or one over sockets.
+        comm: private communicator, of mpi4py with errors returned, or over sockets.
 
     Attributes:
-        agreement: of all learners of `comm`.
-        failed: places believed failed: reported by the transport, or told by a peer; or that have left.
-        left: places of learners that take part in nothing more: they have returned from shutdown(), or their
+        agreement: the Agreement of all learners of `comm`.
+        failed: places of learners that the transport or another learner has reported as failed, or that have
+            left.
+        left: places of learners that take part in no more operations: they have run shutdown(), or their
             super learner was sent SIGTERM. Their processes may still run.
-        failing: those of them that leave because of a failure.
-        abandoned: attempts that peers have left, by number: (class name, text, rank) of the error, or None.
-        waiting: by place the number of the attempt in which that learner waits, and what it has sent with it.
-        at_wait: called while this learner waits and nothing arrives.
+        failing: places in `left` of learners that leave because of a failure.
+        abandoned: by number of an attempt that a learner has left: (class name, text, rank) of the error for
+            which it did, or None.
+        waiting: by place of a learner that waits in an attempt: the number of the attempt, and the facts that
+            the learner has sent (`tell_waiting`).
+        at_wait: called while this learner waits and no message arrives.
     """
 
     def __init__(self, comm: Any):
@@ -102,8 +105,8 @@ class Messages:
     def send(self, place: int, channel: int, data: Any, number: int | None = None) -> None:
         """Send bytes without waiting. `data` must not change until `flush`.
 
-        A learner that is believed failed is sent to as well, unless the transport has reported it: it may be
-        alive, and wait to be told what the others have decided. One that has left waits for nothing.
+        The message is sent also to a learner that is believed failed, unless the transport has reported it:
+        it may be alive, and wait for the decision of the others. Nothing is sent to a learner that has left.
         """
         if place in self.left:
             return
@@ -112,7 +115,7 @@ class Messages:
         self._believe_reported()
 
     def flush(self, check: Callable[[], object] | None = None, ends: float | None = None) -> bool:
-        """Wait until all that was sent may change; whether it may."""
+        """Wait until the buffers of all messages sent may be changed; return False after `ends`."""
         return self.wait(lambda: not self.transport.is_sending, check, ends)
 
     def _send_agreement(self) -> None:
@@ -130,12 +133,12 @@ class Messages:
         """Receive until `done()`; sleeps between polls, so that a waiting learner frees its core.
 
         Args:
-            done: asked after each poll.
-            check: called where it is not; may raise.
+            done: called after each poll; returns whether to stop.
+            check: called after each poll if `done` returns False; may raise.
             ends: deadline, of time.monotonic; polls at least once. None: no deadline.
 
         Returns:
-            Whether it is done.
+            Whether `done` has returned True, before the deadline.
         """
         pause = _SHORTEST_PAUSE_S
         while True:
@@ -156,7 +159,7 @@ class Messages:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def poll(self) -> bool:
-        """Take in all that has arrived; whether anything has."""
+        """Receive all messages that have arrived; return whether any has."""
         moved = False
         for source, tag, buffer in self.transport.poll():
             moved = True
@@ -192,7 +195,7 @@ class Messages:
             self.agreement.receive(source, message.data)
         except ValueError as error:
             raise TransportError(
-                f"learners do not understand each other ({error}). Run the same release on all of them."
+                f"a message of another learner cannot be read ({error}). Run the same release on all of them."
             ) from None
         self._after_agreement(before)
 
@@ -204,7 +207,7 @@ class Messages:
             self._relay()
 
     def _forget(self) -> None:
-        """Drop what belongs to attempts that are over."""
+        """Drop messages and errors of attempts that are over."""
         current = self.agreement.number
         for key in [k for k in self._inbox if k[1] != _LAST and k[0] < current]:
             del self._inbox[key]
@@ -212,10 +215,10 @@ class Messages:
             del self.abandoned[number]
 
     def _relay(self) -> None:
-        """Send the decision on: a peer may still wait for it, and the coordinator may have failed.
+        """Forward the decision: another learner may still wait for it, and the coordinator may have failed.
 
-        Without it the peer would wait until this learner comes to its next operation. It goes to the learners
-        1, 2, 4, ... places further, which send it on as well.
+        Otherwise that learner would wait until this one comes to its next operation. The decision is sent to
+        the living learners 1, 2, 4, ... places further, which forward it as well.
         """
         message = self.agreement.last_commit()
         living = [i for i in range(self.size) if i not in self.failed or i == self.place]
@@ -225,18 +228,18 @@ class Messages:
             step *= 2
 
     def recycle(self, buffer: Bytes) -> None:
-        """A received message has been used: its memory serves again."""
+        """Reuse the memory of a received message, whose bytes are no longer needed."""
         self.transport.recycle(buffer)
 
     # ---- failures -----------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Nothing has arrived for a while."""
+        """Look for failures and call `at_wait`, after no message has arrived for a while."""
         self.look_for_failures()
         self.at_wait()
 
     def look_for_failures(self) -> None:
-        """Ask the transport which processes have failed."""
+        """Update `failed` with the processes that the transport reports as failed."""
         self.transport.look_for_failures()
         self._believe_reported()
 
@@ -245,7 +248,7 @@ class Messages:
             self.believe_failed(self.transport.failed)
 
     def believe_failed(self, places: set[int]) -> None:
-        """From now on these are believed failed, for good; peers learn it with the next messages."""
+        """Mark the learners at `places` as failed, for good; the agreement's messages notify the others."""
         before = self.agreement.number
         for place in sorted(places - self.failed):
             self.failed.add(place)
@@ -255,50 +258,50 @@ class Messages:
     # ---- attempts and decisions ---------------------------------------------------------------
 
     def check(self, number: int) -> None:
-        """Raise AttemptAbandonedError if a peer has left this attempt."""
+        """Raise AttemptAbandonedError if another learner has left the attempt `number`."""
         if number in self.abandoned:
             raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
-        """Tell these peers that this learner leaves the attempt under way, which they then leave too."""
+        """Notify the learners at `places` that this one leaves the running attempt: they then leave it."""
         message = pickle.dumps(reason)
         for place in places:
             if place != self.place:
                 self.send(place, _ABANDON, message)
 
     def tell_waiting(self, facts: Any) -> None:
-        """Send all peers that this learner waits in the attempt under way, with these facts."""
+        """Notify all other learners that this one waits in the running attempt; `facts` are sent along."""
         message = pickle.dumps(facts)
         for place in range(self.size):
             if place != self.place:
                 self.send(place, _WAITS, message)
 
     def reason(self, number: int) -> tuple[str, str, int] | None:
-        """The error for which a peer has left an attempt; waits a moment for its message."""
+        """Return the error for which a learner left the attempt; wait up to _PATIENCE_S for its message."""
         self.wait(
             lambda: self.abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
         )
         return self.abandoned.get(number)
 
     def take(self, number: int, channel: int, place: int) -> Bytes | None:
-        """The next message of this kind, if it is here."""
+        """Return the next message of this attempt, channel and sender; None if it has not arrived."""
         arrived = self._inbox.get((number, channel, place))
         return arrived.popleft() if arrived else None
 
     def vote(self, flag: int, digest: int = 0) -> int:
-        """Vote for the decision under way; returns its number."""
+        """Vote for the next decision; return its number."""
         before = self.agreement.number
-        if self.agreement.excluded:  # `decision` raises
+        if self.agreement.excluded:  # `decision` then raises
             return before
         number = self.agreement.vote(flag, digest)
         self._after_agreement(before)
         return number
 
     def decision(self, number: int, ends: float | None = None) -> Decision | None:
-        """Wait for a decision; None after `ends`.
+        """Wait for the decision `number` and return it; None after `ends`, of time.monotonic.
 
         Raises:
-            LearnerFailedError: if the peers have declared this learner failed.
+            LearnerFailedError: if the other learners have declared this learner failed.
         """
         core = self.agreement
         self.wait(lambda: core.number > number or core.excluded, ends=ends)
@@ -312,16 +315,16 @@ class Messages:
         return core.decision(number)
 
     def leave(self, ends: float, fails: bool = False) -> None:
-        """Tell the peers that this learner takes part in nothing more: they do not wait for it."""
+        """Notify the others that this learner takes part in no more operations: they do not wait for it."""
         self.say_left([self.place], fails)
         self.flush(ends=ends)
 
     def say_left(self, places: Sequence[int], fails: bool = False) -> None:
-        """Tell all others that these learners leave; on any thread, also beside an operation.
+        """Notify all other learners that those at `places` leave; callable on any thread, also in operations.
 
         Args:
-            places: of them.
-            fails: because of a failure.
+            places: places of the learners that leave.
+            fails: whether they leave because of a failure.
         """
         tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
         message = np.array([fails, *places], dtype=np.int32).tobytes()
@@ -330,9 +333,9 @@ class Messages:
                 self.transport.send(place, tag, message)
 
     def close(self, ends: float) -> bool:
-        """Receive everything that is on its way here; whether the communicator can be freed.
+        """Receive all messages that others have sent to this learner; return whether `comm` can be freed.
 
-        Without it, a late message would be delivered to the next communicator that has the same number.
+        Otherwise a late message would be delivered to the next communicator that has the same number.
         """
         peers = [i for i in range(self.size) if i != self.place]
         for place in peers:

@@ -1,4 +1,4 @@
-"""How plain messages travel between learners: by MPI here, by sockets in `sockets`."""
+"""Transports, which move plain messages between learners: over MPI here, over sockets in `sockets`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 
 Bytes = NDArray[np.uint8]
 
-SEGMENT = 2**19  # bytes of one message, at most (but for pickled ones)
-_SPARES = 8  # of these, kept for the next ones: fresh memory costs a page fault per 4 KiB
-_LOOKS = 16  # Open MPI polls the launcher in every 8th call
+SEGMENT = 2**19  # largest number of bytes of a message (pickled ones may be larger)
+_SPARES = 8  # segments kept for later messages: fresh memory costs a page fault per 4 KiB
+_LOOKS = 16  # calls of MPI per look for failures; Open MPI polls the launcher in every 8th call
 
 
 @runtime_checkable
@@ -36,9 +36,9 @@ class Transport(Protocol):
     """Moves messages between the places 0, 1, ... of a communicator; one thread at a time.
 
     Attributes:
-        failed: places whose process is known to have ended, and to which nothing is sent any more.
-        is_sending: whether what was sent must not change yet.
-        is_busy: whether messages move only while this is called.
+        failed: places whose process is known to have ended; messages to these are dropped.
+        is_sending: whether buffers of messages that were sent must not change yet.
+        is_busy: whether messages are in flight that move only while methods of this object are called.
     """
 
     failed: set[int]
@@ -53,25 +53,25 @@ class Transport(Protocol):
         """Send bytes without waiting."""
 
     def poll(self) -> Iterator[tuple[int, int, Bytes]]:
-        """(source, tag, bytes) of what has arrived, of each source in the order of sending."""
+        """Yield (source, tag, bytes) of each message that has arrived, per source in the order of sending."""
 
     def pause(self, seconds: float) -> None:
-        """Sleep so long at most: until there may be something to poll."""
+        """Sleep for `seconds`, or until a message may have arrived."""
 
     def recycle(self, buffer: Bytes) -> None:
-        """A buffer that `poll` gave has been used."""
+        """Take back a buffer that `poll` has yielded, and whose bytes are no longer needed."""
 
     def look_for_failures(self) -> None:
-        """Bring `failed` up to date."""
+        """Update `failed` with the processes that have ended."""
 
 
 def transport_of(comm: Any) -> Transport:
-    """The transport of a communicator that nothing else uses."""
+    """Return the transport over a communicator, which nothing else must use."""
     return comm if isinstance(comm, Transport) else MpiTransport(comm)
 
 
 def is_of_mpi(error: Exception) -> bool:
-    """Whether it is an exception of mpi4py."""
+    """Return whether `error` is an exception of mpi4py."""
     if not is_under_mpi():
         return False
 
@@ -81,7 +81,7 @@ def is_of_mpi(error: Exception) -> bool:
 
 
 def is_failure(error: Any) -> bool:
-    """Whether it is an mpi4py exception that says that a process has failed."""
+    """Return whether `error` is an mpi4py exception that reports the failure of a process."""
     if not is_of_mpi(error):
         return False
 
@@ -92,7 +92,10 @@ def is_failure(error: Any) -> bool:
 
 
 def failed_comm_ranks(comm: Any) -> set[int]:
-    """Ranks in `comm` known to have exited: with MPI without MPI_Finalize, and only with ULFM."""
+    """Return the ranks in `comm` of processes known to have exited; under MPI, ULFM must be enabled.
+
+    MPI does not report processes that have called MPI_Finalize.
+    """
     if isinstance(comm, Transport):
         comm.look_for_failures()
         return set(comm.failed)
@@ -123,9 +126,9 @@ def _failed_of(comm: Any) -> set[int]:
 
 
 class MpiTransport:
-    """Messages over a communicator of mpi4py, errors returned.
+    """Messages over a communicator of mpi4py with errors returned.
 
-    mpi4py does not keep the buffers of a non-blocking call alive: they are held until MPI is done.
+    mpi4py does not keep the buffers of a non-blocking call alive: this object does, until MPI is done.
     """
 
     def __init__(self, comm: Any):
@@ -135,8 +138,8 @@ class MpiTransport:
         self._acknowledged: set[int] = set()
         self._comm = comm
         self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}  # by source, in order
-        self._sending: list[tuple[Any, Any]] = []  # requests, and what they send
-        self._spare: list[Bytes] = []  # buffers of whole segments, to be used again
+        self._sending: list[tuple[Any, Any]] = []  # (request, buffer) of unfinished sends
+        self._spare: list[Bytes] = []  # buffers of whole segments, for reuse
         self._status = MPI.Status()
         self._any_source, self._any_tag, self._byte = MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.BYTE
         self._mpi_exception: type[Exception] = MPI.Exception
@@ -147,7 +150,7 @@ class MpiTransport:
 
     @property
     def is_busy(self) -> bool:
-        """Large messages move only inside of MPI's calls."""
+        """Whether messages are in flight: MPI moves large ones only inside its calls."""
         return bool(self._sending or self._receiving)
 
     def send(self, place: int, tag: int, data: Any) -> None:
@@ -190,7 +193,7 @@ class MpiTransport:
             return None
 
     def _receive(self, message: Any) -> None:
-        """Start to receive a matched message. Those of one source are delivered in the order of sending."""
+        """Start to receive a matched message; those of one source are delivered in the order of sending."""
         status = self._status
         source, tag = status.source, status.tag
         count = status.Get_count(self._byte)
@@ -221,7 +224,7 @@ class MpiTransport:
         del self._receiving[source]
 
     def pause(self, seconds: float) -> None:
-        """See Transport. MPI does not say when a message has come."""
+        """Sleep for `seconds`: MPI has no way to wait for a message with a time limit."""
         time.sleep(seconds)
 
     def recycle(self, buffer: Bytes) -> None:
@@ -230,7 +233,7 @@ class MpiTransport:
             self._spare.append(buffer)
 
     def look_for_failures(self) -> None:
-        """Ask MPI; acknowledged, the failed ones do not disturb receiving from others."""
+        """Update `failed` from MPI, and acknowledge the failures: else MPI refuses to receive from others."""
         if not ulfm_enabled():
             return
         with contextlib.suppress(self._mpi_exception):
@@ -241,6 +244,6 @@ class MpiTransport:
                 self.failed |= found
 
     def _require_failure(self, error: Any) -> None:
-        """Raise an error of MPI again unless it says that a process has failed."""
+        """Raise `error`, of MPI, again unless it reports the failure of a process."""
         if not is_failure(error):
             raise error

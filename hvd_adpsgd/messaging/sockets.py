@@ -1,10 +1,10 @@
-"""Communicators of learners over TCP, where no MPI joins the processes.
+"""Communicators of learners over TCP, for jobs whose processes MPI does not join.
 
     Hub             the connections of this process to all other learners
-    Communicator    some of the learners, by rank; with messages of its own, as an MPI communicator has
+    Communicator    some of the learners, by rank; its messages are separate from those of other ones
 
 A message begins with the number of its communicator and its tag. All learners make their communicators
-together and in the same order, so the numbers are the same on all of them.
+together and in the same order, so a communicator has the same number on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvd_adpsgd.messaging.mpi_transport import Bytes
 __all__ = ["Communicator", "Hub"]
 
 _HEAD = struct.Struct("=ii")  # communicator, tag
-_CHANNEL = 0  # of the wire; the only one
+_CHANNEL = 0  # the only channel of the wire that is used
 _NOBODY = -1
 _EMPTY = np.empty(0, dtype=np.uint8)
 
@@ -37,17 +37,17 @@ _Inbox = deque[tuple[int, int, Bytes]]  # sender, tag, bytes
 
 
 class Hub:
-    """The connections of this process to the other learners; all of them make theirs together.
+    """The connections of this process to the other learners; all learners make their Hub together.
 
     Args:
-        rank, size: of this learner, of how many.
-        config: as for Connections.
-        gather: the values of all learners, by rank; called Connections.GATHERS times.
+        rank, size: rank of this learner, and number of learners, in the job.
+        config: options of the connections, see Connections.
+        gather: returns the values of all learners, by rank; called Connections.GATHERS times.
 
     Attributes:
         rank, size: see the arguments.
         ended: ranks of learners whose process has ended, or whose host is silent.
-        heard: ranks of learners from which something has come, and this one.
+        heard: ranks of learners from which a message has arrived, and of this learner.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Hub:
         self.heard = {rank}
         self._lock = (
             threading.Lock()
-        )  # operations, shutdown and the super learner may be on different threads
+        )  # operations over all learners, shutdown and `_tend` run on different threads
         self._inboxes: dict[int, _Inbox] = defaultdict(deque)
         self._made = 0
         self._freed: set[int] = set()
@@ -68,21 +68,28 @@ class Hub:
 
     @property
     def address(self) -> str:
-        """On which this learner listens to the others."""
+        """Address on which this learner listens for connections of the others."""
         return self._connections.address
 
     def address_of(self, rank: int) -> str:
-        """Where another learner listens, for messages."""
+        """Return the address on which another learner listens, for error messages."""
         return self._connections.address_of(rank)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
-        """One of these learners; None on others. All learners call this together."""
+        """Make a communicator of these learners; None on other learners. All learners call this together."""
         number = self._made
-        self._made += 2  # one for messages, one for what the communicator gathers
+        self._made += 2  # one number for its messages, one for the messages of its allgather
         return Communicator(self, number, ranks) if self.rank in ranks else None
 
     def send(self, rank: int, number: int, tag: int, data: Any) -> None:
-        """Queue a copy; one to a learner that has ended is dropped."""
+        """Queue a copy of a message to `rank`; messages to learners that have ended are dropped.
+
+        Args:
+            rank: rank of the receiver in the job.
+            number: number of the communicator.
+            tag: tag of the message.
+            data: the message.
+        """
         view = memoryview(data)
         with self._lock:
             self._wire.post(
@@ -90,7 +97,7 @@ class Hub:
             )
 
     def take(self, number: int) -> _Inbox:
-        """Move bytes; what has arrived for a communicator."""
+        """Move bytes over all connections; return the messages that have arrived for one communicator."""
         with self._lock:
             self._wire.progress()
             while (found := self._wire.take()) is not None:
@@ -104,16 +111,16 @@ class Hub:
             return self._inboxes[number]
 
     def wait(self, seconds: float) -> None:
-        """Sleep until bytes can move, at most so long; another thread may move them first."""
-        if self._wire.fileno() < 0:  # closed
+        """Sleep until bytes can move, at most for `seconds`; another thread may move them first."""
+        if self._wire.fileno() < 0:  # the wire is closed
             time.sleep(seconds)
             return
-        poll = select.poll()  # one of its own: threads may wait at once
+        poll = select.poll()  # one per call, because several threads may wait at once
         poll.register(self._wire, select.POLLIN)
         poll.poll(1e3 * seconds)
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Bring `ended` up to date for these: the end of a process ends its connections."""
+        """Update `ended` for the learners `ranks`, with connections to them: these end with their process."""
         with self._lock:
             for rank in ranks:
                 if rank != self.rank and rank not in self.ended:
@@ -122,9 +129,10 @@ class Hub:
             self._note_ended(look=True)
 
     def _tend(self) -> None:
-        """Between operations: confirm what has come, and repeat what was lost with a connection.
+        """Confirm messages that have arrived, and repeat those lost with a connection, between operations.
 
-        On the connections' thread, which `close` waits for under the lock.
+        Runs on the connections' thread, for which `close` waits while it has the lock; so it must not wait
+        for the lock.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -139,30 +147,30 @@ class Hub:
 
     @property
     def is_sending(self) -> bool:
-        """Whether messages have not been handed to the system yet."""
+        """Whether there are messages that the operating system has not taken over yet."""
         with self._lock:
             return self._wire.unsent
 
     def free(self, number: int) -> None:
-        """Drop what comes for a communicator."""
+        """Drop messages for communicator `number`: those that have arrived, and later ones."""
         with self._lock:
             self._freed.add(number)
             self._inboxes.pop(number, None)
 
     def close(self) -> None:
-        """Say what was not said yet, and close all connections."""
+        """Send what has not been sent yet, and close all connections."""
         with self._lock:
             self._connections.close()
 
 
 class Communicator:
-    """Some of the learners, numbered by rank; the names are those of mpi4py.
+    """A group of learners, numbered by rank, that communicates over a Hub; the names are those of mpi4py.
 
-    Also a Transport of plain messages (mpi_transport), of which the buffers are copied at once.
+    It is also a Transport of plain messages (mpi_transport), which copies buffers at once.
 
     Attributes:
-        hub: of this process.
-        ranks: of its learners among all.
+        hub: the connections of this process.
+        ranks: rank in the job of each learner, by rank in this communicator.
         ends: deadline of `allgather`, of time.monotonic; None: no limit.
     """
 
@@ -175,26 +183,26 @@ class Communicator:
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._gathering: Messages | None = None
 
-    # ---- as of mpi4py -------------------------------------------------------------------------
+    # ---- methods of mpi4py's communicators ----------------------------------------------------
 
     def Get_rank(self) -> int:  # noqa: N802
-        """Rank of this learner in it."""
+        """Return the rank of this learner in the communicator."""
         return self._places[self.hub.rank]
 
     def Get_size(self) -> int:  # noqa: N802
-        """How many learners it has."""
+        """Return the number of learners of the communicator."""
         return len(self.ranks)
 
     def Free(self) -> None:  # noqa: N802
-        """What still comes for it is dropped."""
+        """Free the communicator: messages that still arrive for it are dropped."""
         self.hub.free(self._number)
         self.hub.free(self._number + 1)
 
     def allgather(self, value: Any) -> list[Any]:
-        """The values of all, by rank.
+        """Return the values of all learners, by rank.
 
         Raises:
-            PeerFailedError: if one of the learners fails before, or does not come before `ends`.
+            PeerFailedError: if a learner fails before it has called this, or does not call it before `ends`.
         """
         if self._gathering is None:
             self._gathering = Messages(Communicator(self.hub, self._number + 1, self.ranks))
@@ -207,10 +215,10 @@ class Communicator:
         return told
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """That of rank `root`."""
+        """Return the value of rank `root`."""
         return self.allgather(value if self.Get_rank() == root else None)[root]
 
-    # ---- as a transport -----------------------------------------------------------------------
+    # ---- methods of Transport -----------------------------------------------------------------
 
     @property
     def failed(self) -> set[int]:
@@ -219,7 +227,7 @@ class Communicator:
 
     @property
     def is_sending(self) -> bool:
-        """Whether the system has not taken all yet: bytes move only while somebody polls."""
+        """Whether bytes wait to be sent, of this or another communicator: they move only while polled."""
         return self.hub.is_sending
 
     def send(self, place: int, tag: int, data: Any) -> None:
@@ -238,15 +246,15 @@ class Communicator:
         self.hub.wait(seconds)
 
     def recycle(self, buffer: Bytes) -> None:
-        """Nothing to do: each message has memory of its own."""
+        """Do nothing: each message has memory of its own."""
 
     def look_for_failures(self) -> None:
-        """Watch the living learners 1, 2, 4, ... ranks further: those tell the others."""
+        """Look whether the living learners 1, 2, 4, ... ranks further have ended; others report the rest."""
         living = [rank for rank in self.ranks if rank not in self.hub.ended]
         mine, steps = living.index(self.hub.rank), range((len(living) - 1).bit_length())
         self.hub.look([living[(mine + (1 << k)) % len(living)] for k in steps])
 
     def look_at_all(self) -> set[int]:
-        """Places whose process has ended, after a look at each."""
+        """Look whether each learner has ended; return the places of those that have."""
         self.hub.look(self.ranks)
         return self.failed

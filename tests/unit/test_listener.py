@@ -54,7 +54,7 @@ def test_both_sides_talk(listener: str, entered: queue.Queue[Conversation]) -> N
 def test_who_says_nothing_is_waited_for_no_longer(
     listener: str, entered: queue.Queue[Conversation]
 ) -> None:
-    with pytest.raises(PeerFailedError, match=r"said nothing for 0.01 s"):
+    with pytest.raises(PeerFailedError, match=r"sent nothing for 0.01 s"):
         connect(listener, SECRET).receive(0.01)
 
 
