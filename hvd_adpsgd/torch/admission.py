@@ -117,7 +117,7 @@ replace_failed = admit  # the former name of admit
 
 @dataclass(frozen=True)
 class _Coming:
-    """What a learner reports to all others of a joining super learner that is connected to it.
+    """What a learner reports to all others of a joining super learner that it has started or that asked it.
 
     Attributes:
         number, state, request: see JoiningSuperLearner.
