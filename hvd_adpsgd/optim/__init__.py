@@ -1,1 +1,1 @@
-"""Optimizers and schedules in plain torch."""
+"""An optimizer and learning-rate schedules in plain torch, usable without averaging."""

@@ -1,7 +1,7 @@
-"""Learning-rate schedules of the papers, as torch schedulers: warm-up and annealing, and Newbob.
+"""Learning-rate schedules of the papers, as torch schedulers: warm-up with annealing, and Newbob.
 
-Both keep the rate with which every parameter group started and compute each new rate from it, not
-from the last one: a resumed run takes the same rates to the last bit.
+Both store the initial rate of every parameter group and compute each new rate from it, not from
+the last rate: a resumed run has bitwise the same rates.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Newbob", "WarmupAnneal"]
 
 
 class _Resumable(LRScheduler):
-    """A scheduler that sets the rates when its state is loaded, not at the next step.
+    """A scheduler that sets the learning rates when its state is loaded, not at the next step.
 
-    With torch's own, the rates of a resumed run are right only if the optimizer's state is loaded
-    after the scheduler was made.
+    With torch's own schedulers, the rates of a resumed run are right only if the optimizer's state is
+    loaded after the scheduler was made.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -39,27 +39,28 @@ class _Resumable(LRScheduler):
 
 
 class WarmupAnneal(_Resumable):
-    """From a single learner's rate up to `scale` times it, then down by `decay` per epoch.
+    """Raise the rate from a single learner's to `scale` times that, then lower it by `decay` per epoch.
 
     With W = warmup_epochs x steps_per_epoch steps of warm-up, step k = 0, 1, ... of training takes
         lr_k = lr (1 + (scale - 1) k / (W - 1))                                for k < W
         lr_k = lr scale decay^(1 + floor((k - W) / steps_per_epoch))           for k >= W.
-    So the last step of the warm-up takes the whole lr x scale, and the first epoch after it is
-    the first that is annealed. scale = 1 is the schedule of a single learner: constant, then
-    annealed. Call `step()` after each training step, or once per epoch with steps_per_epoch = 1.
+    So the last step of the warm-up has the full rate lr x scale, and the first epoch after the warm-up
+    is the first annealed one. scale = 1 is the schedule of a single learner: constant, then annealed.
+    Call `step()` after each training step, or once per epoch with steps_per_epoch = 1.
 
     A warm-up of one step (W = 1) starts at lr x scale.
 
-    As with all torch schedulers, load_state_dict brings scale and steps_per_epoch of the saved run with
-    it. To continue with another number of learners, set these attributes after it.
+    As with all torch schedulers, load_state_dict also sets scale and steps_per_epoch to those of the
+    saved run. To continue with another number of learners, set these attributes after load_state_dict.
 
     Args:
-        optimizer: its rates are those of a single learner; one per parameter group.
-        scale: B / B0, the batch of all learners over the batch that suits the single rate; > 0.
-        warmup_epochs: length of the warm-up, at least one step; need not be whole.
-        decay: factor per epoch after the warm-up, in (0, 1].
+        optimizer: an optimizer whose rates, one per parameter group, are those of a single learner.
+        scale: B / B0 > 0: total batch size of all learners over the batch size that suits the rate of a
+            single learner.
+        warmup_epochs: length of the warm-up in epochs, at least one step; may be fractional.
+        decay: factor on the rate per epoch after the warm-up, in (0, 1].
         steps_per_epoch: calls of `step()` per epoch, >= 1.
-        last_epoch: steps taken already, less one, as in all torch schedulers.
+        last_epoch: number of steps made already, minus one, as in all torch schedulers.
 
     Raises:
         ConfigError: if an argument is out of its range.
@@ -106,7 +107,7 @@ class WarmupAnneal(_Resumable):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Rate of every parameter group at the current step."""
+        """Return the rate of every parameter group at the current step."""
         factor = self._factor(self.last_epoch)
         return [lr * factor for lr in self.base_lrs]
 
@@ -119,26 +120,26 @@ class WarmupAnneal(_Resumable):
 
 
 class Newbob(_Resumable):
-    """Constant until the held-out loss gains too little, then halved after every epoch.
+    """Keep the rate constant until the held-out loss improves too little, then halve it after every epoch.
 
-    The gain of an epoch is (best - loss) / |best|, best being the least loss before it; a worse
-    loss gains 0. The first gain under `threshold` starts the halving; a gain under `stop` while
-    halving ends it: `finished` is then true, and the rate stays. A large gain in between does not
-    undo anything.
+    The gain of an epoch is (best - loss) / |best|, where best is the least loss of the epochs before;
+    it is 0 if the loss is larger than best. The first gain below `threshold` starts the halving; a gain
+    below `stop` while halving ends it: `finished` is then true, and the rate stays constant. A larger
+    gain in between does not stop the halving.
 
     Call `step(held_out_loss)` after each epoch. The first call only records the loss: call it
-    before training if the first epoch is to be judged too. Give every learner the same loss
-    (`hvd.allreduce` it), else their rates diverge. Kaldi also discards an epoch that increased the loss:
-    to do so, keep the last good model and load it.
+    before training if the first epoch is to be judged, too. Pass the same loss on every learner
+    (`hvd.allreduce` it), else the learners' rates differ. Kaldi also discards an epoch that increased
+    the loss: to do so, keep the last good model and load it.
 
     Args:
-        optimizer: the optimizer; it starts at its own rates.
-        threshold: gain under which halving starts, >= 0.
-        stop: gain under which training is finished, in [0, threshold].
-        factor: on all rates at each halving, in (0, 1).
+        optimizer: the optimizer, with its initial rates.
+        threshold: gain below which halving starts, >= 0.
+        stop: gain below which training is finished, in [0, threshold].
+        factor: factor on all rates at each halving, in (0, 1).
 
     Attributes:
-        best: the least loss so far, None before the first.
+        best: the least loss so far, None before the first call of `step`.
         stage: "constant", "halving" or "finished".
         halvings: how often the rates were multiplied by `factor`.
 
@@ -170,19 +171,19 @@ class Newbob(_Resumable):
         rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer)
         self.base_lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
-        self._set_rates()  # torch's are those before any other scheduler
+        self._set_rates()  # torch's constructor has set initial_lr, from before any other scheduler
 
     @property
     def finished(self) -> bool:
-        """Whether the gain fell under `stop` while halving: end the training."""
+        """Whether the gain fell below `stop` while halving, so that training should end."""
         return self.stage == "finished"
 
     def step(self, held_out_loss: float | Tensor | None = None) -> None:
-        """Take the held-out loss of the epoch that has ended, and set the rates of the next.
+        """Judge the held-out loss of the epoch that has ended, and set the rates of the next epoch.
 
         Args:
-            held_out_loss: a number or a tensor of one element; finite. None only when torch
-                calls this for the first time, in the constructor.
+            held_out_loss: a finite number or tensor of one element. None only when torch calls this
+                method for the first time, in the constructor.
 
         Raises:
             ConfigError: if the loss is missing or not finite.
@@ -205,11 +206,11 @@ class Newbob(_Resumable):
             super().step()
 
     def get_lr(self) -> list[float | Tensor]:
-        """Rate of every parameter group after the halvings so far."""
+        """Return the rate of every parameter group after the halvings so far."""
         return [lr * self.factor**self.halvings for lr in self.base_lrs]
 
     def _judge(self, best: float, loss: float) -> None:
-        """Choose the stage of the schedule (constant, halving, over) by the held-out loss of an epoch."""
+        """Set the stage of the schedule (constant, halving, finished) by the held-out loss of an epoch."""
         gain = (best - loss) / abs(best) if best and loss < best else 0.0
         self.best = min(best, loss)
         if self.stage == "halving" and gain < self.stop:

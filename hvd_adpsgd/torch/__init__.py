@@ -1,15 +1,15 @@
-"""The face: `import hvd_adpsgd.torch as hvd` in place of `import horovod.torch as hvd`.
+"""The public interface: `import hvd_adpsgd.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Every public name of horovod.torch is here. Global operations (ranks, allreduce, broadcast_parameters
-and their like) are over all learners. The other operations work inside a super learner. Importing
-this starts neither MPI nor Horovod; `init` does.
+It has every public name of horovod.torch. Ranks, sizes and operations such as allreduce and
+broadcast_parameters are over all learners of the job; the other operations of Horovod work inside a
+super learner. Importing this module starts neither MPI nor Horovod; `init` does.
 """
 
 from __future__ import annotations
 
 from hvd_adpsgd.torch.requirements import require_torch_and_horovod
 
-# Before the imports below: theirs would fail with an error that names no cure.
+# Before the imports below, which would fail with errors that do not say what to install.
 require_torch_and_horovod()
 
 # ruff: noqa: E402

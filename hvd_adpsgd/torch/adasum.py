@@ -1,4 +1,4 @@
-"""The methods of a wrapped optimizer with op=Adasum: Horovod's steps inside backward()."""
+"""Methods of a wrapped optimizer with op=Adasum, with which Horovod steps parameters inside backward()."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ADASUM_METHODS"]
 
 
 def _adasum_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """As optimizer._step, but Horovod's Adasum optimizer has stepped each parameter inside backward()."""
+    """Do the step of a wrapped Adasum optimizer, whose parameters have stepped inside backward()."""
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         changed = [] if closure else self._gradients.changed()

@@ -1,4 +1,4 @@
-"""`admit`: super learners that replace failed ones, and new ones, join a job that runs."""
+"""`hvd.admit`: super learners that replace failed ones, and additional ones, join a running job."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ __all__ = ["admit", "replace_failed"]
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "admit"
-SENDERS = 4  # super learners that send a joining super learner the model, at most
-ATTEMPTS = 3  # failed starts, after which a super learner is not replaced
+SENDERS = 4  # most super learners that send parts of the model to a joining super learner
+ATTEMPTS = 3  # failed starts after which a super learner is not replaced any more
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -53,7 +53,7 @@ def admit(
     *,
     patience_s: float = 120.0,
 ) -> Any:
-    """Replace failed super learners, and let new ones in; all learners call this, once per epoch.
+    """Replace failed super learners, and let additional ones join; all learners call this, once per epoch.
 
         epoch = hvd.admit(model, optimizer, state=0)
         while epoch < epochs:
@@ -61,32 +61,34 @@ def admit(
             epoch = hvd.admit(model, optimizer, state=epoch + 1)
 
     The first call after a failure starts a super learner with the command line of this one, and returns
-    at once. It joins in the first later call that finds it ready. It runs the script from the top, with the
-    ranks of the failed one, up to its own first call of this function. That call returns `state`, and sets
-    the exact mean of the models of all others and the optimizer state of one of them. Before it, operations
-    over all learners (broadcast_parameters, ...) run in the new super learner alone.
+    at once. The started super learner joins in the first later call that finds it ready. It runs the script
+    from the top, with the ranks of the failed one, up to its own first call of this function. That call
+    returns the `state` of the other learners, and sets the model to the exact mean of all other super
+    learners' models and the optimizer state to that of one of them. Before that call, operations over all
+    learners (broadcast_parameters, ...) run in the new super learner alone.
 
-    Super learners that were not there at the start join in the same way: see HVD_ADPSGD_JOIN in
-    docs/failures.md. size() and super_size() grow.
+    Super learners beyond those of the start join in the same way: see HVD_ADPSGD_JOIN in docs/failures.md.
+    size() and super_size() grow.
 
-    Waits for the slowest super learner, as average_model does, also where nobody comes. Call it between
-    steps. One super learner joins per call. If it cannot be started or fails before it joins, training
-    continues, the log states the reason, and another one is started: three attempts in all.
+    Waits for the slowest super learner, as average_model does, also if no super learner joins. Call it
+    between steps. One super learner joins per call. If it cannot be started or fails before it joins,
+    training continues, the log states the reason, and another one is started: three attempts in all.
 
-    A call starts one super learner per host at most, in the slots of failed learners of that host; those of a
-    lost host need HVD_ADPSGD_SPARE_SLOTS. Learners that may be the smaller side of a cut network start none.
+    A call starts one super learner per host at most, in the slots of failed learners of that host; to replace
+    the learners of a lost host, other hosts need HVD_ADPSGD_SPARE_SLOTS. Learners that may be the smaller
+    side of a cut network start none.
 
     Args:
-        model: the same module on every learner. The models of those that are there are not changed.
+        model: the same module on every learner; changed on a joining learner only.
         optimizer: the wrapped optimizer, or several.
         state: a picklable value for a joining learner, such as the epoch. Each call packs it.
         patience_s: seconds from the start of a super learner until it must call this function.
 
     Returns:
-        `state`; on a joining learner that of the others.
+        `state`; on a joining learner the `state` of the other learners.
 
     Raises:
-        ConfigError: on all learners, if `state` of one cannot be pickled.
+        ConfigError: on all learners, if the `state` of one learner cannot be pickled.
         PeerFailedError: if a learner of this super learner has failed, or, on a joining learner, all others.
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
@@ -107,7 +109,7 @@ def admit(
     return state
 
 
-replace_failed = admit  # its former name
+replace_failed = admit  # the former name of admit
 
 
 # ---- on learners of the job --------------------------------------------------------------------------
@@ -115,11 +117,11 @@ replace_failed = admit  # its former name
 
 @dataclass(frozen=True)
 class _Coming:
-    """What a learner tells of one of its joining super learners.
+    """What a learner reports to all others of a joining super learner that it has started or that asked it.
 
     Attributes:
-        number, state, request: as of JoiningSuperLearner.
-        rank: of the learner.
+        number, state, request: see JoiningSuperLearner.
+        rank: rank of the reporting learner.
     """
 
     number: int | None
@@ -128,22 +130,25 @@ class _Coming:
     rank: int
 
 
-_failures: dict[int, int] = {}  # by super_rank
-_said: set[str] = set()  # warnings
+_failures: dict[int, int] = {}  # by super_rank, the number of failed starts
+_said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
-_joined: set[int] = set()  # in the call before: whether they live is not known yet
+_joined: set[int] = set()  # joined in the call before; the next call checks whether they still live
 
 
 def _packed(state: Any) -> tuple[bytes, str]:
-    """The state for a joining learner, and why it has none: known before a learner depends on it."""
+    """Return the packed state for a joining learner, and why it cannot be pickled, "" if it can."""
     try:
         return pack(state), ""
-    except Exception as error:  # pickle's, of many kinds, and those of the state's classes
+    except Exception as error:  # pickle and the classes of the state raise errors of many types
         return b"", f"{type(error).__name__}: {error}"
 
 
 def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
-    """Start what is missing, give numbers to those that ask to join; the one that is ready, if any."""
+    """Start missing super learners, give numbers to requesting ones; return a ready one, None without one.
+
+    All learners call it together and return the same one.
+    """
     here = join_server(world)
     mine = list(here.candidates)
     states = [candidate.state() for candidate in mine]
@@ -173,7 +178,7 @@ def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
 
 
 def _judge_joined(world: World) -> None:
-    """One that has failed directly after it joined counts as a failed start; one that lives begins anew."""
+    """Count a super learner that failed directly after it joined as a failed start; else reset its count."""
     failed = set(lost(world.groups, world.collectives.ranks))
     for number in _joined:
         if number in failed:
@@ -186,7 +191,7 @@ def _judge_joined(world: World) -> None:
 
 
 def _count_failure(number: int) -> str:
-    """Count it; what the log says of further attempts."""
+    """Count a failed start of super learner `number`; return the end of the log line, on further attempts."""
     _failures[number] = _failures.get(number, 0) + 1
     if _failures[number] < ATTEMPTS:
         return ""
@@ -203,7 +208,7 @@ def _require_whole(world: World) -> None:
 
 
 def _start_one(here: JoinServer, world: World, awaited: dict[int, int], patience_s: float) -> None:
-    """Start the first replacement that this learner is to start; each host has one learner that does."""
+    """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
     living = world.collectives.ranks
     gone = lost(world.groups, living)
     _left.intersection_update(gone)
@@ -236,7 +241,7 @@ def _start_one(here: JoinServer, world: World, awaited: dict[int, int], patience
 
 
 def _say_once(world: World, line: str) -> None:
-    """A warning of the first surviving learner."""
+    """Log a warning on the first surviving learner, once per text."""
     if world.rank == min(world.collectives.ranks) and line not in _said:
         _said.add(line)
         log.warning("%s", line)
@@ -249,7 +254,7 @@ def _give_number(
     awaited: set[int],
     patience_s: float,
 ) -> None:
-    """Invite the first that asks to join, if no other one is on its way to be a new super learner."""
+    """Send an offer to the first requesting super learner, unless another additional one is being awaited."""
     requesting = [one for one in coming if one.state == "requesting"]
     number = len(world.groups)
     if not requesting or number in awaited or requesting[0].rank != world.rank:
@@ -281,7 +286,7 @@ def _admit(
     optimizers: list[torch.optim.Optimizer],
     state: bytes,
 ) -> None:
-    """Connect to the joining super learner and send it the state; continue without it if it fails."""
+    """Connect all learners to the joining super learner and send its state; if it fails, go on without it."""
     here, candidate = join_server(world), None
     if chosen.rank == world.rank:
         candidate = next(n for n in here.candidates if n.number == chosen.number and n.request)
@@ -317,33 +322,37 @@ def _admit(
 def _state_for(
     candidate: JoiningSuperLearner | None, optimizers: list[torch.optim.Optimizer], state: bytes
 ) -> memoryview | bytes:
-    """What the learner that has the conversation sends; packed before anything switches."""
+    """Return the packed JoinState on the learner that is connected to the candidate; b"" on all others.
+
+    Packed before any learner switches to the new connections, as it may fail.
+    """
     if candidate is None:
         return b""
     try:
         return pack(JoinState(optimizers, state))
-    except Exception as error:  # pickle's, of many kinds
+    except Exception as error:  # pickle raises errors of many types
         candidate.problem = f"the state of the optimizer cannot be pickled ({error})"
         return b""
 
 
 def _senders(world: World, first: int) -> tuple[int, ...]:
-    """Ranks of leaders that send the model, each a part: `first`, which has the state, and few others."""
+    """Return the ranks that each send a part of the model: `first`, which has the state, and few leaders."""
     living = set(world.collectives.ranks)
     leaders = [group[0] for group in world.groups if living >= set(group) and group[0] != first]
     return (first, *leaders[: SENDERS - 1])
 
 
 def _trim() -> None:
-    """Return free memory to the system: glibc keeps what the threads of each merge have used."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
+    """Return free heap memory to the system: glibc keeps memory that ended threads have freed."""
+    # C libraries other than glibc lack malloc_trim
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _met(
     world: World, offer: JoinOffer, senders: tuple[int, ...], candidate: JoiningSuperLearner | None
 ) -> NewGroup | None:
-    """Connect anew, on learners of the job; None on all of them if it failed on one."""
+    """Connect the learners of the job with the joining super learner; None on all if it failed on one."""
     ranks = tuple(sorted({*world.collectives.ranks, *offer.groups[offer.super_rank]}))
     member = Member()
     member.begins(world.collectives.ranks)
@@ -352,7 +361,7 @@ def _met(
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
     prepared = _prepare(world, offer, ranks, senders, gather, ends)
-    # all agree before one switches: alone, a learner would wait on connections that its peers have dropped
+    # all learners vote before any learner switches: if only some switched, each part would wait for the other
     all_made = all(world.collectives.gather(DOING, member.votes(prepared is not None)))
     if not member.goes_over(all_made, world.collectives.ranks) or prepared is None:
         _drop(prepared)
@@ -371,7 +380,7 @@ def _prepare(
     gather: Gather,
     ends: float,
 ) -> tuple[NewGroup, list[Engine]] | None:
-    """New connections and engines; None if this learner has none, after as many gathers as on the others."""
+    """Make new connections and engines; None if that fails here, after as many gathers as on all learners."""
     new_group, engines = None, []
     try:
         new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
@@ -406,7 +415,7 @@ def _drop(prepared: tuple[NewGroup, list[Engine]] | None) -> None:
 
 
 def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
-    """Go on with the new connections; the old ones end when all have done so."""
+    """Switch to the new connections and engines; close the old connections when all have switched."""
     old = exit_state.hub
     grown = new_group.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
@@ -421,14 +430,14 @@ def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
 
 
 def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Join the others. Returns their state."""
+    """Join the running job, on a joining learner; return the `state` of its learners."""
     candidate = joining.this_learner()
     for averaging in live():
         averaging.engines.make_memory_ahead()
     offer, ranks, senders = candidate.ready(world, terms())
     joiner = Joiner()
     joiner.offered()
-    ends = time.monotonic() + 2 * RECONNECT_S  # the others give up first
+    ends = time.monotonic() + 2 * RECONNECT_S  # later than the other learners, which give up first
     gather = reconnect.gather_as_candidate(
         world, len(offer.placements), candidate.conversation, ends
     )
@@ -457,7 +466,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
 
 @torch.no_grad()
 def _receive(new_group: NewGroup, model: torch.nn.Module) -> JoinState:
-    """Overwrite the model with what each sender sends, and return what the first one sends with it."""
+    """Overwrite the model with the parts that the senders send; return the first sender's JoinState."""
     tensors, told = [*model.parameters(), *model.buffers()], []
     for transfer, share in zip(
         new_group.transfers, shares(model, len(new_group.transfers)), strict=True

@@ -1,8 +1,9 @@
-"""Operations over all learners that run while the script goes on, with Horovod's signatures.
+"""Asynchronous operations over all learners, with Horovod's signatures.
 
-With one super learner, or `process_set=hvd.super_learner`, they are Horovod's. Over several super learners a
-thread runs them one after the other, in the order in which all operations over all learners are asked for: it
-must be the same on all learners. The script must leave the tensors alone until `synchronize`, as in Horovod.
+With one super learner, or `process_set=hvd.super_learner`, Horovod runs them. Over several super learners a
+thread runs them one after the other, in the order in which the script calls operations over all learners,
+blocking ones included; this order must be the same on all learners. The script must not use the tensors
+before `synchronize`, as in Horovod.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 
 
 class Handle(Future[Any]):
-    """An operation that was asked for; see `synchronize`."""
+    """A handle of an asynchronous operation over several super learners; see `synchronize`."""
 
     def __init__(self, caller: Caller, collectives: Collectives):
         super().__init__()
@@ -51,10 +52,10 @@ class Handle(Future[Any]):
 
 
 def synchronize(handle: Any) -> Any:
-    """Wait for an asynchronous operation. Returns what it gives; again, the same.
+    """Wait for an asynchronous operation and return its result; a further call returns the same result.
 
     Raises:
-        CollectiveMismatchError, PeerFailedError, ...: what the operation raises.
+        CollectiveMismatchError, PeerFailedError, ...: the error of the operation.
     """
     if not isinstance(handle, Handle):
         return horovod.synchronize(handle)
@@ -132,7 +133,17 @@ def grouped_allreduce_async_(
 def _allreduce(
     operation: str, given: Any, how: tuple[Any, ...], act: Callable[[Reduction], Any]
 ) -> Any:
-    """Horovod's operation inside a super learner, else `act`; `given`: a tensor, or several of a group."""
+    """Begin an asynchronous allreduce: Horovod's inside a super learner, else `act` on this module's thread.
+
+    Args:
+        operation: name of the function that the script calls.
+        given: a tensor, or the list of tensors of a grouped operation.
+        how: the further arguments of the call.
+        act: reduces the tensors over all learners, by a Reduction.
+
+    Returns:
+        A handle for `synchronize`.
+    """
     *arguments, process_set = how
     inner = inner_process_set(process_set, operation)
     if inner is not None:
@@ -146,7 +157,7 @@ def _allreduce(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> Any:
-    """See hvd.allgather; not differentiable. Returns a handle."""
+    """See hvd.allgather; not differentiable. Returns a handle, whose result is the gathered tensor."""
     inner = inner_process_set(process_set, "allgather_async")
     if inner is not None:
         return horovod.allgather_async(tensor, name, inner)
@@ -159,7 +170,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
 ) -> Any:
-    """See hvd.grouped_allgather; not differentiable. Returns a handle."""
+    """See hvd.grouped_allgather; not differentiable. Returns a handle, whose result is a list of tensors."""
     inner = inner_process_set(process_set, "grouped_allgather_async")
     if inner is not None:
         return horovod.grouped_allgather_async(tensors, name, inner)
@@ -206,7 +217,7 @@ def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) ->
 
 
 # ---- the thread ---------------------------------------------------------------------------------
-# no ThreadPoolExecutor: Python waits for its thread at exit, and a learner that lacks a peer would not end
+# No ThreadPoolExecutor: at exit Python joins its threads, so a learner that waits for a peer would never end.
 
 _asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _starting = threading.Lock()
@@ -214,15 +225,16 @@ _thread: threading.Thread | None = None
 
 
 def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], Any]) -> Handle:
-    """Let the thread do it, in one operation over all learners, when its turn has come."""
+    """Queue `act`, which runs one operation over all learners, for this module's thread; return a handle."""
     global _thread
     collectives = worlds.current().collectives
     with counted(operation) as caller:
-        collectives.prepare()  # here: it may change the model, which is this thread's
+        # on the script's thread, which owns the model: owed rounds may change that
+        collectives.prepare()
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
-        with _starting:  # the order of the numbers is that of the queue
+        with _starting:  # so that operations enter the queue in the order of their numbers
             handle, number = Handle(caller, collectives), collectives.lock.take()
-            if _thread is None or not _thread.is_alive():  # a child made by fork has no thread
+            if _thread is None or not _thread.is_alive():  # a process made by fork lacks it
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
                 )
@@ -243,7 +255,7 @@ def _run(
     streams: Sequence[Stream],
     act: Callable[[], Any],
 ) -> None:
-    """Act on the streams of the script: behind what computes the tensors, before what uses the result."""
+    """Run `act` in the script's streams: after what computes the tensors, before what uses the result."""
     result = None
 
     def operate() -> None:

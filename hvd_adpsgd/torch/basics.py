@@ -1,4 +1,4 @@
-"""Who this learner is, and which learners an operation is for."""
+"""init, shutdown, ranks and sizes of this learner, and the process sets of operations."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 
-_given: tuple[Any, ...] = ()  # to init()
+_given: tuple[Any, ...] = ()  # the arguments of the last init()
 
 
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
-    """Make the worlds; all learners call this together. Again, it does nothing.
+    """Initialize the library; all learners call this together. A further call does nothing.
 
-    A process that hvd.admit has started gets the ranks of the failed one.
+    A process that hvd.admit has started gets the ranks of the failed learner that it replaces.
 
     Args:
         comm: the learners, instead of all processes of the job: an mpi4py communicator or ranks.
@@ -48,7 +48,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         config: the options; default from the environment (HVD_ADPSGD_*).
 
     Raises:
-        AlreadyInitializedError: again, with other arguments.
+        AlreadyInitializedError: in a further call with other arguments.
         LaunchError, ConfigError, TopologyError, InnerOnlyError: see hvd_adpsgd.launch.bootstrap.init.
     """
     global _given
@@ -72,58 +72,58 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
 
 def _repeats(given: tuple[Any, ...]) -> bool:
-    """Whether arguments of init() say what is so already: they are left out, or are those given before."""
+    """Whether a further init() asks for nothing new: its arguments are left out or the same as before."""
     config = worlds.current().config
     return given[:2] in (_given[:2], (None, None)) and given[2] in (None, _given[2], config)
 
 
 def shutdown() -> None:
-    """Leave: stop the averaging engines, then Horovod; bounded, idempotent. init() may follow."""
+    """Stop the averaging engines, then Horovod; takes bounded time, idempotent. init() may follow."""
     bootstrap.shut_down()
 
 
 def is_initialized() -> bool:
-    """Whether init() was called, and shutdown() not since."""
+    """Whether init() was called, and shutdown() was not called since then."""
     return worlds.is_initialized()
 
 
 def rank() -> int:
-    """Number of this learner among all learners."""
+    """Return the rank of this learner among all learners of the job."""
     return worlds.current().rank
 
 
 def size() -> int:
-    """How many learners the job has."""
+    """Return the number of learners in the job."""
     return worlds.current().size
 
 
 def local_rank() -> int:
-    """Number of this learner on its host; use it to choose a GPU."""
+    """Return the rank of this learner among those of its host; use it to choose a GPU."""
     return worlds.current().local_rank
 
 
 def local_size() -> int:
-    """How many learners this host has."""
+    """Return the number of learners on this host."""
     return worlds.current().local_size
 
 
 def cross_rank() -> int:
-    """Number of this host among those that have a learner with this local_rank()."""
+    """Return the rank of this host among the hosts that have a learner with this local_rank()."""
     return worlds.current().cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a learner with this local_rank()."""
+    """Return the number of hosts that have a learner with this local_rank()."""
     return worlds.current().cross_size
 
 
 def super_rank() -> int:
-    """The number of this learner's super learner."""
+    """Return the rank of this learner's super learner among all super learners."""
     return worlds.current().super_rank
 
 
 def super_size() -> int:
-    """How many super learners there are."""
+    """Return the number of super learners in the job."""
     return worlds.current().super_size
 
 
@@ -133,12 +133,12 @@ def is_leader() -> bool:
 
 
 class _AllLearners(horovod.ProcessSet):
-    """The process set of all learners, whatever Horovod worlds they are in."""
+    """The process set of all learners of the job, which span several Horovod worlds."""
 
     process_set_id = 0
 
     def __init__(self) -> None:
-        """Without Horovod's checks: `ranks` is computed."""
+        """Skip Horovod's constructor, which checks ranks: `ranks` is a property here."""
 
     @property
     def ranks(self) -> list[int] | None:
@@ -149,7 +149,7 @@ class _AllLearners(horovod.ProcessSet):
         return worlds.current().collectives.comm if is_initialized() else None
 
     def _invalidate(self) -> None:
-        """Never: Horovod calls this on sets that duplicate another."""
+        """Do nothing: Horovod calls this to invalidate process sets, and this one stays valid."""
 
     def size(self) -> int:
         return size()
@@ -165,16 +165,20 @@ class _AllLearners(horovod.ProcessSet):
 
 
 global_process_set = _AllLearners()
-super_learner = horovod.global_process_set  # of the Horovod world that this learner is in
+super_learner = horovod.global_process_set  # each super learner is a Horovod world of its own
 
 
 def inner_process_set(process_set: Any, doing: str) -> Any | None:
-    """Horovod's process set to use, or None if the operation is over several super learners.
+    """Return Horovod's process set for an operation; None if the operation is over several super learners.
+
+    Args:
+        process_set: the `process_set` argument of the operation.
+        doing: name of the operation, for messages.
 
     Raises:
         NotInitializedError: before init().
-        InnerOnlyError: for another process set than all learners or `super_learner`, when there
-            are several super learners.
+        InnerOnlyError: with several super learners, for a process set that is neither all learners nor
+            `super_learner`.
     """
     world = worlds.current()
     everyone = process_set is None or process_set is global_process_set
@@ -193,7 +197,7 @@ def inner_process_set(process_set: Any, doing: str) -> Any | None:
 
 
 def one_super_learner(world: World) -> str:
-    """How to get there, for messages."""
+    """Return how to start this job as one super learner, for messages."""
     return (
         "HVD_ADPSGD_AVERAGING=synchronous makes all "
         f"{world.size} learners one super learner, with plain Horovod between them."

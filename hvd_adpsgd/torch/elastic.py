@@ -1,6 +1,7 @@
-"""Horovod's elastic training, for jobs of one super learner.
+"""Counterpart of horovod.torch.elastic, for jobs of one super learner.
 
-Horovod's names, which check that there is one: Horovod synchronizes inside a super learner.
+TorchState, ElasticSampler and run raise InnerOnlyError with several super learners, as Horovod synchronizes
+inside one only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["ElasticSampler", "TorchState", "init", "run", "sampler", "shutdown",
 
 
 class TorchState(horovod_elastic.TorchState):
-    """Horovod's TorchState; it synchronizes inside a super learner."""
+    """Horovod's TorchState, which synchronizes one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_one_super_learner("elastic.TorchState")
@@ -28,7 +29,7 @@ class TorchState(horovod_elastic.TorchState):
 
 
 class ElasticSampler(horovod_elastic.ElasticSampler):
-    """Horovod's ElasticSampler; it partitions the data over a super learner."""
+    """Horovod's ElasticSampler, which partitions data over one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_one_super_learner("elastic.ElasticSampler")
@@ -36,7 +37,7 @@ class ElasticSampler(horovod_elastic.ElasticSampler):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's decorator of elastic training functions."""
+    """Decorate an elastic training function as Horovod does; a call raises with several super learners."""
     elastic = run_fn(func, _reset)
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""Under Horovod's name: operations on parameters, optimizers and objects."""
+"""Counterpart of horovod.torch.functions: operations on parameters, optimizers and objects."""
 
 from hvd_adpsgd.torch.collectives import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""Operations of Horovod that work inside a super learner: passed straight on to it.
+"""Horovod's operations that work inside a super learner only, with a check of their process set.
 
 With one super learner they are Horovod's. With several they need `process_set=hvd.super_learner`.
 """
@@ -44,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def inner_only(operation: F) -> F:
-    """`operation` of Horovod, which refuses to work on several super learners.
+    """Return Horovod's `operation` with a check that raises if it would span several super learners.
 
     Raises, when called:
         NotInitializedError: before init().
@@ -73,7 +73,10 @@ def inner_only(operation: F) -> F:
 
 
 def require_one_super_learner(name: str) -> None:
-    """Refuse what Horovod can only do in a world of its own.
+    """Raise unless the job has one super learner; for what Horovod can do in one Horovod world only.
+
+    Args:
+        name: name of the function that the script calls, for the message.
 
     Raises:
         NotInitializedError: before init().
@@ -92,7 +95,7 @@ def _refusal(name: str, cure: str) -> InnerOnlyError:
 
 
 def _with_our_default(signature: inspect.Signature) -> inspect.Signature:
-    """The signature, with all learners as the default set."""
+    """Return a signature whose parameter `process_set` has all learners as default."""
     parameters = [
         p.replace(default=basics.global_process_set) if p.name == "process_set" else p
         for p in signature.parameters.values()
@@ -120,8 +123,8 @@ def _add_process_set(process_set: Any) -> Any:
 add_process_set = inner_only(_add_process_set)
 remove_process_set = inner_only(horovod.remove_process_set)
 
-# Queries and constants mean the same everywhere, and
-# SyncBatchNorm works on the learners whose gradients are averaged: those of the super learner.
+# Horovod's queries and constants are passed on unchanged. SyncBatchNorm works over the learners whose
+# gradients are averaged, those of the super learner.
 __all__ = [
     "Adasum",
     "Average",

@@ -1,4 +1,4 @@
-"""Failed ranks, the coordinator, and what collectives do after a failure."""
+"""Failed ranks, the coordinator, what collectives do after a failure, callbacks on membership changes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _CHOICES = ("continue", "raise")
 
 
 def is_coordinator() -> bool:
-    """Whether this learner is the first surviving learner, which saves and prints.
+    """Whether this learner is the first surviving learner, which should save checkpoints and print.
 
     Use `if hvd.is_coordinator():` in place of `if hvd.rank() == 0:`. When a learner of the coordinator's
-    super learner fails, the first surviving learner takes over. Takes microseconds and does not block,
-    so for some 0.1 s after a failure no learner may be the coordinator.
+    super learner fails, the first surviving learner becomes coordinator. The call takes microseconds and does
+    not block, so for about 0.1 s after a failure there may be no coordinator.
     """
     world = worlds.current()
     ended = world.collectives.ended()
     gone = ended.union(world.membership.failed_ranks(ended))
-    # without a whole super learner, the first learner that lives
+    # if no super learner is complete, the first surviving learner
     living = [r for r in range(world.size) if r not in gone] or sorted(
         set(range(world.size)) - ended
     )
@@ -41,9 +41,9 @@ def is_coordinator() -> bool:
 
 
 def failed_ranks() -> tuple[int, ...]:
-    """Ranks of all learners of failed super learners, ascending.
+    """Return the ranks of all learners of failed super learners, ascending.
 
-    As known to this learner now; does not block.
+    The failures known to this learner now; does not block.
     """
     world = worlds.current()
     return world.membership.failed_ranks(world.collectives.ended())
@@ -53,9 +53,9 @@ def failed_ranks() -> tuple[int, ...]:
 def on_failure(what: str) -> Iterator[None]:
     """Set what operations over all learners do after a failure; all learners enter the block together.
 
-    With "continue" they run over the surviving learners, and a mean is that of fewer models. With "raise"
-    they raise PeerFailedError on all surviving learners until the failed ones are replaced. Neither hangs.
-    By default HVD_ADPSGD_ON_FAILURE applies.
+    With "continue" operations run over the surviving learners, and a mean is that of fewer models. With
+    "raise" they raise PeerFailedError on all surviving learners until the failed ones are replaced. Neither
+    hangs. Outside a block HVD_ADPSGD_ON_FAILURE applies.
 
     Args:
         what: "continue" or "raise".
@@ -71,35 +71,35 @@ def on_failure(what: str) -> Iterator[None]:
 
 
 _callbacks: list[Callable[[tuple[int, ...]], object]] = []
-_told: tuple[int, ...] | None = None  # what callbacks were told last
+_told: tuple[int, ...] | None = None  # the ranks at the last hvd.admit; None before the first
 
 
 def on_membership_change(callback: Callback) -> Callback:
-    """Call `callback(ranks)` when the learners of the job have changed; for samplers.
+    """Register `callback(ranks)` for changes of the job's learners; for samplers, for instance.
 
         @hvd.on_membership_change
         def shard(ranks):
             sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
 
-    It is called in hvd.admit, between two steps, on all learners alike: when some have joined, have failed or
-    have left since the last call of hvd.admit, and on those that join.
+    hvd.admit calls it, between two steps, on all learners: when learners have joined, failed or left since
+    the last call of hvd.admit, and on the learners that join.
 
     Args:
-        callback: receives the ranks of all learners that are there, ascending. hvd.admit raises what it does.
+        callback: called with the ranks of all present learners, ascending. hvd.admit raises what it raises.
 
     Returns:
-        `callback`, so that this serves as a decorator.
+        `callback`, so that this function can be a decorator.
     """
     _callbacks.append(callback)
     return callback
 
 
 def tell_membership(world: World, joined: bool) -> None:
-    """Tell the callbacks of this learner, if there is something new; all learners call this together.
+    """Call this learner's callbacks if the learners of the job have changed; all learners call this together.
 
     Args:
-        world: of this learner.
-        joined: this learner has just joined.
+        world: the World of this learner.
+        joined: whether this learner has just joined.
     """
     global _told
     if _told is None:

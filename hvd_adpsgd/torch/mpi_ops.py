@@ -1,4 +1,4 @@
-"""Under Horovod's name: ranks, and operations on tensors."""
+"""Counterpart of horovod.torch.mpi_ops: ranks, and operations on tensors."""
 
 from horovod.common.util import num_rank_is_power_2  # noqa: F401
 from horovod.torch.mpi_ops import gpu_available, handle_average_backwards_compatibility  # noqa: F401

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: Horovod's inside a super learner, the averaging engine between super learners.
+"""`DistributedOptimizer`: Horovod averages gradients in a super learner, the engine models between them.
 
 As in Horovod, the wrapped object gets a class made at run time: its base is the user's class, its
 methods are Horovod's, overridden by those of `_METHODS` below. One step is
@@ -98,17 +98,18 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Args:
         optimizer: any torch optimizer but LBFGS.
         named_parameters: names for messages and for Horovod; the same on all learners.
-        compression: of gradients, inside the super learner.
+        compression: compression of gradients for the all-reduce inside the super learner.
         backward_passes_per_step: backward passes whose gradients one step adds up.
         op: reduction of gradients inside the super learner.
-        gradient_predivide_factor: how much of the mean is divided before the sum.
+        gradient_predivide_factor: with op=Average, gradients are divided by it before their sum, and the sum
+            is multiplied by it / inner size.
         num_groups: older form of `groups`.
-        groups: gradients that Horovod reduces together.
+        groups: groups of parameters whose gradients Horovod reduces together.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: all learners (default) or `hvd.super_learner`; others only with one super
             learner.
         averaging: a strategy or its name; default HVD_ADPSGD_AVERAGING, else RandomPairs().
-        exchanges_per_step: in how many exchanges a super learner takes part per step on average,
+        exchanges_per_step: average number of exchanges per step in which a super learner takes part,
             active and passive together; default 1.
         exchange_share: in (0, 1]: fraction of the model's chunks per exchange; successive exchanges
             cycle through the model. The mean stays exact. Default 1.
@@ -121,7 +122,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Returns:
         An instance of the optimizer's own class: LR schedulers and GradScaler accept it, and
         state_dict() is the optimizer's own. It shares param_groups, state, hooks and attributes with
-        `optimizer`: what was made of that, such as a scheduler, goes on, and has effect here.
+        `optimizer`, so that a scheduler made of `optimizer` acts on the returned one, too.
 
     Raises:
         NotInitializedError: before hvd.init().
@@ -140,7 +141,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
     }
-    inner = {  # Horovod's
+    inner = {  # arguments that are passed to Horovod
         "compression": compression,
         "backward_passes_per_step": backward_passes_per_step,
         "op": op,
@@ -157,7 +158,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         ranks = inner_process_set(process_set, world).ranks or ()
         require_same_sets(world, "hvd.DistributedOptimizer", ranks)
-    live_on_all()  # before the new engine: a dropped optimizer still holds its memory
+    live_on_all()  # frees the memory of dropped optimizers, before the new engine allocates its own
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
@@ -177,13 +178,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops what is left
+    weakref.finalize(wrapped, drop, mine).atexit = False  # at exit, shutdown() stops the averagings
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 
 
 def _join_if_synchronous(world: World, strategy: Strategy) -> World:
-    """The synchronous strategy makes all learners one super learner: plain Horovod."""
+    """Merge all learners into one super learner if the strategy is `synchronous`; return the World."""
     if strategy.averages != "nothing" or world.super_size == 1:
         return world
     if live_on_all():
@@ -195,7 +196,7 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
 
 
 def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
-    """Stop averagings of these tensors by earlier optimizers: a tensor has one owner."""
+    """Stop the averagings of earlier optimizers that average one of `tensors`: a tensor has one optimizer."""
     tensors = list(tensors)
     for averaging in list(live()):
         if any(id(tensor) in averaging.tensors.trained for tensor in tensors):
@@ -204,16 +205,16 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _say_retired(averaging: Averaging, ids: set[int]) -> None:
-    """Warn unless the new optimizer trains all that the earlier one did."""
+    """Log that an earlier optimizer stops averaging; warn if the new one lacks some of its parameters."""
     trained = averaging.spec.trained
     left = [name for name, p in trained if p.requires_grad and id(p) not in ids]
     if not left:
-        log.info("an optimizer wrapped around the same parameters before averages no longer")
+        log.info("an earlier optimizer of the same parameters has stopped averaging")
         return
     log.warning(
-        "the optimizer wrapped before averages %s no longer, for another one was wrapped around %d of its %d "
-        "parameters: its next step() raises. Wrap one optimizer with all parameter groups, or several with "
-        "parameters of their own.",
+        "an earlier optimizer has stopped averaging %s, as another one was wrapped around %d of its %d "
+        "parameters: the next step() of the earlier one raises. Wrap one optimizer with all parameter "
+        "groups, or several with parameters of their own.",
         left[0],
         len(trained) - len(left),
         len(trained),
@@ -224,11 +225,12 @@ def _say_retired(averaging: Averaging, ids: set[int]) -> None:
 
 
 def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
-    """Give Horovod's instance a class with Horovod's methods, overridden by ours.
+    """Give the instance that Horovod made a class with Horovod's methods, overridden by those of `_METHODS`.
 
-    Horovod's methods call super(self.__class__, self), so the class must derive from the user's
-    directly: a subclass of Horovod's class would recurse without end. Ours call `_parent`, the user's
-    class, so that a script may derive from the class made here, and call its methods on another object.
+    Horovod's methods call super(self.__class__, self), so the class must derive from the user's class
+    directly: a subclass of Horovod's class would recurse without end. The methods of `_METHODS` call
+    `_parent`, the user's class, so that a script may derive from the class made here, and call its methods on
+    another object.
     """
     horovods = type(wrapped)
     namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
@@ -284,7 +286,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-    """Train and average one more group, from the next step on; on all learners, in one order."""
+    """Train and average one more param_group from the next step on; all learners add groups in one order."""
     self._averaging.require_running(also_before_joining=True)
     if self._averaging.plan.rule is not None:
         raise UnsupportedOptimizerError(
@@ -301,24 +303,25 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
-        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer has none
+        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer has no groups
             self._p_to_group[parameter] = (parameter,)
             self._group_counts[(parameter,)] = 0
-        if hasattr(self, "_starting_models"):  # Adasum's
+        # Horovod's Adasum optimizer has a tensor per parameter here
+        if hasattr(self, "_starting_models"):
             self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
     if self._averaging.world.inner_size > 1:
         register_hooks(self, group["params"])
 
 
 def _state_dict(self: Any) -> dict[str, Any]:
-    """The optimizer's own state, and under "averaging" the strategy's."""
+    """Return the optimizer's own state and, under "averaging", the state of the strategy."""
     state: dict[str, Any] = self._parent.state_dict(self)
     mine = checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
 
 
 def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-    """Load as torch does. Gradients that backward() has left for a step are dropped, as in Horovod."""
+    """Load a state as torch does; drop gradients that backward() has left for a step, as Horovod does."""
     drop_gradients(self)
     self._gradients.forget()
     own = {key: value for key, value in state_dict.items() if key != "averaging"}
@@ -328,7 +331,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _close(self: Any) -> None:
-    """Free the engine, its thread and its memory now. step() raises afterwards; idempotent."""
+    """Free the engine, its thread and its memory now; later calls of step() raise. Idempotent."""
     self._averaging.super_learner.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 
@@ -340,7 +343,7 @@ def _refuse_copy(self: Any, *args: Any) -> Any:
     )
 
 
-# torch adds no second call of the step hooks
+# marks step() as wrapped, so that torch does not wrap it again, which would run the step hooks twice
 _step.hooked = plain_step.hooked = True  # type: ignore[attr-defined]
 
 _METHODS = {

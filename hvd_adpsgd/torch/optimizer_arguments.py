@@ -1,4 +1,4 @@
-"""What DistributedOptimizer was called with: checks that need no other learner, and the spec made of it."""
+"""Arguments of DistributedOptimizer: checks that need no other learner, and their AveragingSpec."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_spec(
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
 ) -> AveragingSpec:
-    """The spec of this learner's call, after the checks that need no peer."""
+    """Check the arguments of this learner's DistributedOptimizer call, and return their AveragingSpec."""
     require_supported(optimizer)
     require_shareable(optimizer)
     _require_named("named_parameters", named)
@@ -72,7 +72,7 @@ def make_spec(
 
 
 def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
-    """An argument of DistributedOptimizer for comparisons, the same in every process."""
+    """Return an argument of DistributedOptimizer as text, for comparisons between processes."""
     if isinstance(value, torch.Tensor):
         return names.get(value, "a tensor that is not a parameter")
     if isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
 
 
 def listed(pairs: Any) -> Any:
-    """An iterable, which may be read once only, as a list; anything else as it is."""
+    """Return an iterable, which can perhaps be read only once, as a list; any other value unchanged."""
     return list(pairs) if isinstance(pairs, Iterable) else pairs
 
 
@@ -124,7 +124,7 @@ def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
 
 
 def _require_joinable(strategy: Strategy, world: World) -> None:
-    """Raise StrategyMismatchError if others may join the job, and cannot with this strategy."""
+    """Raise StrategyMismatchError if super learners may join the job, but cannot with this strategy."""
     if world.config.join_secret_file is None:
         return
     if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
@@ -148,7 +148,7 @@ def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
 def _names(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """Horovod's names of the parameters, before Horovod has looked at them."""
+    """Return the names of the parameters, as Horovod will name them."""
     names = {
         p: f"allreduce.noname.{i}.{j}"
         for i, group in enumerate(optimizer.param_groups)
@@ -183,7 +183,7 @@ def inner_process_set(process_set: Any, world: World) -> Any:
 
 
 def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the buffers asked for that can be averaged."""
+    """Return (name, tensor) of those buffers in argument `buffers` that can be averaged."""
     if buffers is None:
         return []
     pairs = listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)

@@ -1,4 +1,4 @@
-"""With one super learner there is nothing to average: Horovod's optimizer, as users of torch expect it."""
+"""The wrapped optimizer of a job of one super learner: Horovod's, adapted to what torch's users expect."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
-    """With one super learner: Horovod's class, for this instance alone, with what users expect of torch.
+    """Adapt Horovod's wrapped optimizer, in a job of one super learner, to what torch's users expect.
 
-    The step hooks run once; a script may derive from the class. Horovod's Adasum steps by itself.
+    Changes the class that Horovod has made for this instance: step hooks run once, and a script may derive
+    from the class. Horovod's Adasum optimizer keeps its own step().
     """
     kind = type(wrapped)
     kind._parent, kind.close, kind._closed = parent, _plain_close, False
@@ -53,7 +54,7 @@ def _plain_close(self: Any) -> None:
 
 
 def is_plain_in_use(world: weakref.ref[World], wrapped: Any) -> bool:
-    """Whether it is not closed, and hvd.shutdown() was not called since it was wrapped."""
+    """Whether the wrapped optimizer is not closed, and hvd.shutdown() was not called since the wrapping."""
     return not wrapped._closed and worlds.is_initialized() and worlds.current() is world()
 
 
@@ -74,10 +75,10 @@ def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _repair(wrapped: Any) -> None:
-    """Accept gradients that torch accepts and Horovod does not."""
+    """Let the optimizer accept gradients that Horovod refuses: bfloat16 and non-contiguous ones."""
     kind = type(wrapped)
     wrapped._compression = Reducible(wrapped._compression)
-    if hasattr(wrapped, "_starting_models"):  # Adasum reduces parameters
+    if hasattr(wrapped, "_starting_models"):  # Horovod's Adasum optimizer reduces parameters
         return
     reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
 
@@ -95,7 +96,7 @@ def _repair(wrapped: Any) -> None:
 
 
 def record_parts(wrapped: Any, record: StepRecord) -> None:
-    """With one super learner: the parts of Horovod's steps go into the timeline."""
+    """Write the parts of a plain wrapped optimizer's steps into the timeline."""
     kind = type(wrapped)  # Horovod made this class for this instance
     horovods_synchronize, horovods_step = kind.synchronize, kind.step
     made = 0
@@ -106,7 +107,7 @@ def record_parts(wrapped: Any, record: StepRecord) -> None:
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         nonlocal made
-        adasum = hasattr(self, "_starting_models")  # its step reduces by itself
+        adasum = hasattr(self, "_starting_models")  # Adasum's step() reduces by itself
         if not adasum:
             _synchronize_for_step(self)
         with record.part("optimizer", made):
@@ -134,7 +135,7 @@ _said_nothing_to_average = False
 
 
 def say_nothing_to_average(world: World, strategy: Strategy) -> None:
-    """Once, however many optimizers there are."""
+    """Warn once per process, on learner 0, if a strategy has no second super learner to average with."""
     global _said_nothing_to_average
     if world.rank > 0 or _said_nothing_to_average:
         return

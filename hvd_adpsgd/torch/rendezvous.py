@@ -1,4 +1,4 @@
-"""torch's store, in which processes meet that torchrun or a launcher like it has started."""
+"""The rendezvous store of processes that torchrun or a similar launcher has started: torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["TcpStore"]
 
 
 class TcpStore:
-    """The TCPStore at a place: torchrun's own, else one that the first process serves.
+    """A client of the TCPStore at an address: torchrun's own store, else one that the first process serves.
 
-    Scripts that use torch.distributed beside this share it; names of a restarted job differ.
+    A script that uses torch.distributed may share this store: keys have a prefix, which differs after a
+    restart by torchrun.
 
     Args:
-        place: of this process.
+        place: the store's address, and whether this process serves it.
         seconds: longest wait for the store.
     """
 
@@ -36,13 +37,13 @@ class TcpStore:
         self._store = torch.distributed.PrefixStore(f"hvd_adpsgd/{start}", store)
 
     def set(self, key: str, value: str) -> None:
-        """See Store."""
+        """Store a value under a key."""
         self._store.set(key, value)
 
     def has(self, key: str) -> bool:
-        """See Store."""
+        """Whether the store has a value of this key; does not wait for one."""
         return bool(self._store.check([key]))
 
     def get(self, key: str) -> bytes:
-        """See Store."""
+        """Return the value of a key that the store has."""
         return bytes(self._store.get(key))

@@ -1,4 +1,4 @@
-"""Looks for torch and Horovod before they are imported; an error names the command that installs them."""
+"""Checks, before their import, that torch and Horovod are installed; errors name the install command."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CURES = {
 
 
 def require_torch_and_horovod() -> None:
-    """See that both are installed, and that Horovod loads with this torch and an MPI.
+    """Check that torch and Horovod are installed, and that Horovod loads with this torch and an MPI.
 
     Raises:
-        MissingRequirementError: if one is missing or does not load.
+        MissingRequirementError: if torch or Horovod is missing, or if Horovod does not load.
     """
     for module, cure in _CURES.items():
         if importlib.util.find_spec(module) is None:

@@ -1,9 +1,9 @@
-"""hvd.join(): the learners of a super learner have made unequal numbers of steps.
+"""hvd.join(), for learners of a super learner with unequal numbers of steps.
 
-A learner that has joined contributes zeros to the gradient averages of the others, through Horovod, and
-applies no corrections. If it is the leader, no learner applies any: they gather in the open slot until all
-have joined. Then the model and the optimizer state of the learner that made most steps become those of the
-whole super learner.
+A learner that has called join() contributes zeros to the gradient averages of its mates, through Horovod, and
+applies no corrections. If the leader has called it, no learner applies corrections: these accumulate in the
+open slot until all learners have called join(). Then the model and the optimizer state of the learner that
+made most steps are copied to the whole super learner.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from hvd_adpsgd.training.presence import live_on_all
 
 __all__ = ["joined"]
 
-_PIECE_NBYTES = 2**30  # of a broadcast: MPI counts in 32 bits
+_PIECE_NBYTES = 2**30  # largest size of one broadcast: MPI counts are 32 bits
 
 
 @contextlib.contextmanager
 def joined(device: int) -> Iterator[None]:
-    """Inside, this learner contributes zeros to gradient averages, until all of its super learner are inside.
+    """Context manager of join(): contributes zeros to gradient averages until all mates have called join().
 
     Args:
-        device: see horovod.join.
+        device: GPU of the zeros, see horovod.join.
 
     Raises:
-        StrategyMismatchError: before anything is done, for a strategy whose super learners wait for each
-            other.
+        StrategyMismatchError: at once, for a strategy whose super learners wait for each other.
         LearnerFailedError: if a learner of this super learner has failed.
     """
     averagings = live_on_all()
@@ -45,7 +44,7 @@ def joined(device: int) -> Iterator[None]:
         _require_asynchronous(averaging)
     for averaging in averagings:
         _begin(averaging)
-    # not waited for after an error: another learner may never join
+    # in a thread, so that after an error nothing waits for it: another learner may never call join()
     waiting = in_thread("hvd_adpsgd.join", lambda: horovod.join(device))
     yield
     with contextlib.ExitStack() as stack:
@@ -69,15 +68,16 @@ def _require_asynchronous(averaging: Averaging) -> None:
 
 @torch.no_grad()
 def _begin(averaging: Averaging) -> None:
-    """The last step is made: apply the corrections that may be read, then tell the other learners."""
+    """Apply the readable corrections after the last step, then note in `mates` that this learner joins."""
     averaging.absorb()
     if averaging.world.inner_size > 1:
-        averaging.super_learner.mates.joins()  # before horovod.join: the next all-reduce shows it to all
+        # before horovod.join, so all see it after the next all-reduce
+        averaging.super_learner.mates.joins()
 
 
 @torch.no_grad()
 def _end(averaging: Averaging) -> None:
-    """All learners of the super learner are here: continue from the one that made most steps."""
+    """Copy the state of the learner with most steps to its super learner, after all have called join()."""
     memories = averaging.engine.memory.shards
     places = [memory.place() for memory in memories]
     mine = (averaging.super_learner.mates.sets, averaging.step, places)
@@ -97,7 +97,7 @@ def _end(averaging: Averaging) -> None:
 
 
 def _copy_model(averaging: Averaging, root: int) -> None:
-    """Overwrite the averaged tensors and the optimizer's state with those of one learner."""
+    """Overwrite the averaged tensors and the optimizer's state with those of inner rank `root`."""
     rules = itertools.chain(*averaging.rule.tensors().values())
     tensors = [*averaging.tensors.parameters.tensors, *rules]
     optimizer = averaging.optimizer()
@@ -107,7 +107,7 @@ def _copy_model(averaging: Averaging, root: int) -> None:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer, root: int) -> list[torch.Tensor]:
-    """Give the optimizer the root's options and state. Returns the tensors of it, to be overwritten."""
+    """Give the optimizer the root's options and state; return its state tensors, whose values come later."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     mine = [_outline(optimizer.state.get(p, {})) for p in parameters]
@@ -123,7 +123,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer, root: int) -> list[torch.Te
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes in place of tensors."""
+    """Return a parameter's optimizer state: (shape, dtype, is on CPU) for tensors, [value] for the rest."""
     return {
         key: (value.shape, value.dtype, value.device.type == "cpu")
         if isinstance(value, torch.Tensor)
@@ -135,7 +135,10 @@ def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
 def _fit(
     state: dict[str, Any], outline: Mapping[str, Any], device: torch.device
 ) -> Iterable[torch.Tensor]:
-    """Give a parameter's state these keys and values; tensors of the right kind stay, their values come."""
+    """Give a parameter's optimizer state the keys and values of `outline`; yield its tensors, to be filled.
+
+    A tensor of the same shape and dtype stays the same object.
+    """
     for key in set(state) - set(outline):
         del state[key]
     for key, its in outline.items():
@@ -150,7 +153,7 @@ def _fit(
 
 
 def _broadcast(tensors: list[torch.Tensor], root: int) -> None:
-    """Overwrite tensors of any dtype and layout with the root's, inside the super learner."""
+    """Overwrite tensors of any dtype and strides with the root's, inside the super learner."""
     copies = [bytes_of(tensor.detach()) for tensor in tensors]
     pieces = [piece for copy in copies for piece in copy.split(_PIECE_NBYTES) if piece.numel()]
     handles = [horovod.broadcast_async_(piece, root, f"join.{i}") for i, piece in enumerate(pieces)]

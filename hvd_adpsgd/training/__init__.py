@@ -1,1 +1,1 @@
-"""What happens in a step: tensors, averaging beside the gradient, what is measured."""
+"""A training step: its gradients, the averaged tensors, corrections, rounds, checkpoints and metrics."""

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer averages, and how its engine reaches them: in place, or by copies."""
+"""The tensors that an optimizer averages; the engine reads and corrects them in place, or through copies."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class AveragedTensors:
-    """Tensors, and the memory of the engine that averages them. Made by all learners together.
+    """The averaged tensors of one optimizer, and the engine's memory for them. Made by all learners together.
 
     Args:
-        world: of this learner.
+        world: the World of this learner.
         spec: what the user wants averaged.
-        averaged: (name, tensor) of what the strategy averages in place of what the optimizer trains.
+        averaged: (name, tensor) pairs that the strategy averages in place of those that the optimizer trains.
 
     Attributes:
         world: see the arguments.
-        shards: into how many the model is cut; 1: the leader averages all of it.
+        shards: number of shards of the model; 1: the leader averages all of it.
         trained: ids of the tensors that the user wants averaged.
-        parameters: the tensors.
-        specs: of them, as they were added.
-        memory: of the engine, once it is bound.
+        parameters: the averaged tensors.
+        specs: name, shape and dtype of each averaged tensor, a list per call that added tensors.
+        memory: the engine's memory, after `bind`.
     """
 
     memory: ModelMemory
@@ -53,20 +53,22 @@ class AveragedTensors:
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
-        self._alone = False  # no DistributedDataParallel averages them: known at the first step
-        # of parameters on devices, one for each shard; the own one last: it sees all corrections applied
+        # whether it is known, from the first step, that no DDP averages them, too
+        self._alone = False
+        # for parameters on devices, a Staging per shard; that of the own shard last, as it checks for NaN
+        # after all corrections are applied
         self._stagings: list[Staging] = []
 
     @property
     def are_staged(self) -> bool:
-        """Whether they are on devices, which copy them."""
+        """Whether a tensor is on a GPU, so that all are copied to and from the engine's memory."""
         return bool(self._stagings)
 
     def add(self, named: Named) -> None:
-        """Average these too, from the next step on. All learners of the super learner call it.
+        """Average these tensors, too, from the next step on. All learners of the super learner call it.
 
         Raises:
-            ModelMismatchError: on every learner of the super learner, if they add different tensors.
+            ModelMismatchError: on every learner of the super learner, if learners add different tensors.
         """
         named = list(named)
         require_same_inside(self.world, "add_param_group", named)
@@ -77,14 +79,14 @@ class AveragedTensors:
         self.trained.update(id(tensor) for _, tensor in named)
 
     def require_known(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise if one of these param_groups is trained and not averaged, or if DDP averages it too."""
+        """Raise ModelMismatchError if a trained parameter in `groups` is not averaged, or DDP averages it."""
         require_known(self.trained, groups)
         if not self._alone:  # frameworks put DDP around the model after the optimizer is wrapped
             require_no_ddp({p for group in groups for p in group["params"]})
             self._alone = True
 
     def bind(self, memory: ModelMemory) -> None:
-        """Copy parameters on devices from and to this memory of an engine, from now on."""
+        """From now on, copy parameters on devices to and from `memory`, an engine's memory."""
         self.memory = memory
         if self.parameters.staged:
             own = min(self.world.inner_rank, self.shards - 1)
@@ -97,22 +99,22 @@ class AveragedTensors:
                 staging.bind(memory.shards[number], self.parameters.tensors)
 
     def release(self) -> None:
-        """The memory is not used from now on, until another one is bound."""
+        """Stop copies to and from the engine's memory, until another one is bound."""
         for staging in self._stagings:
             staging.release()
 
     def close(self) -> None:
-        """The memory is freed next."""
+        """End copies to and from the engine's memory for good: that memory is freed next."""
         for staging in self._stagings:
             staging.close()
 
     def before_update(self) -> None:
-        """They change next: their devices wait for copies of them, the host does not."""
+        """Let devices, not the host, wait for copies of the parameters before the optimizer changes these."""
         for staging in self._stagings:
             staging.before_update()
 
     def settle(self) -> None:
-        """Wait until devices have applied the last corrections, and the mirror holds its copy."""
+        """Wait until devices have applied the last corrections and the mirror holds the copied parameters."""
         for staging in self._stagings:
             staging.settle()
 
@@ -120,13 +122,14 @@ class AveragedTensors:
         """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
 
         Args:
-            engine: whose memory is bound.
-            step: of the trainer.
-            waits: until devices have done so. Else the model is offered when its copy has come.
+            engine: the engine whose memory is bound.
+            step: number of the trainer's step.
+            waits: whether to wait until devices have done both. Else the engine offers the model to peers
+                when its copy is complete.
 
         Returns:
-            The last step whose parameters were found not to be finite, None if all are; without `waits` of
-            the steps that devices know of.
+            The last step whose parameters were found not to be finite; None if all are finite. Without
+            `waits`, only steps whose check the devices have finished count.
         """
         if not self._stagings:
             return self._absorb_in_place(step)
@@ -152,10 +155,11 @@ class AveragedTensors:
         return None if finite else step
 
     def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Add to copies of tensors the corrections that these lack, which stay pending. Leaders only.
+        """Add the pending corrections to copies of the tensors; they stay pending. Leaders only.
 
         Args:
-            copies: by id of the tensor; contiguous, on the host, float64 for float64 tensors, else float32.
+            copies: by id of the averaged tensor, its copy: contiguous, on the host, float64 for float64
+                tensors, else float32.
         """
         places = [
             copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
@@ -163,14 +167,14 @@ class AveragedTensors:
         self.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These were replaced while averaging is paused: drop what rounding to 16 bits holds back of them."""
+        """Drop the 16-bit rounding errors kept for `tensors`, whose values were replaced in a pause."""
         replaced = {id(tensor) for tensor in tensors}
         mine = enumerate(self.parameters.tensors)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
 
 
 def _shards(world: World, spec: AveragingSpec) -> int:
-    """The number of shards of the model, the same on all learners; logged where HVD_ADPSGD_SHARD is set."""
+    """Return the number of shards of the model, the same on all learners; log it with HVD_ADPSGD_SHARD."""
     if spec.config.shard is None:
         return 1
     why = ""

@@ -1,4 +1,4 @@
-"""The order of a step: gradients, optimizer, corrections, offer, round."""
+"""The averaging of one optimizer: order of a step's gradients, optimizer, corrections, offer and round."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Averaging:
     """Averages the tensors of one optimizer between super learners. Made by all learners together.
 
     Args:
-        world: the worlds of this learner.
+        world: the World of this learner.
         spec: what to average, and how; equal on all learners.
 
     Attributes:
-        plan: of the strategy, for this super learner.
-        rule: what is done to the model besides averaging.
-        step: steps made; of strategies in step the same on all super learners.
-        restart: the rule resets to the model at the next step.
-        tensors: what is averaged, in the memory of the engine.
-        engines: the life of the engine.
-        order: of steps, beside operations over all learners.
+        plan: the strategy's plan for this super learner.
+        rule: the strategy's update rule, which changes the model besides averaging.
+        step: number of steps made; with a strategy in step the same on all super learners.
+        restart: whether the rule resets to the model at the next step.
+        tensors: the averaged tensors, and the engine's memory for them.
+        engines: makes, replaces and stops the engine.
+        order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
-        at_stop: called by `stop`.
+        at_stop: functions that `stop` calls.
         optimizer: the wrapped optimizer, None once it is freed.
         super_learner: the learners that step together.
         pauses: depth of nested pauses.
@@ -60,9 +60,10 @@ class Averaging:
         self.world, self.spec = world, spec
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
-        self.nonfinite_step = -1  # the last of them
+        self.nonfinite_step = -1  # the last step whose parameters were not finite
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
-        rate = spec.config.exchanges_per_step * spec.config.exchange_share  # of each chunk
+        # number of exchanges of each chunk per step
+        rate = spec.config.exchanges_per_step * spec.config.exchange_share
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         self.step = 0
         self.restart = True
@@ -70,7 +71,7 @@ class Averaging:
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
-        self._submitted = 0  # gradients handed to Horovod for the step under way
+        self._submitted = 0  # number of gradients submitted to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged())
@@ -82,17 +83,17 @@ class Averaging:
 
     @property
     def engine(self) -> Engine:
-        """Exchanges with the peers, until `move_to` replaces it."""
+        """Return the present engine, which exchanges with the peers; `move_to` may replace it."""
         return self.engines.current
 
     @property
     def _lands_later(self) -> bool:
-        """Whether a step waits neither for its copy of the model nor for what devices say of it."""
+        """Whether a step waits neither for devices to copy the model nor for their check for NaN."""
         waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
         return self.tensors.are_staged and not waits
 
     def move_to(self, world: World, engine: Engine) -> None:
-        """The world has changed, between steps, paused: this engine is of the new one."""
+        """Replace world and engine after a super learner has joined; between steps, in a pause."""
         self.engines.replace(engine)
         self.world = self.tensors.world = self.super_learner.world = world
         engine.memory.inner = world.inner
@@ -101,15 +102,15 @@ class Averaging:
         self.rule.adapt(self.plan.rule)
 
     def require_running(self, also_before_joining: bool = False) -> None:
-        """Raise NotInitializedError or WorldError if this optimizer makes no step now.
+        """Raise NotInitializedError or WorldError if this optimizer may not step now.
 
         Args:
-            also_before_joining: a super learner that has not joined yet may do this.
+            also_before_joining: whether a super learner that has not joined yet passes this check.
         """
         preemption.block_if_leaving()
         if self.stopped:
             raise NotInitializedError(
-                f"this optimizer averages no longer: {self.stopped} after it was wrapped. Use an "
+                f"this optimizer has stopped averaging: {self.stopped} after it was wrapped. Use an "
                 "optimizer that was wrapped after that."
             )
         if self.holds_mean:
@@ -123,10 +124,11 @@ class Averaging:
     # ---- the step, in order ----------------------------------------------------------------
 
     def before_gradient(self, count: int, total: int) -> None:
-        """`count` of the step's `total` gradients are passed to Horovod next.
+        """Prepare for the submission of `count` of the step's `total` gradients to Horovod.
 
-        The leader publishes before the last one: that all-reduce tells every learner of the super learner
-        that the slot may be read. Published after it, the slot could change while a learner reads it.
+        The leader publishes corrections before it submits the last gradient: when that all-reduce is over,
+        every learner of the super learner may read the slot. If it published later, the slot could change
+        while a learner reads it.
         """
         if self._submitted == 0:
             self.require_running()
@@ -138,7 +140,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-        """Check tensors and engine, and enclose a step. If the step raises, its round is owed.
+        """Context manager around a step: checks tensors and engine; if the step raises, its round is owed.
 
         Args:
             groups: the optimizer's param_groups.
@@ -146,7 +148,7 @@ class Averaging:
         self.require_running()
         self.engine.check()
         self.tensors.require_known(groups)
-        if self.world.inner_size == 1:  # with several learners before_gradient() has done it
+        if self.world.inner_size == 1:  # with several learners before_gradient() has checked them
             self.tensors.parameters.check()
         self.order.entered()
         if self.restart:
@@ -158,7 +160,7 @@ class Averaging:
         try:
             yield
         finally:
-            if self.plan.in_step is None:  # no peer waits for a round of it
+            if self.plan.in_step is None:  # no peer waits for a round of this step
                 self._steps.end()
             self._steps.leave()
 
@@ -169,17 +171,18 @@ class Averaging:
         again: bool = False,
         are_averaged: Callable[[], bool] | None = None,
     ) -> Iterator[None]:
-        """Inside, wait for the super learner's all-reduces.
+        """Context manager around Horovod's wait for the super learner's gradient all-reduces.
 
         Args:
-            gradients: how many.
-            again: they are those of the last time: no round belongs to them.
-            are_averaged: whether Horovod has finished with them, also in failure. With it they are submitted,
-                and this waits for the other learners first, as Horovod's wait cannot be ended.
+            gradients: number of gradients.
+            again: whether the gradients were averaged before, so that no further round belongs to them.
+            are_averaged: tells whether Horovod has finished with the submitted gradients, with or without an
+                error. If given, this waits for the submissions of the other learners before the block, since
+                Horovod's wait cannot be interrupted.
 
         Raises:
-            CollectiveMismatchError: if another learner of the super learner makes no such step: it waits
-                in an operation for this one, or has closed its optimizer.
+            CollectiveMismatchError: if another learner of the super learner never submits its gradients: it
+                waits in an operation for this learner, or has closed its optimizer.
         """
         self.require_running()
         self.super_learner.mates.submitted()
@@ -198,7 +201,10 @@ class Averaging:
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:
-        """The super learner's gradients are averaged. False if there is nothing to step with."""
+        """Prepare the averaged gradients for the optimizer; False if there is none yet to step with.
+
+        With delayed_gradients, the first step has no mean gradient of a step before.
+        """
         if not self._averages_gradients:
             return True
         if any(p.grad is not None and p.grad.is_sparse for p in self.rule.model):
@@ -212,8 +218,8 @@ class Averaging:
         """Apply the published corrections, offer the model, and run the round of this step, if any.
 
         Raises:
-            NonFiniteModelError: if a parameter is infinite or not a number, with nonfinite="raise". The
-                model was not offered.
+            NonFiniteModelError: with nonfinite="raise", if a parameter is infinite or not a number; the
+                model was not offered to peers.
         """
         self._run_owed_rounds()
         with self.record.part("collect", self.step):
@@ -226,8 +232,8 @@ class Averaging:
             _report_nonfinite(self)
 
     def _collect(self) -> bool:
-        """Apply pending corrections, then refresh the mirror. True if all parameters are finite."""
-        if self._averages_gradients:  # applied before the optimizer; these are for the next step
+        """Apply pending corrections, then refresh the mirror; return whether all parameters are finite."""
+        if self._averages_gradients:  # before_optimizer() has applied this step's corrections
             return self.absorb()
         self._publish_inside()
         self.rule.pass_time()
@@ -238,7 +244,7 @@ class Averaging:
 
     def _offer(self, finite: bool, in_step: bool = True) -> None:
         """Offer the model to peers; with `in_step`, begin the round and count the step."""
-        if not self._lands_later:  # else it is offered when it has come
+        if not self._lands_later:  # else staging offers the model when its copy is complete
             self.engine.offer(self.step, finite)
         self.engines.tell_membership()
         if in_step:
@@ -255,17 +261,17 @@ class Averaging:
         if not rounds.waits:
             return
         self.rule.before_round()
-        self.take_in()  # publishing waits for the round
+        self.take_in()  # waits for the round, as publishing does
         self.rule.after_round()
         self.absorb()
         self.engine.resume()
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Run owed rounds before an operation over all learners; else it and the rounds deadlock.
+        """Run owed rounds before an operation over all learners; else the operation and a round deadlock.
 
         A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if a
-        global operation comes between synchronize() and step().
+        operation over all learners comes between synchronize() and step().
         """
         if self.stopped or self._steps.inside or self.plan.in_step is None or self.engine.failed:
             return
@@ -273,7 +279,7 @@ class Averaging:
         self._run_owed_rounds()
 
     def _run_owed_rounds(self) -> None:
-        """Run the rounds of skipped steps with the current parameters.
+        """Run the owed rounds of skipped steps with the current parameters.
 
         Raises:
             UnsupportedOptimizerError: if the strategy refuses skipped steps.
@@ -284,15 +290,16 @@ class Averaging:
             self._offer(self.take_in())
 
     def take_in(self) -> bool:
-        """Publish and apply. True if every parameter is finite."""
-        self.tensors.settle()  # else the publication is put off
+        """Publish and apply the corrections received so far; return whether all parameters are finite."""
+        self.tensors.settle()  # while a copy to the mirror runs, a publication is postponed
         self._publish_inside()
         return self.absorb()
 
     def _publish_inside(self) -> None:
-        """Publish, unless this step's gradient all-reduce has made a published slot readable.
+        """Publish corrections, unless this step's gradient all-reduce has made a published slot readable.
 
-        A learner that has called join() does not come: corrections wait in the open slot.
+        If a learner has called join(), nothing is published, as that learner does not enter the barrier:
+        corrections stay in the open slot.
         """
         if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
@@ -303,10 +310,11 @@ class Averaging:
         """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
 
         Args:
-            waits: until devices have done so. Else the model is offered when its copy has come.
+            waits: whether to wait until devices have done both. Else the model is offered to peers when its
+                copy is complete.
 
         Returns:
-            Whether every parameter is finite; without `waits` those of the last steps that devices know of.
+            Whether every parameter is finite; without `waits`, in steps whose check devices have finished.
         """
         bad = self.tensors.absorb(self.engine, self.step, waits)
         if bad is not None:
@@ -316,13 +324,14 @@ class Averaging:
     # ---- beside the step ---------------------------------------------------------------------
 
     def retire(self, why: str) -> None:
-        """Make no more steps. `stop` comes later, on a thread of the script."""
+        """Let later steps raise, with reason `why`; `stop` is called later, on a thread of the script."""
         self.stopped = self.stopped or why
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
-        """Stop averaging and leave the peers; bounded. Called by hvd.shutdown()."""
+        """Stop averaging and notify the peers, in bounded time; also called by hvd.shutdown()."""
         self.retire(why)
-        with contextlib.suppress(IndexError):  # another thread stops it, too
+        # pop() may find the list empty: another thread stops it, too
+        with contextlib.suppress(IndexError):
             while True:
                 self.at_stop.pop()()
         self.engines.end()

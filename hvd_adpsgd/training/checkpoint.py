@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the averaging, besides the model and the optimizer's own state."""
+"""The averaging's part of a checkpoint, besides the model and the optimizer's own state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def state(averaging: Averaging) -> dict[str, Any]:
-    """What a checkpoint needs besides the model; {} if nothing."""
+    """Return the averaging's part of a checkpoint: strategy, step and the strategy's tensors; {} if none."""
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:
         return {}
@@ -37,8 +37,8 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
     After a reset the strategy's tensors and step are those of a first step.
 
     Args:
-        averaging: of this learner.
-        state: from `state`; None for checkpoints without one, as of plain optimizers.
+        averaging: the averaging of this learner that resumes.
+        state: what function `state` returned; None for a checkpoint without it, such as a plain optimizer's.
     """
     plan = averaging.plan
     waits = plan.in_step is not None and plan.in_step.waits
@@ -54,13 +54,13 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
         return
     reason = _reason_against(averaging, state)
     if reason:
-        log.warning("%s: it starts anew with the model loaded.", reason)
+        log.warning("%s: the strategy starts anew with the loaded model.", reason)
         return
-    averaging.step = state["step"]  # on all super learners alike, or their rounds would not meet
+    averaging.step = state["step"]  # the same on all super learners, else their rounds never match
     averaging.restart = averaging.step == 0
     if foreign := _belongs_elsewhere(averaging, state):
         averaging.restart = True
-        log.warning("%s: it starts anew with the model loaded.", foreign)
+        log.warning("%s: the strategy starts anew with the loaded model.", foreign)
         return
     for name, tensors in averaging.rule.tensors().items():
         for mine, theirs in zip(tensors, state["rule"][name], strict=True):
@@ -68,7 +68,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
 
 
 def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Why the state does not fit this averaging; "" if it does."""
+    """Return why a saved state does not fit this averaging, for a message; "" if it fits."""
     spec = averaging.spec.strategy.spec()
     try:
         if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
@@ -82,19 +82,19 @@ def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
 
 
 def _belongs_elsewhere(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Whose the saved tensors are, if they are another super learner's; "" if they can be used."""
+    """Return a message if the saved tensors belong to another super learner; "" if they can be used."""
     spec, world = averaging.spec.strategy.spec(), averaging.world
     here = [world.super_rank, world.super_size]
     number, of = there = state.get("of", here)
     if averaging.rule.own and list(there) != here and state["step"]:
         return (
-            f"what {spec} remembers is each super learner's own; the checkpoint is of number "
-            f"{number} of {of}, this is {here[0]} of {here[1]}"
+            f"the state of {spec} differs between super learners; the checkpoint is of super learner "
+            f"{number} of {of}, this is super learner {here[0]} of {here[1]}"
         )
     return ""
 
 
 def _fits(averaging: Averaging, held: dict[str, list[torch.Tensor]]) -> bool:
-    """Whether the saved tensors of a strategy have the shapes of its tensors here."""
+    """Whether the saved tensors of a strategy have the shapes of the strategy's tensors on this learner."""
     mine = averaging.rule.tensors()
     return all([t.shape for t in held[name]] == [t.shape for t in ts] for name, ts in mine.items())

@@ -1,4 +1,4 @@
-"""Checks, across learners, of what must be equal before training."""
+"""Checks that arguments, models and process sets are equal on all learners before training starts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,17 @@ T = TypeVar("T")
 def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     """Run `act` on every learner; if it fails on one, raise on all, so that no learner blocks.
 
+    Args:
+        world: the World of this learner.
+        doing: name of the operation, for messages.
+        act: function without arguments; an AdpsgdError that it raises counts as failure.
+
+    Returns:
+        What `act` returned on this learner.
+
     Raises:
-        AdpsgdError: a learner's own, or one of the same class that names the learner.
+        AdpsgdError: what `act` raised on this learner, or an error of the same class that names the learner
+            on which it raised.
     """
     result, error = None, None
     try:
@@ -50,10 +59,10 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
 
 
 def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
-    """The spec of this learner, once arguments and tensors are equal on all learners.
+    """Return this learner's `spec()`, after comparing its arguments and tensors with those of all learners.
 
     Raises:
-        ModelMismatchError, StrategyMismatchError: on every learner alike.
+        ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ on one.
         AdpsgdError: on every learner, if `spec` raises on one.
     """
     doing = "hvd.DistributedOptimizer"
@@ -79,12 +88,12 @@ def _require_same_arguments(world: World, doing: str, arguments: list[str]) -> N
 
 
 def require_same_sets(world: World, doing: str, ranks: Sequence[int]) -> None:
-    """Raise StrategyMismatchError on every learner if one of a process set passes another set.
+    """Raise StrategyMismatchError on every learner if the members of a process set do not all pass that set.
 
     Args:
-        world: with one super learner.
-        doing: what is done, for messages.
-        ranks: of the process set that this learner passes; learners outside may pass others.
+        world: the World of this learner, with one super learner.
+        doing: name of the operation, for messages.
+        ranks: the ranks of the process set that this learner passes; learners outside may pass other sets.
     """
     told = world.collectives.gather(doing, tuple(ranks))
     for rank, members in enumerate(told):
@@ -97,7 +106,7 @@ def require_same_sets(world: World, doing: str, ranks: Sequence[int]) -> None:
 
 
 def require_same(world: World, doing: str, tensors: list[str]) -> None:
-    """Raise ModelMismatchError on every learner if the descriptions differ on one."""
+    """Raise ModelMismatchError on every learner if the descriptions of its tensors differ on one."""
     found = _first_difference(world, doing, tensors)
     if found is not None:
         first, other, mine, theirs = found
@@ -109,10 +118,13 @@ def require_same(world: World, doing: str, tensors: list[str]) -> None:
 def _first_difference(
     world: World, doing: str, facts: list[str]
 ) -> tuple[int, int, list[str], list[str]] | None:
-    """Two learners with different facts, and these; None if all are equal.
+    """Find two learners whose `facts` differ.
 
-    Every learner sends a digest. Only if digests differ, two learners send their facts: the first one, and
-    the first one that differs from it.
+    Every learner sends a digest of its facts. Only if digests differ, two learners send the facts themselves:
+    the first learner, and the first one whose digest differs from it.
+
+    Returns:
+        The ranks of these two learners and their facts; None if the facts are equal on all learners.
     """
     digests = world.collectives.gather(doing, _digest(facts))
     by_rank = dict(zip(world.collectives.ranks, digests, strict=True))
@@ -123,7 +135,8 @@ def _first_difference(
     told = world.collectives.gather(doing, facts if world.rank in (first, other) else None)
     by_rank = dict(zip(world.collectives.ranks, told, strict=True))
     if first not in by_rank or other not in by_rank:
-        return _first_difference(world, doing, facts)  # it failed meanwhile: of those that remain
+        # one of the two failed after it had sent its digest: compare the surviving learners
+        return _first_difference(world, doing, facts)
     return first, other, by_rank[first], by_rank[other]
 
 
@@ -137,7 +150,7 @@ def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.T
 
 
 def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ModelMismatchError if a parameter of the groups is trained, and not one of `trained` (ids)."""
+    """Raise ModelMismatchError if param_groups train a parameter whose id is not in `trained`."""
     for i, group in enumerate(groups):
         for j, p in enumerate(group["params"]):
             if p.requires_grad and id(p) not in trained:
@@ -153,12 +166,12 @@ def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def _digest(tensors: list[str]) -> bytes:
-    """SHA-256 of the descriptions, 32 bytes."""
+    """Return the SHA-256 digest of the descriptions, 32 bytes."""
     return hashlib.sha256("\n".join(tensors).encode()).digest()
 
 
 def _difference(mine: list[str], other: list[str], who: str, first: str) -> str:
-    """Which tensor differs, and where."""
+    """Return a message that names the first tensor in which two models differ, and the two learners."""
     for i, (a, b) in enumerate(zip(mine, other, strict=False)):
         if a != b:
             return (

@@ -1,4 +1,4 @@
-"""Cores for the engines alone, which all other threads leave alone; threads for the pass over a model."""
+"""CPU cores reserved for engines' threads (HVD_ADPSGD_ENGINE_CPUS); thread count of passes over a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NAME = "HVD_ADPSGD_ENGINE_CPUS"
 
 
 class Learner(NamedTuple):
-    """What counts of a learner.
+    """The properties of a learner that decide which cores it gets.
 
     Attributes:
-        host: see Placement.
-        cores: that its launcher allows it.
-        threads: with which torch computes.
+        host: number of its host; see Placement.
+        cores: the cores that its launcher allows its process.
+        threads: number of threads with which torch computes in it.
         has_engine: whether an engine's thread runs in it.
     """
 
@@ -39,11 +39,11 @@ class Learner(NamedTuple):
 
 
 class Cores(NamedTuple):
-    """What a learner gets.
+    """The cores of one learner's threads.
 
     Attributes:
-        engine: for its engine's thread alone; empty: wherever the system puts it.
-        others: for its other threads.
+        engine: cores for its engine's thread alone; empty: the system chooses.
+        others: cores for its other threads.
     """
 
     engine: tuple[int, ...]
@@ -51,12 +51,12 @@ class Cores(NamedTuple):
 
 
 def plan(asked: str, learners: Sequence[Learner]) -> list[Cores]:
-    """The cores of each learner.
+    """Return the cores of each learner, in the order of `learners`.
 
     Args:
-        asked: the option: cores as 2,5-7, which the engines of a host get in turn; or auto: where as many
-            cores are allowed as torch has threads and one more for each engine, the last ones.
-        learners: of the job.
+        asked: value of the option: cores such as 2,5-7, which the engines of a host get in turn; or auto: the
+            last allowed cores, one per engine, where torch's threads leave as many cores free.
+        learners: all learners of the job.
 
     Raises:
         ConfigError: if `asked` is neither, or leaves a learner without a core.
@@ -82,7 +82,14 @@ def plan(asked: str, learners: Sequence[Learner]) -> list[Cores]:
 
 
 def _spare(pool: tuple[object, ...], learners: Sequence[Learner]) -> tuple[int, ...]:
-    """The cores that learners with the same ones do not need: one for each of their engines, or none."""
+    """Return the cores for the engines of learners with the same allowed cores: one per engine, or none.
+
+    None if torch's threads of these learners do not leave enough cores free.
+
+    Args:
+        pool: (host, allowed cores) of these learners.
+        learners: all learners of the job.
+    """
     same = [one for one in learners if (one.host, one.cores) == pool]
     cores, engines = same[0].cores, sum(one.has_engine for one in same)
     enough = engines and len(cores) >= sum(one.threads for one in same) + engines
@@ -90,7 +97,7 @@ def _spare(pool: tuple[object, ...], learners: Sequence[Learner]) -> tuple[int, 
 
 
 def _listed(text: str) -> tuple[int, ...]:
-    """Cores as taskset writes them."""
+    """Parse a list of cores in the form of taskset, such as 3 or 2,5-7; each core once."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
         raise ConfigError(
             f"{NAME}={text[:80]}: allowed are auto, and cores as 3 or 2,5-7, up to 9999. Correct it."
@@ -116,17 +123,17 @@ _engine: tuple[int, ...] = ()
 
 
 def engine_cores() -> tuple[int, ...]:
-    """The cores of this process's engine threads; empty: those of the process."""
+    """Return the cores reserved for this process's engine threads; empty if none are reserved."""
     return _engine
 
 
 def reserve(world: World) -> None:
-    """Keep this process's threads away from the engines' cores; all learners call this together.
+    """Bind this process's threads to cores that no engine uses; all learners call this together.
 
-    Threads that are started later, and data loaders, inherit it from those that start them.
+    Threads and data loaders started later inherit the binding from the thread that starts them.
 
     Raises:
-        ConfigError: on all learners, for a bad value or a core that is not there.
+        ConfigError: on all learners, for a bad value of the option or a core that cannot be used.
     """
     global _engine
     asked = world.config.engine_cpus
@@ -157,10 +164,11 @@ def reserve(world: World) -> None:
 
 
 def _bind(cores: Cores, before: tuple[int, ...]) -> str | None:
-    """Bind all threads there are; what is wrong, if anything is."""
+    """Bind all threads of this process to `cores.others`; return why that failed, None if it did not."""
     try:
         if cores.engine:
-            os.sched_setaffinity(0, cores.engine)  # of this thread: may the process use them?
+            # a trial: raises if the process may not use these cores
+            os.sched_setaffinity(0, cores.engine)
             os.sched_setaffinity(0, before)
         _bind_threads(cores.others)
     except OSError as error:
@@ -169,7 +177,7 @@ def _bind(cores: Cores, before: tuple[int, ...]) -> str | None:
 
 
 def _release(before: tuple[int, ...]) -> None:
-    """Let the threads use what they could use before."""
+    """Let this process's threads use the cores `before`, which were allowed before `reserve`."""
     global _engine
     _engine = ()
     _bind_threads(before)
@@ -177,18 +185,18 @@ def _release(before: tuple[int, ...]) -> None:
 
 def _bind_threads(cores: Sequence[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def pass_threads(learners: int) -> int:
-    """How many threads may make this learner's pass over its model.
+    """Return the number of threads for this learner's pass over its model.
 
-    As many as torch has, but no more than its share of the cores: without OMP_NUM_THREADS torch has one for
-    each core, in every learner.
+    As many as torch has, but no more than this learner's share of the host's cores: without OMP_NUM_THREADS
+    torch has one thread per core in every learner.
 
     Args:
-        learners: on this host.
+        learners: number of learners on this host.
     """
     share = (os.cpu_count() or 1) // learners
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), share))

@@ -1,8 +1,8 @@
-"""Devices on which parameters lie, as staging needs them: streams, events, page-locked memory.
+"""Devices that hold parameters, for copies to and from the engine: streams, events, page-locked memory.
 
-A stream does what it is given in order, later than the host gives it, and waits for events of other
-streams. The host waits in `Event.wait` only. `KINDS` has a class for each type of torch device that is behind
-the host; others are `Host`.
+A stream runs operations in order, asynchronously to the host, and waits for events of other streams. The host
+waits in `Event.wait` only. `KINDS` has a class for each type of torch device that runs asynchronously to the
+host; tensors of all other types are on a `Host`.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream's queue of operations."""
 
     def done(self) -> bool:
-        """Whether all that the stream was given before it is done, and visible to the host."""
+        """Whether all operations before this event are done, and their results visible to the host."""
 
     def wait(self) -> None:
-        """Let the calling thread wait for that."""
+        """Block the calling thread until all operations before this event are done."""
 
 
 class Stream(Protocol):
     """Operations that a device carries out in order."""
 
     def do(self, operation: Callable[[], object]) -> None:
-        """Carry out a torch operation on tensors of this device. They must live until it is done."""
+        """Queue a torch operation on tensors of this device; the tensors must live until it is done."""
 
     def record(self) -> Event:
-        """An event behind all that the stream has been given."""
+        """Return an event behind all operations that the stream has queued so far."""
 
     def wait(self, event: Event) -> None:
-        """What the stream is given from now on is not begun before the event; the host does not wait."""
+        """Let operations queued from now on begin after the event; the host does not wait."""
 
 
 class Device(Protocol):
-    """One device of this learner."""
+    """A device, such as a GPU, that holds parameters of this learner."""
 
     def current(self) -> Stream:
-        """The stream of the trainer's operations on this device."""
+        """Return the stream in which the trainer's operations on this device run."""
 
     def stream(self) -> Stream:
-        """A new stream beside it."""
+        """Return a new stream of this device, which runs concurrently with the trainer's."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device."""
+        """Return uninitialized memory of the device, `nbytes` bytes as a uint8 tensor."""
 
     def flag(self) -> torch.Tensor:
-        """One bool of the host, to which a stream may copy."""
+        """Return a bool tensor of one element in host memory, to which a stream may copy."""
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
-        """Lock pages of the host, so that copies from and to them run beside the host. False if it cannot."""
+        """Page-lock host memory, so that copies to and from it do not block the host. False if that fails."""
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
-        """Before locked memory is freed."""
+        """Unlock memory that `pin` has locked, before it is freed."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host itself, for CPU tensors of a model that has others on a GPU: everything is done at once."""
+    """The host as a device, for the CPU tensors of a model that is partly on a GPU; it runs synchronously."""
 
     device: torch.device
 
@@ -95,7 +95,7 @@ class Host:
 
 
 class _AtOnce:
-    """A stream that is never behind the host, and its events."""
+    """A stream of the host: runs each operation before `do` returns."""
 
     def do(self, operation: Callable[[], object]) -> None:
         operation()
@@ -117,7 +117,7 @@ class _Past:
 
 @dataclass(frozen=True)
 class Cuda:
-    """A GPU. Nothing but torch.cuda."""
+    """A CUDA GPU, through torch.cuda."""
 
     device: torch.device
 
@@ -134,11 +134,12 @@ class Cuda:
         return torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
-        """Page-lock memory that torch did not allocate; without it copies are right, and slow."""
+        """Page-lock memory that torch did not allocate; unlocked memory makes copies slow, not wrong."""
         if memory.size == 0:
             return False
         code = self._register(memory)
-        if code == _REGISTERED:  # memory that was there before, which copies would reach
+        # for memory that had this address before: copies would go to its pages
+        if code == _REGISTERED:
             self.unpin(memory)
             code = self._register(memory)
         if code:
@@ -152,12 +153,13 @@ class Cuda:
         return not code
 
     def _register(self, memory: NDArray[np.uint8]) -> int:
-        """CUDA's error, 0 if there is none."""
+        """Register the memory with CUDA as page-locked; return CUDA's error code, 0 for success."""
         with torch.cuda.device(self.device):
             start, portable = memory.ctypes.data, 1
             code = int(torch.cuda.cudart().cudaHostRegister(start, memory.size, portable))
         if code:
-            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch
+            # clears the error: CUDA raises it at the next launch
+            with contextlib.suppress(RuntimeError):
                 torch.zeros((), device=self.device)
         return code
 
@@ -175,7 +177,7 @@ class _CudaStream:
             operation()
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # synchronize() sleeps instead of spinning
+        event = torch.cuda.Event(blocking=True)  # so synchronize() sleeps instead of spinning
         event.record(self._stream)
         return _CudaEvent(event)
 
@@ -197,15 +199,15 @@ class _CudaEvent:
         self.event.synchronize()
 
 
-# Types of devices that are behind the host.
+# Types of torch devices that run asynchronously to the host.
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cuda": Cuda}
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The device of a tensor; equal for all that are there."""
+    """Return the Device of a tensor; Devices of tensors on the same torch device are equal."""
     return KINDS.get(tensor.device.type, Host)(tensor.device)
 
 
 def is_staged(device: torch.device) -> bool:
-    """Whether the engine cannot reach tensors of this device where they lie."""
+    """Whether the engine needs copies of this device's tensors, as it cannot access their memory."""
     return device.type != "cpu" or "cpu" in KINDS

@@ -1,4 +1,4 @@
-"""The life of the engine of an optimizer, and what membership and the timeline get from it."""
+"""Creation, replacement and end of an optimizer's engine, and its reports to membership and timeline."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["Engines"]
 
 
 class Engines:
-    """The engine of one optimizer: made, replaced for a joining super learner, stopped and released.
+    """The engine of one optimizer: made, replaced when a super learner joins, stopped and released.
 
-    All learners of all super learners make one together.
+    All learners of all super learners make an `Engines` together.
 
     Args:
-        super_learner: whose model it averages.
+        super_learner: the super learner whose model the engine averages.
         spec: what is averaged, and how.
-        tensors: what is averaged.
-        record: of the steps; gets what the engine has done.
+        tensors: the averaged tensors.
+        record: timeline of the steps, which also gets the engine's events.
         look: called while an engine waits for a round: see StepRounds.look.
 
     Attributes:
-        current: the engine; until a super learner has joined, it has no thread.
+        current: the engine; on a joining super learner it has no thread until that has joined.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Engines:
         try:
             tensors.bind(self.current.memory)
         except BaseException:
-            self.current.stop()  # nobody else can
+            self.current.stop()  # the caller gets no reference to it
             self.current.release()
             raise
 
@@ -75,11 +75,11 @@ class Engines:
         )
 
     def for_new_group(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
-        """An engine for the job with a joining super learner, in the memory of the paused one.
+        """Make an engine for the job with a joining super learner, in the memory of the paused engine.
 
         Args:
-            offer: the job with the joining super learner.
-            new_group: its learners, connected anew.
+            offer: description of the job that includes the joining super learner.
+            new_group: new communicators of that job's learners.
         """
         names, comms = names_of(offer.groups, offer.placements), new_group.comms
         outer = comms.outer if self._has_shard else None
@@ -87,7 +87,7 @@ class Engines:
         return self._make(names, comms.inner, outer, new_group.members, None, memory, wire="tcp")
 
     def make_memory_ahead(self) -> None:
-        """On a joining super learner, whose engine has had no thread: make its memory before others wait."""
+        """Allocate, on a joining super learner, its next engine's memory before the other learners wait."""
         shows = self._has_shard and self._config.same_host == "memory"
         self._ahead = ModelMemory(
             self._config.chunk_kib * 1024,
@@ -100,9 +100,10 @@ class Engines:
             self._ahead.extend(specs)
 
     def replace(self, engine: Engine) -> None:
-        """Use this one, between steps, paused. Exchange counters restart at 0."""
+        """Replace the current engine, in a pause between steps. Exchange counters restart at 0."""
         old = self.current
-        old.stop()  # before `events`, which misses what the thread adds later; `release` frees them
+        # before `events`, which would miss what the thread adds later; `release` frees the events
+        old.stop()
         self._record.events(old)
         self._tensors.release()
         old.release(keeps_memory=old.memory is engine.memory)
@@ -110,28 +111,29 @@ class Engines:
         self._tensors.bind(engine.memory)
 
     def inner_barrier(self) -> None:
-        """Barrier of its learners: afterwards the published slot is readable, the other one is not read."""
-        self._tensors.settle()  # devices read it too
+        """Barrier of the super learner; after it the published slot is readable, and no other one is read."""
+        self._tensors.settle()  # devices may still read a slot
         self._super_learner.barrier()
         self.current.memory.all_met()
 
     def tell_membership(self) -> None:
-        """Which peers have failed, left or answer again since the last call."""
+        """Report to `membership` which peers have failed, left or answered again since the last call."""
         self._world.membership.update(self.peer_news(), self._super_learner.step())
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
-        """Of the leaders; a learner that has failed takes its super learner, and so its leader, along."""
+        """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead."""
         news = self.current.report() if self._world.is_leader else []
         if any(state is PeerState.FAILED for _, state in news):
-            self._world.collectives.look_for_departures()  # of one that has left without an engine
+            # its learners may have left in order, not failed
+            self._world.collectives.look_for_departures()
         return news
 
     def depart(self) -> None:
-        """Leave the peers, beside a trainer's thread that may be anywhere; the process ends next."""
+        """Stop the engine on SIGTERM, in bounded time, whatever the trainer's thread does meanwhile."""
         self.current.stop(within_s=preemption.DEPARTURE_S)
 
     def end(self) -> None:
-        """Leave the peers and free the memory; bounded."""
+        """Stop the engine, which notifies the peers, and free its memory; takes bounded time."""
         world = self._world
         self.current.stop(broken=world.teardown.fails)
         self.tell_membership()
@@ -140,7 +142,7 @@ class Engines:
         self._record.events(self.current)
         self._tensors.close()
         self.current.release()
-        self._tensors.memory = self.current.memory  # an empty one: the other is freed
+        self._tensors.memory = self.current.memory  # after release() that memory is empty
 
     @property
     def _world(self) -> World:
@@ -179,12 +181,15 @@ class Engines:
             for specs in self._tensors.specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)
-        atexit.unregister(engine.stop)  # shutdown() must come first: it reports failures
+        atexit.unregister(engine.stop)  # at exit hvd.shutdown() stops it, and reports failures
         return engine
 
 
 def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list[Any]:
-    """The values by rank in `outer`; None for one that has failed. A collective of all learners."""
+    """Return the values of the same shard's learners, by rank in `outer`; None for a failed one.
+
+    A collective of all learners.
+    """
     mine = (world.inner_rank, world.super_rank, value) if has_shard else None
     told = {
         peer: given
@@ -195,6 +200,9 @@ def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list
 
 
 def _with_chunks_for(config: Config, tensors: Sequence[TensorSpec]) -> Config:
-    """With chunks of at most an eighth of the model, or the default size: an engine holds about 200."""
+    """Return `config` with its chunk size limited to an eighth of the model, but not below the default size.
+
+    An engine allocates memory for about 200 chunks.
+    """
     model_kib = sum(tensor.nbytes for tensor in tensors) // 1024
     return config.replace(chunk_kib=min(config.chunk_kib, max(Config.chunk_kib, model_kib // 8)))

@@ -1,4 +1,4 @@
-"""The gradients of one step: submitted to Horovod, averaged, used or dropped."""
+"""The state of an optimizer's gradients: computed, submitted to Horovod, averaged, used or dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parameters = Iterable[torch.Tensor]
 
 
 class _Mark(NamedTuple):
-    """A gradient at one moment; torch counts up the version when the tensor is changed in place."""
+    """A parameter's gradient tensor and its version, which torch increments when it is changed in place."""
 
     grad: weakref.ref[torch.Tensor] | None
     version: int
@@ -29,48 +29,50 @@ class _Mark(NamedTuple):
         return cls(None, 0) if grad is None else cls(weakref.ref(grad), grad._version)
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter still has this gradient, changed or not."""
+        """Whether the parameter's gradient still is this tensor, with the same or with changed values."""
         if self.grad is None or parameter.grad is None:
             return self.grad is None and parameter.grad is None
         return self.grad() is parameter.grad
 
     def is_as_it_was(self, parameter: torch.Tensor) -> bool:
-        """Whether it has this gradient, and the gradient is not changed."""
+        """Whether the parameter's gradient still is this tensor, and was not changed in place."""
         grad = parameter.grad
         return self.is_of(parameter) and (grad is None or grad._version == self.version)
 
 
 class Gradients:
-    """What has become of the gradients of one optimizer since its last step.
+    """Which gradients of one optimizer are computed, submitted to Horovod or averaged since its last step.
 
-    torch does not count changes by GradScaler.unscale_, by `.data` and by NumPy, so they are not noticed.
+    Changes by GradScaler.unscale_, by `.data` and by NumPy do not increment a tensor's version, so they are
+    not detected.
 
     Attributes:
-        averaged: they are averaged, and neither used nor dropped since.
-        by_backward: backward() has averaged them, and synchronize() was not called since.
+        averaged: whether the gradients are averaged, and neither used by step() nor dropped since.
+        by_backward: whether backward() has averaged them, and synchronize() was not called since.
     """
 
     def __init__(self) -> None:
         self.averaged = self.by_backward = False
-        self._awaited = 0  # how many gradients the next average needs
+        self._awaited = 0  # number of gradients that the set under way needs
         self._computed: dict[torch.Tensor, _Mark] = {}
         self._submitted: dict[torch.Tensor, _Mark] = {}
         self._averaged: dict[torch.Tensor, _Mark] = {}
 
     def computed(self, parameter: torch.Tensor) -> None:
-        """backward() has computed this gradient, or added to it; Horovod has it already or later."""
+        """Note that backward() has computed a parameter's gradient, or has added to it."""
         if parameter not in self._submitted:
             self._computed[parameter] = _Mark.of(parameter)
 
     def submit(self, parameters: Parameters, trained: Collection[torch.Tensor]) -> bool:
-        """The gradients of these are with Horovod.
+        """Note that the gradients of `parameters` are submitted to Horovod.
 
         Args:
-            parameters: these.
-            trained: all parameters of the optimizer that are averaged.
+            parameters: parameters whose gradients are submitted.
+            trained: all parameters of the optimizer whose gradients are averaged.
 
         Returns:
-            Whether these were the last: only frozen parameters (requires_grad=False) are missing.
+            Whether the set is complete: no gradient is missing but those of frozen parameters
+            (requires_grad=False).
         """
         self.averaged = False
         if not self._submitted:
@@ -83,43 +85,43 @@ class Gradients:
         )
 
     def submitted(self) -> list[torch.Tensor]:
-        """Parameters whose gradients are with Horovod."""
+        """Return the parameters whose gradients are submitted to Horovod and not averaged yet."""
         return list(self._submitted)
 
     def accumulating(self) -> list[torch.Tensor]:
-        """Parameters whose gradients wait for more backward passes, or for others of their group."""
+        """Return the parameters whose computed gradients wait for more backward passes or for their group."""
         return list(self._computed)
 
     def missing(self, parameters: Parameters) -> list[torch.Tensor]:
-        """Those whose gradients are not with Horovod, and are not frozen."""
+        """Return those of `parameters` that are not frozen and whose gradients are not yet with Horovod."""
         return [p for p in parameters if p.requires_grad and p not in self._submitted]
 
     def changed(self) -> list[torch.Tensor]:
-        """Parameters whose gradients were changed or replaced since backward(), and are not averaged yet."""
+        """Return the parameters whose gradients the script changed or replaced before they were averaged."""
         marks = {**self._computed, **self._submitted}
         return [p for p, mark in marks.items() if not mark.is_as_it_was(p)]
 
     def average(self, parameters: Parameters, by_backward: bool) -> None:
-        """The gradients of these parameters are averaged."""
+        """Note that the gradients of `parameters` are averaged, in backward() or by a later call."""
         self._submitted.clear()
         self._computed.clear()
         self._averaged = {p: _Mark.of(p) for p in parameters}
         self.averaged, self.by_backward = True, by_backward
 
     def accumulated(self, parameters: Parameters) -> list[torch.Tensor]:
-        """Those of new gradients that were added to what backward() has averaged."""
+        """Return those of `parameters` whose new gradients were added to averages made by backward()."""
         if not self.by_backward:
             return []
         marks = self._averaged
         return [p for p in parameters if p in marks and p.grad is not None and marks[p].is_of(p)]
 
     def is_same(self, in_place: bool) -> bool:
-        """Whether no averaged gradient was replaced; with `in_place`, nor changed."""
+        """Whether no averaged gradient was replaced by another tensor; with `in_place`, also not changed."""
         test = _Mark.is_as_it_was if in_place else _Mark.is_of
         return self.averaged and all(test(mark, p) for p, mark in self._averaged.items())
 
     def replaced(self, parameters: Parameters) -> list[torch.Tensor]:
-        """Gradients that are other tensors than those that were averaged."""
+        """Return the gradients of `parameters` that are other tensors than the averaged ones."""
         marks = self._averaged
         return [
             p.grad
@@ -128,12 +130,12 @@ class Gradients:
         ]
 
     def release(self) -> None:
-        """They are used or dropped: new ones may come."""
+        """Forget the averaged gradients, which step() has used or the script has dropped."""
         self.averaged = self.by_backward = False
         self._averaged.clear()
 
     def forget(self) -> None:
-        """Also what is with Horovod is dropped."""
+        """Forget all gradients: averaged, submitted to Horovod and computed ones."""
         self.release()
         self._submitted.clear()
         self._computed.clear()
@@ -144,15 +146,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replacements:
-    """Whether the learners of a super learner step with the same gradients, if these replace averaged ones.
+    """Detects learners of a super learner that step with different gradients set in place of averaged ones.
 
-    Each notes in shared memory with which it steps, and all compare after their next all-reduce, in which
-    every learner takes part only after its step. So nobody waits, and all find the same. A note stays until
-    the set after the next one, for which every learner must have compared: two rows are enough.
+    Each learner writes a checksum of the gradients with which it steps into shared memory. All compare these
+    after the next all-reduce, which no learner enters before its step; so no learner waits to compare, and
+    all get the same result. A checksum is overwritten two sets later, when every learner has compared it: two
+    entries per learner are enough.
 
     Args:
         inner: communicator of the super learner (mpi4py).
-        rank: of this learner in it.
+        rank: rank of this learner in `inner`.
     """
 
     def __init__(self, inner: Any, rank: int):
@@ -160,17 +163,17 @@ class Replacements:
         self._mine = self._rows[rank]
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
-        """Note that this learner steps with these instead of averaged gradients, after so many sets."""
+        """Write the checksum of the gradients `replaced` with which this learner steps after `sets` sets."""
         self._mine[sets % 2] = sets + 1, _bits(replaced)
 
     def differ(self, sets: int) -> bool:
-        """Whether learners stepped with different ones after so many sets."""
+        """Whether learners stepped with different replaced gradients after `sets` averaged sets."""
         rows = self._rows[:, sets % 2]
         return len(set(rows[rows[:, _STEPPED] == sets + 1, _BITS])) > 1
 
 
 def _bits(tensors: Iterable[torch.Tensor]) -> int:
-    """Equal for bit-identical tensors; 0 for none."""
+    """Return a checksum of the tensors' bits: equal for bitwise equal tensors, 0 for no tensors."""
     total = 0
     for tensor in tensors:
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)

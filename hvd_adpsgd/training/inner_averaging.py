@@ -1,10 +1,10 @@
-"""When the gradients of a super learner are averaged: methods of Horovod's optimizer, replaced by these.
+"""Gradient averaging in a super learner: these functions replace methods of Horovod's optimizer.
 
-With the last gradient submitted, backward() waits for the averages at its end, as with DDP: what a script
-does to gradients before step() (clip, unscale, log, zero), it does to the same numbers on all learners.
-If a gradient is missing then (unused parameters, several backward passes), synchronize() or step() waits.
+If all gradients are submitted, backward() waits for their averages at its end, as with DDP: so a script that
+changes gradients before step() (clip, unscale, log, zero) handles the same values on all learners. If a
+gradient is missing then (unused parameters, several backward passes), synchronize() or step() waits instead.
 
-`self` is the wrapped optimizer; its `_gradients` knows what was submitted.
+`self` is the wrapped optimizer; its `_gradients` tracks the submitted gradients.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ def grouped_allreduce_grad_async(self: Any, parameters: tuple[torch.Tensor, ...]
 
 
 def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[Any], Any]) -> Any:
-    """Pass gradients to Horovod; with the last one, backward() averages them at its end."""
+    """Submit gradients to Horovod; after the last one, let backward() wait for the averages at its end."""
     _before_gradient(self, parameters)
     for parameter in parameters:
         lay_out_gradient(parameter)
     with self._averaging.super_learner.reducing():
         handle = submit(self._horovod)
     is_last = self._gradients.submit(parameters, self._requires_update)
-    in_backward = any(p.requires_grad for p in parameters)  # else it is one that synchronize() adds
+    # else submit_missing() adds a frozen one
+    in_backward = any(p.requires_grad for p in parameters)
     if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
         self._averaging.super_learner.mates.submitted()
-        # run by the thread of the last gradient: on a GPU that is not the caller's
+        # autograd runs the callback in the thread of the last gradient, on a GPU not the caller's thread
         torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_average_after_backward, self)
         )
@@ -73,7 +74,7 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
 
 
 def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
-    """See Averaging.before_gradient. If it refuses the first gradient of a step, Horovod forgets the hook."""
+    """Call Averaging.before_gradient; if that raises at a step's first gradient, reset Horovod's counters."""
     try:
         _require_no_accumulation(self, parameters)
         self._averaging.before_gradient(len(parameters), len(self._requires_update))
@@ -86,8 +87,9 @@ def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
 
 
 def watch_computed(self: Any, nodes: Iterable[Any]) -> None:
-    """Note gradients that backward() has computed and Horovod does not have yet."""
-    if hasattr(self, "_starting_models"):  # Adasum uses them inside backward()
+    """Register hooks on autograd nodes that note each gradient which backward() has computed."""
+    # Horovod's Adasum optimizer uses gradients inside backward()
+    if hasattr(self, "_starting_models"):
         return
     for node in nodes:
         node.register_hook(functools.partial(_note_computed, weakref.ref(self), node.variable))
@@ -99,7 +101,7 @@ def _note_computed(optimizer: weakref.ref[Any], parameter: torch.Tensor, *_: Any
 
 
 def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Average these gradients in the super learner as soon as backward has computed them."""
+    """Register hooks that average gradients in the super learner as soon as backward() has computed them."""
     for parameter in parameters:
         if parameter.requires_grad:
             self._requires_update.add(parameter)
@@ -111,14 +113,14 @@ def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def drop_hooks(wrapped: Any) -> None:
-    """Drop the gradient hooks: their autograd nodes have no other reference."""
+    """Drop the gradient hooks, by dropping the only references to their autograd nodes."""
     with contextlib.suppress(ReferenceError):  # the optimizer and its hooks are freed already
         wrapped._grad_accs.clear()
 
 
 def _average_after_backward(self: Any) -> None:
-    """Average, unless another learner of the super learner lacks gradients and waits for this one."""
-    if not self._handles:  # a hook has called step() or synchronize()
+    """Average gradients at the end of backward(), unless a mate lacks some and waits for this learner."""
+    if not self._handles:  # no handles are left, as a hook has called step() or synchronize()
         return
     averaging = self._averaging
     others = [other.super_learner.mates for other in live() if other is not averaging]
@@ -127,13 +129,13 @@ def _average_after_backward(self: Any) -> None:
 
 
 def completion_of(self: Any) -> Callable[[], bool]:
-    """Whether Horovod has finished with the gradients that are submitted now, also in failure."""
+    """Return a function: whether Horovod has finished, with or without an error, the submitted gradients."""
     handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
     return lambda: all(map(horovod.poll, handles))
 
 
 def _pollable(handle: Any) -> list[int]:
-    """Horovod's handles; those of a sparse gradient are inside the function that Horovod gives for it."""
+    """Return a gradient's Horovod handles; for a sparse one, those inside Horovod's returned function."""
     if isinstance(handle, int):
         return [handle]
     assert handle is not None, "every gradient is submitted"
@@ -142,18 +144,19 @@ def _pollable(handle: Any) -> list[int]:
 
 
 def synchronize(self: Any) -> None:
-    """Wait until the gradients are averaged in the super learner; if backward() has not done it, do it."""
+    """Wait until the gradients are averaged in the super learner; averages them if backward() has not."""
     gradients = self._gradients
     if gradients.averaged and gradients.by_backward and not self._handles:
         self._averaging.require_running()
-        gradients.by_backward = False  # what comes now may be added to them, as in Horovod
+        # as in Horovod, backward() may now add gradients to the averages
+        gradients.by_backward = False
         self._synchronized = True
         return
     _average(self)
 
 
 def average_for_step(self: Any) -> None:
-    """Average what is not averaged yet, unless the script says that step() must not."""
+    """Average, in step(), gradients that are not averaged yet; inside skip_synchronize() raise instead."""
     gradients, averaging = self._gradients, self._averaging
     if self._handles and not self._should_synchronize:
         raise GradientOrderError(
@@ -170,7 +173,7 @@ def average_for_step(self: Any) -> None:
 
 
 def _is_called_by_scaler() -> bool:
-    """Whether GradScaler calls step(): it has unscaled the gradients, which their version does not show."""
+    """Whether GradScaler calls step(): then it has unscaled gradients without incrementing their version."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == grad_scaler.__file__:
@@ -180,16 +183,16 @@ def _is_called_by_scaler() -> bool:
 
 
 def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> None:
-    """Submit missing gradients, and wait for all.
+    """Submit missing gradients to Horovod, and wait until all are averaged.
 
     Args:
-        self: the optimizer.
-        by_backward: backward() does it.
-        unscaled: gradients were changed since they were submitted.
+        self: the wrapped optimizer.
+        by_backward: whether this is called at the end of backward().
+        unscaled: whether GradScaler has changed the gradients since they were submitted.
 
     Raises:
-        GradientOrderError: if gradients were changed between backward() and now. Those that Horovod has are
-            averaged first.
+        GradientOrderError: if the script has changed gradients between backward() and this call. All-reduces
+            that are running end first.
     """
     gradients, averaging = self._gradients, self._averaging
     mates = averaging.super_learner.mates
@@ -206,11 +209,12 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
     again = not self._handles and gradients.is_same(in_place=averaging.world.inner_size == 1)
     gradients.release()
     for parameter in changed:
-        lay_out_gradient(parameter)  # Horovod needs one to overwrite
+        lay_out_gradient(parameter)  # the all-reduce needs a gradient tensor to overwrite
     if changed:
         mates.refuses()
     submit_missing(self)
-    are_averaged = None if by_backward else completion_of(self)  # it has waited for the others
+    # backward() has waited for the mates
+    are_averaged = None if by_backward else completion_of(self)
     with averaging.reducing(len(self._requires_update), again, are_averaged):
         self._horovod.synchronize(self)
     refusing = mates.refusing()
@@ -227,7 +231,7 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
 
 
 def submit_missing(self: Any) -> None:
-    """Pass Horovod the gradients that it lacks, as its synchronize() does before it waits."""
+    """Submit the gradients that Horovod lacks, as Horovod's synchronize() does before it waits."""
     sent: set[torch.Tensor] = set()
     for key, (handle, _) in self._handles.items():
         if handle is not None:
@@ -237,14 +241,18 @@ def submit_missing(self: Any) -> None:
 
 
 def _reduced(self: Any) -> Iterable[torch.Tensor]:
-    """The parameters whose gradients are averaged; none where nobody asks whether they are the same."""
+    """Return the parameters whose gradients are averaged; () if they need not be compared later.
+
+    Later comparisons detect replaced gradients in a super learner of several learners, and a repeated
+    synchronize() with a strategy in step.
+    """
     if self._averaging.world.inner_size == 1 and self._averaging.plan.in_step is None:
         return ()
     return self._requires_update or self._allreduce_delay
 
 
 def _require_no_accumulation(self: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise GradientOrderError if new gradients were added to averaged ones."""
+    """Raise GradientOrderError if backward() has added new gradients to averaged ones before step()."""
     added = self._gradients.accumulated(parameters)
     if added:
         raise GradientOrderError(
@@ -266,7 +274,7 @@ def require_no_handles(self: Any) -> None:
 
 
 def first_by_name(self: Any, parameters: list[torch.Tensor]) -> str:
-    """The first of them by name, for messages."""
+    """Return the name of the first of `parameters`, and how many more there are, for messages."""
     others = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
     return f"{self._parameter_names.get(parameters[0])!r}{others}"
 
@@ -317,7 +325,7 @@ def _refuse_with(self: Any, mate: int) -> None:
 
 
 def lay_out_gradient(parameter: torch.Tensor) -> None:
-    """Make the gradient contiguous, as Horovod requires; torch gives it the parameter's strides."""
+    """Make a parameter's gradient contiguous, as Horovod requires; torch gives it the parameter's strides."""
     grad = parameter.grad
     if grad is None:
         parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -326,10 +334,11 @@ def lay_out_gradient(parameter: torch.Tensor) -> None:
 
 
 class Reducible:
-    """The user's compression, then bfloat16, which Horovod cannot reduce, as float32.
+    """The user's compression; in addition reduces bfloat16, which Horovod cannot, as float32.
 
-    Horovod gets an alias of the gradient that has a version of its own. It writes to memory past torch, but
-    without NCCL it copies to a GPU by an operation in place, which would count as a change by the script.
+    Horovod gets an alias of the gradient with a separate version counter. Horovod mostly writes to the memory
+    without torch, but without NCCL it copies its result to a GPU by an in-place operation, which would
+    otherwise count as a change by the script.
     """
 
     def __init__(self, compression: Any):
@@ -349,8 +358,8 @@ class Reducible:
 
 
 def drop_gradients(self: Any) -> None:
-    """Forget gradients that wait for a step, as Horovod does; all-reduces under way end first."""
-    if hasattr(self, "_starting_models"):  # Adasum: the parameters hold differences until step()
+    """Forget gradients that wait for a step, as Horovod does; waits for running all-reduces first."""
+    if hasattr(self, "_starting_models"):  # Adasum: parameters hold differences until step()
         return
     running = {key: handle for key, (handle, _) in self._handles.items() if handle is not None}
     if running:

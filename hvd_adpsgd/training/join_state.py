@@ -1,4 +1,4 @@
-"""What a super learner that joins receives, and what it must agree on with the others."""
+"""The state that a joining super learner receives, and the settings that it must share with the job."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
 
 def terms() -> list[str]:
-    """What joining and surviving learners must agree on, in words."""
+    """Return the settings that joining and surviving learners must have in common, each as a phrase."""
     return [term for averaging in live_on_all() for term in _terms_of(averaging)]
 
 
 def _terms_of(averaging: Averaging) -> list[str]:
-    """Strategy, shards, arguments, parameters, and what parameter groups have added since."""
+    """Return one averaging's strategy, shards, arguments and tensors, added ones too, each as a phrase."""
     _, *added = averaging.tensors.specs
     shards = "a model that is not cut"
     if averaging.tensors.shards > 1:
@@ -42,7 +42,7 @@ def _terms_of(averaging: Averaging) -> list[str]:
 
 
 def shares(model: torch.nn.Module, givers: int) -> list[range]:
-    """Which of [*parameters, *buffers] each giver sends: neighbours, of about as many bytes."""
+    """Return, by sender, the range of [*parameters, *buffers] that it sends, about equal in bytes."""
     nbytes = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
     middles = [end - own / 2 for end, own in zip(itertools.accumulate(nbytes), nbytes, strict=True)]
     ends = [bisect.bisect(middles, sum(nbytes) * (i + 1) / givers) for i in range(givers)]
@@ -50,23 +50,23 @@ def shares(model: torch.nn.Module, givers: int) -> list[range]:
 
 
 def pack(value: Any) -> bytes:
-    """Serialize a value with tensors of any device; `unpack` puts them into host memory."""
+    """Serialize a value with tensors of any device; `unpack` loads these tensors into host memory."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """The value in what `pack` made; it comes over a connection that has proven that it is of the job."""
+    """Return the value that `pack` serialized. Unpickles: only for data from an authenticated connection."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 class JoinState:
-    """What a joining learner receives beside the values of the model.
+    """What a joining learner receives besides the model: optimizers, averaging states, the user's state.
 
     Args:
-        optimizers: of the learner that gives it.
-        state: the user's, packed.
+        optimizers: the optimizers of the learner that sends this state.
+        state: the `state` that the user passed to hvd.admit, packed.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], state: bytes):
@@ -76,10 +76,10 @@ class JoinState:
 
     @torch.no_grad()
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Overwrite optimizers and averagings; the model has its values."""
+        """Overwrite this learner's optimizers and averagings; called after the model received its values."""
         for averaging in live():
             averaging.step = (
-                0  # its engine is new: exchanges owe nothing to what it has trained before
+                0  # else load_state would warn of pending corrections, which a new engine has not
             )
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             load_in_place(optimizer, saved)
@@ -90,5 +90,5 @@ class JoinState:
 
 
 def _without_averaging(state: dict[str, Any]) -> dict[str, Any]:
-    """Of a wrapped optimizer; what its averaging remembers travels once, in `memories`."""
+    """Return a wrapped optimizer's state without its averaging, which `JoinState.memories` already holds."""
     return {key: value for key, value in state.items() if key != "averaging"}

@@ -1,7 +1,7 @@
-"""Where the other learners of a super learner are: shared counters, read between its all-reduces.
+"""Progress of a super learner's learners in gradients and operations: counters in shared memory.
 
-A set of gradients is what one all-reduce of all parameters averages; sets are numbered from 0, alike on all
-learners of the super learner.
+A set of gradients is what one all-reduce of all parameters averages; sets are numbered from 0, the same on
+all learners of the super learner.
 """
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 
 __all__ = ["Mates"]
 
-_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns
+_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two looks; Horovod's own cycle is 1 ms
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two polls; Horovod's own cycle is 1 ms
 
 
 class Mates:
-    """Counters of the learners of one super learner. All of them make it together.
+    """Counters of one super learner: a row per learner, in shared memory. All its learners make it together.
 
-        complete    sets of which the learner has submitted every gradient
-        joined      0, or 1 + the first set to which it contributes zeros because it has called join()
-        asked       operations other than gradient averaging that it has begun since the last set, behind the
-                    number of that set: a count that differed before (after an error) is alike again
-        closed      whether it submits nothing more
-        quorum      0, or 1 + the first set that no learner steps with, because this one knows of no quorum
-        refused     1 + the last set that it averages but does not step with, of the even and of the odd sets:
-            a learner may refuse the next set before its mates have looked, but not the one after that
+    Columns of a learner's row:
+
+        complete    number of sets of which the learner has submitted every gradient
+        joined      0, or 1 + the first set to which the learner contributes zeros as it has called join()
+        asked       number of sets << 32, plus the number of operations other than gradient averaging that the
+                    learner has begun since the last set; so counts that differ after an error agree again
+                    from the next set on
+        closed      1 if the learner submits no more gradients
+        quorum      0, or 1 + the first set that no learner steps with, as this learner has lost the quorum
+        refused     1 + the last set that the learner averages but does not step with; two columns, for even
+                    and for odd sets: a learner may refuse the next set before its mates have read the column,
+                    but not the one after that
 
     Args:
         inner: communicator of the super learner (mpi4py).
-        rank: of this learner in it.
+        rank: rank of this learner in `inner`.
 
     Attributes:
-        sets: sets of gradients that are averaged.
+        sets: number of sets of gradients that are averaged; also the number of the set under way.
     """
 
     def __init__(self, inner: Any, rank: int):
@@ -49,17 +53,17 @@ class Mates:
         self._asked = 0
 
     def averaged(self) -> None:
-        """One more set of gradients is averaged."""
+        """Count one more averaged set of gradients."""
         self.sets += 1
         self._asked = 0
         self._mine[_ASKED] = self.sets << 32
 
     def submitted(self) -> None:
-        """Every gradient of the set under way is submitted, or is submitted next without a wait."""
+        """Note that every gradient of this learner's present set is submitted, or will be without a wait."""
         self._mine[_COMPLETE] = self.sets + 1
 
     def late(self) -> list[int]:
-        """Learners that have not submitted every gradient of the set that this one has submitted."""
+        """Return the inner ranks that have not submitted every gradient of this learner's present set."""
         return np.flatnonzero(self._are_late()).tolist()
 
     def _are_late(self) -> NDArray[np.bool_]:
@@ -71,7 +75,7 @@ class Mates:
         self._mine[_CLOSED] = 1
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:
-        """Those of these learners that submit no more gradients."""
+        """Return those of `ranks` (inner ranks) that submit no more gradients."""
         return [rank for rank in ranks if self._rows[rank, _CLOSED]]
 
     def refuses(self) -> None:
@@ -79,7 +83,7 @@ class Mates:
         self._mine[_REFUSED + self.sets % 2] = self.sets + 1
 
     def refusing(self) -> list[int]:
-        """The learners for which no learner may step with the set that was averaged last."""
+        """Return the inner ranks of the learners that have refused the set averaged last."""
         refused = self._rows[:, _REFUSED + (self.sets - 1) % 2].tolist()
         return [rank for rank, sets in enumerate(refused) if sets == self.sets]
 
@@ -95,13 +99,13 @@ class Mates:
     def lack_quorum(self) -> bool:
         """Whether no learner may step with the set that was averaged last.
 
-        Alike on all learners: the number of the set decides, not the moment at which one looks.
+        The same on all learners, whenever they read it: it depends on the number of the set alone.
         """
         lost = self._rows[:, _QUORUM]
         return bool(((lost > 0) & (lost <= self.sets)).any())
 
     def asks(self) -> None:
-        """Note that this learner begins an operation of all learners, or of the super learner."""
+        """Note that this learner begins an operation over all learners, or over the super learner."""
         self._asked += 1
         self._mine[_ASKED] = (self.sets << 32) + self._asked
 
@@ -111,42 +115,44 @@ class Mates:
 
     @property
     def is_away(self) -> bool:
-        """Whether this learner has called join(), and not all learners have."""
+        """Whether this learner has called join() and waits for other learners to call it."""
         return bool(self._mine[_JOINED])
 
     def returns(self, sets: int) -> None:
-        """All learners have called join(): the next set of this one has number `sets`."""
+        """Reset the counters after all learners have called join(): the next set is number `sets`."""
         self.sets, self._asked = sets, 0
         self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
-        """Whether a learner contributes zeros to the set that was averaged last.
+        """Whether learner `rank` contributed zeros to the set that was averaged last.
 
-        Alike on all learners that contribute: the number of the set decides, not the moment of the call.
+        The same on all learners that contribute gradients, whenever they read it: it depends on the number of
+        the set alone.
         """
         joined = self._rows[rank, _JOINED]
         return bool(0 < joined <= self.sets)
 
     def someone_has_joined(self) -> bool:
-        """Whether any learner contributes zeros to the set that was averaged last."""
+        """Whether any learner contributed zeros to the set that was averaged last."""
         return any(map(self.has_joined, range(len(self._rows))))
 
     def all_submit(self, others: Iterable[Mates], are_averaged: Callable[[], bool]) -> bool:
-        """Wait until every learner has submitted the set that this one has submitted.
+        """Wait until every learner of the super learner has submitted the set that this one has submitted.
 
         Args:
-            others: of further optimizers.
-            are_averaged: whether Horovod has finished with this set, also in failure.
+            others: the `Mates` of the other optimizers of this learner.
+            are_averaged: tells whether Horovod has finished with this set, with or without an error.
 
         Returns:
-            False if a learner that lacks gradients of this set waits in an operation that this learner has
-            not begun, or for the gradients of another optimizer, or has closed its optimizer: to wait for it
-            would never end.
+            False if the wait would never end: a learner that lacks gradients of this set waits in an
+            operation that this learner has not begun, or for gradients of another optimizer, or has closed
+            its optimizer.
         """
         others = list(others)
         pause = _SHORTEST_PAUSE_S
         while True:
-            # `elsewhere` first: a learner that is ahead because it has averaged this set is not late then
+            # read `elsewhere` before `late`: in the other order, a learner that submits and averages this set
+            # between the two reads would count both as late and as ahead
             elsewhere = self._elsewhere(others)
             late = self._are_late()
             if not late.any() or are_averaged():
@@ -157,7 +163,7 @@ class Mates:
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
-        """Which learners are ahead of this one in operations, or in the gradients of another optimizer."""
+        """Return, by inner rank, whether a learner is ahead in operations or in another optimizer's sets."""
         ahead: NDArray[np.bool_] = self._rows[:, _ASKED] > self._mine[_ASKED]
         for other in others:
             ahead |= other._rows[:, _COMPLETE] > other._mine[_COMPLETE]

@@ -1,4 +1,4 @@
-"""The exact mean over super learners, for evaluation and for the final checkpoint."""
+"""The exact mean of the super learners' models, for evaluation and for the final checkpoint."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ log = logging.getLogger("hvd_adpsgd")
 
 @torch.no_grad()
 def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
-    """Make the model the exact mean over super learners, in place; all learners call it together.
+    """Set the model to the exact mean over super learners, in place; all learners call it together.
 
     Parameters and floating-point buffers (but the vectors of spectral_norm) become the mean of the leaders'
     values; with weights, sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its
-    running exchanges finish and pending corrections are applied first. For a2cid2 the middle of its two
+    running exchanges finish and pending corrections are applied first. With a2cid2, the middle of its two
     models is averaged. Waits for the slowest super learner: use it for evaluation and for the final
     checkpoint.
 
     Args:
         model: the same module on every learner.
-        weight: of this super learner's model, >= 0, the same on all its learners; for instance 1 / its
-            held-out loss. Not all may be 0.
+        weight: weight of this super learner's model in the mean, >= 0, the same on all its learners; for
+            instance 1 / its held-out loss. The weights must not all be 0.
 
     Raises:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
-        ModelMismatchError: on every learner, if their models differ.
-        NonFiniteModelError: on every learner, if one's model holds NaN or Inf; no mean is taken.
+        ModelMismatchError: on every learner, if their models differ in names, shapes or dtypes.
+        NonFiniteModelError: on every learner, if a leader's model holds NaN or Inf; no mean is taken.
             With HVD_ADPSGD_NONFINITE=skip all receive the mean of the finite models instead, unless
             their weights are all 0.
     """
@@ -67,7 +67,7 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
 
 
 def _require_weights(world: World, weight: Any) -> None:
-    """Raise ConfigError on every learner unless the leaders' weights can be used."""
+    """Raise ConfigError on every learner unless all weights are finite, >= 0, and not all leaders' are 0."""
     try:
         value = float(weight)
     except (
@@ -75,7 +75,7 @@ def _require_weights(world: World, weight: Any) -> None:
         ValueError,
         OverflowError,
         RuntimeError,
-    ):  # RuntimeError: torch's, for a tensor of many numbers
+    ):  # torch raises RuntimeError for a tensor of several elements
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
     told = world.collectives.gather("average_model", mine)
@@ -89,11 +89,16 @@ def _require_weights(world: World, weight: Any) -> None:
 
 
 def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
-    """Raise or warn when the models of these leaders are not finite; `finite`: whether the mean is.
+    """Raise or warn because the models of some leaders hold NaN or infinity.
+
+    Args:
+        world: the World of this learner.
+        doing: name of the operation, for messages.
+        unfit: ranks of these leaders.
+        finite: whether the mean of the other models is finite.
 
     Raises:
-        NonFiniteModelError: on every learner, unless the configuration says "skip" and some that
-            have a weight are finite.
+        NonFiniteModelError: on every learner, unless HVD_ADPSGD_NONFINITE is "skip" and `finite` is true.
     """
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
     if world.config.nonfinite == "raise" or not finite:
@@ -109,18 +114,18 @@ def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
 @counted("consensus_distance")
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module) -> float:
-    """Root mean square distance of the super learners' models from their mean, exactly.
+    """Return the exact root mean square distance of the super learners' models from their mean.
 
     sqrt((1/n) sum over super learners of |w_l - mean|^2), over parameters and floating-point buffers
     with their current values; pending corrections are not applied. All learners call it together; it
-    waits for the slowest. Inside `averaged` all hold the mean, so it is 0. `metrics()` has an estimate
-    without communication.
+    waits for the slowest learner. Inside `averaged` all models are the mean, so the result is 0. `metrics()`
+    has an estimate without communication.
 
     Args:
         model: the same module on every learner.
 
     Raises:
-        ModelMismatchError: on every learner, if their models differ.
+        ModelMismatchError: on every learner, if their models differ in names, shapes or dtypes.
     """
     world, doing = worlds.current(), "consensus_distance"
     if world.super_size == 1:
@@ -139,26 +144,26 @@ def consensus_distance(model: torch.nn.Module) -> float:
 def averaged(
     model: torch.nn.Module, *more: torch.nn.Module, buffers: bool = False
 ) -> Iterator[None]:
-    """Inside, the modules hold the exact mean over super learners; afterwards their own values again.
+    """Inside the `with` block, modules hold the exact mean over super learners; then their own values again.
 
-    For evaluation and for checkpoints of the mean. All learners enter together and wait for the slowest
-    super learner; each leaves on its own, also by an exception. The mean is that of parameters and pending
-    corrections: what an exchange has changed at one super learner, and not yet at its peer, counts on
-    both. So exchanges rest while it is taken. They continue inside the block, and corrections are applied
-    after it. Inside, backward(), step(), average_model and averaging_paused are not allowed. Blocks may
-    be nested.
+    For evaluation and for checkpoints of the mean. All learners enter the block together and wait for the
+    slowest super learner; each leaves it without waiting, also by an exception. The mean is that of
+    parameters plus pending corrections: so a change that an exchange has made on one super learner, and not
+    yet on its peer, counts on both. Exchanges pause while the mean is taken. They continue inside the block,
+    and corrections are applied after it. Inside the block, backward(), step(), average_model and
+    averaging_paused are not allowed. Blocks may be nested.
 
-    Memory: a copy of the parameters and buffers on their device; on the way in, the mean in host memory,
-    and on leaders a copy of the averaged tensors.
+    Memory: a copy of the parameters and buffers on their device; while the block is entered, the mean in host
+    memory, and on leaders a copy of the averaged tensors.
 
     Args:
         model: the same module on every learner.
         *more: further modules, such as a moving average of the model (EMA); each has its own mean.
-        buffers: also the mean of floating-point buffers. By default they are this learner's.
+        buffers: whether floating-point buffers hold their mean, too; by default they keep their own values.
 
     Raises:
-        ModelMismatchError: on every learner, if their models differ.
-        NonFiniteModelError: on every learner, if one's model holds NaN or Inf; see average_model.
+        ModelMismatchError: on every learner, if their models differ in names, shapes or dtypes.
+        NonFiniteModelError: on every learner, if a leader's model holds NaN or Inf; see average_model.
     """
     world, modules = worlds.current(), [model, *more]
     with contextlib.ExitStack() as left:
@@ -188,33 +193,37 @@ def averaged(
 
 
 def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
-    """With what is pending, and nothing under way. In a nested block the tensors hold that mean already."""
+    """Return the tensors' means over super learners, with pending corrections, while exchanges are paused.
+
+    Inside a nested block the tensors hold that mean already, so nothing counts as pending.
+    """
     pending = [
         a
         for a in live_on_all()
         if not a.holds_mean and any(t in a.tensors.parameters for t in named)
     ]
-    if world.collectives.joining:  # alone until it has joined
+    if world.collectives.joining:  # a joining super learner has no peers until it has joined
         pending = []
     cut = [
         a for a in pending if a.tensors.shards > 1
-    ]  # the leader does not have what is pending of all shards
+    ]  # a leader has the pending corrections of its own shard only
     whole = [a for a in pending if a.tensors.shards == 1]
     with paused("averaged", cut), paused("averaged", whole, keeps_pending=True):
         return _finite_means(world, "averaged", named, pending=whole)
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    """The modules hold these tensors again: half() and cpu() replace buffers, and maybe parameters."""
+    """Put these tensors back into the modules, as half() or cpu() in the block may have replaced them."""
     for module, parameters, buffers in held:
         for mine, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
-            for name, tensor in tensors.items():  # of a scripted module they are no dicts
+            # no update(): a scripted module's _parameters is no dict
+            for name, tensor in tensors.items():
                 mine[name] = tensor
 
 
 def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.data = memory  # half() and cpu() replace it
-    if not shares_elements(memory):  # expanded: torch writes to none
+    tensor.data = memory  # half() and cpu() may have replaced it
+    if not shares_elements(memory):  # torch refuses to write to an expanded tensor
         memory.copy_(values)
 
 
@@ -229,7 +238,7 @@ def _finite_means(
     weight: float = 1.0,
     pending: Sequence[Averaging] = (),
 ) -> list[torch.Tensor]:
-    """The means; raises or warns about models that are not finite, as configured."""
+    """Return the tensors' means over super learners; raise or warn, as configured, on NaN or infinity."""
     means, unfit = _means(world, doing, tensors, weight, pending)
     if unfit:
         _without(world, doing, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
@@ -238,14 +247,17 @@ def _finite_means(
 
 @torch.no_grad()
 def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, torch.Tensor]:
-    """Some of the parameters and then buffers, on the host: the mean over the leaders.
+    """Return means over the leaders of some parameters and buffers, in host memory, for a joining learner.
 
-    Models that are not finite are left out. Buffers of other than floating-point numbers are this learner's,
-    copied. All learners call it together.
+    Models that are not finite are left out. Buffers that are not floating-point are copies of this learner's.
+    All learners call it together.
 
     Args:
-        model: the same on all.
-        wanted: by their place among [*parameters, *buffers]: those that this learner needs.
+        model: the same module on all learners.
+        wanted: indices in [*parameters, *buffers] of the tensors that this learner needs.
+
+    Returns:
+        By index, the mean, for each index in `wanted`.
     """
     world, doing = worlds.current(), "mean_model"
     named = _floating(world, doing, [model])
@@ -261,7 +273,7 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
 def _floating(
     world: World, doing: str, modules: Sequence[torch.nn.Module], buffers: bool = True
 ) -> list[torch.Tensor]:
-    """The tensors of the modules that can be averaged, each once; the same on every learner."""
+    """Return the tensors of the modules that can be averaged, each once, in one order on all learners."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
@@ -284,19 +296,19 @@ def _means(
     pending: Sequence[Averaging] = (),
     wanted: Sequence[bool] = (),
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The (weighted) mean of each tensor over the leaders, in its precision or float32 if it has less.
+    """Return the (weighted) mean of each tensor over the leaders, float64 for float64 tensors, else float32.
 
     Args:
-        world: the worlds of this learner.
-        doing: what is done, for messages.
-        tensors: the same on every learner.
-        weight: of this super learner.
-        pending: corrections of these, which are at rest, count as applied.
-        wanted: whether this learner needs the mean of each; () wants all.
+        world: the World of this learner.
+        doing: name of the operation, for messages.
+        tensors: tensors of the same shapes and dtypes on every learner.
+        weight: weight of this super learner's model.
+        pending: paused averagings whose pending corrections count as applied.
+        wanted: per tensor, whether this learner needs its mean; () for all.
 
     Returns:
-        The means of the finite models, or of all models if none with a weight is finite, of the wanted
-        tensors; and the leaders whose models are not finite.
+        The means of the wanted tensors, over the finite models, or over all models if none with a weight
+        above 0 is finite; and the ranks of the leaders whose models are not finite.
     """
     wanted = wanted or [True] * len(tensors)
     hosts = [
@@ -332,7 +344,7 @@ def _means(
 def _with_pending(
     pending: Sequence[Averaging], tensors: list[torch.Tensor], hosts: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors on the host, with the corrections that they lack; copies of those that are averaged."""
+    """Return the tensors in host memory, plus their pending corrections: copies, if those are averaged."""
     copies = {id(t): h for t, h in zip(tensors, hosts, strict=True)}
     for averaging in pending:
         for t in averaging.tensors.parameters.tensors:
@@ -344,7 +356,7 @@ def _with_pending(
 
 
 def _within_range(weights: dict[int, float]) -> dict[int, float]:
-    """The weights over one power of two: below 1, so that neither they nor their sum overflow float32."""
+    """Return the weights divided by a power of two, so that each is below 1 and no sum overflows float32."""
     _, exponent = math.frexp(max(weights.values()))
     return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
 
@@ -355,7 +367,7 @@ def _means_of(
     arrays: list[NDArray[Any]],
     wanted: Sequence[bool],
 ) -> list[NDArray[Any] | None]:
-    """Mean of each array over the ranks with a weight; in one pass where all share a host's memory."""
+    """Return the mean of each array over the ranks in `weights`; in one pass if all share a host's memory."""
     means: dict[int, NDArray[Any] | None] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
@@ -371,7 +383,7 @@ def _means_of(
 def _mean_in(
     weights: dict[int, float], parts: Sequence[NDArray[Any]], result: NDArray[Any]
 ) -> None:
-    """Write the mean of a part, as `_mean` takes it; `parts` in the order of their ranks."""
+    """Write the weighted mean of `parts`, given in the order of their ranks, to `result`; as `_mean` does."""
     result[:] = 0.0
     for rank, part in zip(sorted(weights), parts, strict=True):
         difference = part - parts[0]
@@ -382,7 +394,7 @@ def _mean_in(
 
 
 def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
-    """Mean over the ranks with a weight, as a difference to one of them: equal models do not change."""
+    """Return the mean over the ranks in `weights`: of differences to one rank, so equal models stay equal."""
     reference = mine.copy()
     attempt.broadcast(reference, min(weights))
     weight = weights.get(attempt.rank, 0.0)

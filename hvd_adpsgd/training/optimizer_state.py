@@ -1,8 +1,9 @@
-"""One optimizer behind two objects: the user's and the wrapped one share groups, state, hooks, attributes.
+"""The plain and the wrapped optimizer share param_groups, state, hooks and attributes.
 
-Scripts and learning-rate schedulers hold the optimizer from before it was wrapped, its `param_groups`, one
-group, a tensor of its state. torch's `load_state_dict` replaces all of these, in one of the two objects, and
-what is held would have no effect any more. So values go into the objects that are there.
+Scripts and learning-rate schedulers keep references to the plain optimizer, its `param_groups`, one group, or
+a tensor of its state. torch's `load_state_dict` replaces all of these objects, in one of the two optimizers,
+and changes through the old references would have no effect any more. So loading here writes the values into
+the present objects.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
     "stand_in",
 ]
 
-# What Horovod's constructor sets on the object that it makes.
+# Names of the attributes that Horovod's constructor sets on the wrapped optimizer.
 _HOROVODS = {
     each.argval
     for kind in (_DistributedOptimizer, _DistributedAdasumOptimizer)
@@ -38,20 +39,20 @@ _HOROVODS = {
     if each.opname == "STORE_ATTR"
 }
 _METHODS = {k for k, v in vars(_DistributedOptimizer).items() if isinstance(v, types.FunctionType)}
-_METHODS |= {"add_param_group", "close", "state_dict"}  # of wrapped optimizers
+_METHODS |= {"add_param_group", "close", "state_dict"}  # methods that wrapped optimizers add
 _COUNTS = (
     "_wrapped_by_lr_sched",
     "_with_counter",
-)  # on a scheduler's step, and that of older torch
+)  # attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
 
 
 # ---- wrapping -----------------------------------------------------------------------------------
 
 
 def require_shareable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizerError if wrapping would lose an attribute of the object.
+    """Raise UnsupportedOptimizerError if wrapping would lose an attribute of this optimizer object.
 
-    The `step` that a learning-rate scheduler puts there only counts calls; see `stand_in`.
+    A `step` that a learning-rate scheduler has put on the object may be lost, as it only counts calls.
     """
     kind = type(optimizer).__name__
     for name, value in vars(optimizer).items():
@@ -69,15 +70,17 @@ def require_shareable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> Any:
-    """What Horovod wraps: its class makes objects that share everything with `optimizer`.
+    """Return an object for Horovod to wrap, whose class makes objects with the attributes of `optimizer`.
 
-    Horovod calls the constructor of the optimizer's class with param_groups alone: it may need more
-    arguments, and it makes a new state. Here the constructor takes over the attributes as they are.
+    Horovod calls the constructor of the optimizer's class with param_groups alone; a constructor may need
+    more arguments, and makes a new state. The constructor of this class shares `optimizer`'s attributes
+    instead.
     """
     parent = type(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer.__setstate__({})  # one around another, that has not called torch's constructor
-    plain = weakref.ref(optimizer)  # a class is freed late, and must not keep tensors till then
+        optimizer.__setstate__({})  # for a wrapper class that has not called torch's constructor
+    # the class is freed late; a strong reference would keep tensors alive
+    plain = weakref.ref(optimizer)
 
     def share(self: Any, params: Any) -> None:
         self.__dict__.update({k: v for k, v in vars(plain()).items() if k not in _METHODS})
@@ -92,12 +95,12 @@ _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.We
 
 
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
-    """Hooks by which the plain optimizer follows the wrapped one. Those of an earlier wrapping are removed.
+    """Register hooks by which the plain optimizer follows the wrapped one, in place of an earlier wrapping's.
 
     Args:
-        optimizer: the plain one, which shares its hooks with `wrapped`.
-        wrapped: what Horovod has made of its stand-in.
-        runs: whether the wrapped optimizer is in use still. Else the plain one may step by itself.
+        optimizer: the plain optimizer, which shares its hooks with `wrapped`.
+        wrapped: the optimizer that Horovod has made of the stand-in.
+        runs: tells whether the wrapped optimizer is still in use; if not, the plain one may step.
     """
     for hook in _bound.pop(optimizer, ()):
         hook.remove()
@@ -108,7 +111,7 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
         ),
         optimizer.register_step_post_hook(functools.partial(_count_step, plain)),
     ]
-    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch has none
+    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch lacks this method
         hooks.append(
             optimizer.register_load_state_dict_post_hook(
                 functools.partial(_refill, optimizer.param_groups, optimizer.state)
@@ -134,10 +137,10 @@ def _refuse_plain_step(
 
 
 def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
-    """A scheduler of the plain optimizer asks there whether a step was made before its own."""
+    """Count a step on the plain optimizer, where its schedulers check that step() comes before theirs."""
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
-        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1  # of older torch
+        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1  # older torch reads this
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -145,10 +148,10 @@ def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
 
 @contextlib.contextmanager
 def keeping_held(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """What load_state_dict loads inside goes into the present param_groups and state.
+    """Let a load_state_dict inside the `with` block write into the present param_groups and state objects.
 
-    The list, each group and the mapping of states stay the objects that they are. Tensors are replaced, as in
-    torch: a state_dict() taken before keeps its values.
+    The list of groups, each group and the mapping of states stay the same objects. Tensors are replaced, as
+    in torch: a state_dict() taken before keeps its values.
     """
     groups, state = optimizer.param_groups, optimizer.state
     yield
@@ -156,7 +159,7 @@ def keeping_held(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _refill(groups: list[dict[str, Any]], state: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Move what the optimizer has now into the objects that it had."""
+    """Move the optimizer's new groups and states into its former objects `groups` and `state`."""
     for held, loaded in zip(groups, optimizer.param_groups, strict=True):
         _replace(held, loaded)
     _replace(state, optimizer.state)
@@ -170,9 +173,9 @@ def _replace(held: Any, loaded: Any) -> None:
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As load_state_dict, also into the tensors that are there, where shape and dtype agree.
+    """Load a state as load_state_dict does, but write tensors in place where shape and dtype agree.
 
-    As Horovod's broadcast does: a captured CUDA graph, say, goes on with the new values.
+    Horovod's broadcast does the same. A captured CUDA graph, for instance, then uses the new values.
     """
     before = options(optimizer)
     held = dict(optimizer.state)
@@ -184,21 +187,21 @@ def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the like of each group."""
+    """Return the options of each param_group: learning rate and so on, all but its parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 def set_options(
     optimizer: torch.optim.Optimizer, new: list[dict[str, Any]], held: list[dict[str, Any]]
 ) -> None:
-    """Set the options of each group, tensors into those that are held."""
+    """Set the options of each param_group to `new`; tensors are written into those of `held` that fit."""
     for group, values, before in zip(optimizer.param_groups, new, held, strict=True):
         group.update({k: _written(before.get(k), value) for k, value in values.items()})
 
 
 @torch.no_grad()
 def _written(held: Any, new: Any) -> Any:
-    """The new value, in the held object where that can take it: a dict of tensors, or a tensor."""
+    """Return the new value, written into the object `held` where that is a dict or a tensor that fits."""
     if held is new:
         return held
     if isinstance(held, dict) and isinstance(new, dict):

@@ -1,4 +1,4 @@
-"""Torch tensors as the plain memory that the engine's loops can reach."""
+"""The averaged torch tensors of an optimizer, and their memory addresses for the engine's loops."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "
 
 @dataclass(frozen=True)
 class AveragingSpec:
-    """What one learner asks for when it wraps an optimizer.
+    """Strategy, options and tensors with which one learner calls hvd.DistributedOptimizer.
 
     Attributes:
-        strategy: which peers to ask, with which weight.
-        config: options, those of this optimizer already in.
-        trained: (name, tensor) of what the optimizer trains.
-        buffers: (name, tensor) of what is only averaged.
-        arguments: "name=value" of each argument that is no tensor.
+        strategy: the strategy, which chooses peers and weights of exchanges.
+        config: the options, with those given for this optimizer.
+        trained: (name, tensor) pairs of the parameters that the optimizer trains.
+        buffers: (name, tensor) pairs of tensors that are averaged but not trained.
+        arguments: "name=value" of each argument of DistributedOptimizer that is no tensor.
     """
 
     strategy: Strategy
@@ -41,17 +41,17 @@ class AveragingSpec:
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of everything that the user wants averaged."""
+        """Return the (name, tensor) pairs of all tensors that the user wants averaged."""
         return self.trained + self.buffers
 
 
 def averaged_dtype(tensor: torch.Tensor) -> str:
-    """The layout's name of a tensor's dtype, such as "float32"."""
+    """Return the name of a tensor's dtype in the engine's layout, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the buffers whose mean makes sense: dense, floating-point, not of spectral_norm.
+    """Yield (name, tensor) of buffers whose mean makes sense: dense, floating-point, not of spectral_norm.
 
     The vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
     """
@@ -63,7 +63,7 @@ def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The vectors of power iterations; spectral_norm keeps them as a parametrization, once with a hook."""
+    """Return the power-iteration vectors of a module's spectral_norm, of its parametrization or its hooks."""
     if isinstance(module, _SpectralNorm):
         return list(module.buffers(recurse=False))
     hooks = [h for h in module._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]
@@ -73,12 +73,12 @@ def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:
 class Parameters:
     """The averaged tensors of one optimizer, each once, in a fixed order.
 
-    A contiguous CPU tensor is reached in place. A strided one goes through a contiguous copy, which is filled
-    before a step's corrections are applied and copied back after. If any is on a device, all take the way of
-    `staging`, and none that of `addresses`.
+    The engine reads and corrects a contiguous CPU tensor in place. A strided CPU tensor has a contiguous
+    copy, which is filled before a step's corrections are applied and copied back after. If a tensor is on
+    another device, `staging` copies all tensors, and `addresses` is not used.
 
     Attributes:
-        staged: whether one is on a device that the engine's loops cannot reach.
+        staged: whether a tensor is on a device that the engine's loops cannot access.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Parameters:
         self._addresses = np.zeros(0, dtype=np.uintp)
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-        """Take in tensors not yet known. Returns what the layout needs to know of them.
+        """Add the tensors that are not averaged yet; return name, shape and dtype of these, for the layout.
 
         Raises:
             ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
@@ -115,7 +115,7 @@ class Parameters:
         return id(tensor) in self._known  # self.tensors keeps them alive
 
     def addresses(self) -> NDArray[np.uintp]:
-        """Address of each tensor's memory, copies of strided ones filled."""
+        """Return the address of each tensor's memory, or of its contiguous copy, which this fills."""
         reached = self.tensors
         if not all(map(torch.Tensor.is_contiguous, self.tensors)):
             reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
@@ -123,22 +123,22 @@ class Parameters:
             self._copies.clear()
         self._addresses[:] = list(
             map(torch.Tensor.data_ptr, reached)
-        )  # in C: there may be thousands
+        )  # map runs in C: there may be thousands of tensors
         return self._addresses
 
     def write_back(self) -> None:
-        """Copy corrected copies to where they came from."""
+        """Copy the corrected contiguous copies back to the strided tensors."""
         with torch.no_grad():
             for i, copy in self._copies.items():
                 self.tensors[i].data.copy_(copy.view(self.tensors[i].shape))
 
     def nonfinite(self) -> list[str]:
-        """Names of the tensors that hold NaN or infinity."""
+        """Return the names of the tensors that hold NaN or infinity."""
         pairs = zip(self.names, self.tensors, strict=True)
         return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
 
     def _reached(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or its contiguous copy, filled."""
+        """Return the tensor if it is contiguous, else a contiguous copy with its values."""
         if tensor.is_contiguous():
             self._copies.pop(i, None)
             return tensor
@@ -149,11 +149,11 @@ class Parameters:
         return copy
 
     def check(self) -> None:
-        """Require the tensors to be where and what they were.
+        """Raise if a tensor's device, shape or dtype has changed since the optimizer was wrapped.
 
         Raises:
-            DeviceMovedError: if a tensor lies on another device than when it was wrapped.
-            ModelMismatchError: if its shape or dtype changed.
+            DeviceMovedError: if a tensor is on another device than when the optimizer was wrapped.
+            ModelMismatchError: if a tensor's shape or dtype has changed.
         """
         now = [(t.device, t.dtype, t.shape) for t in self.tensors]
         if now != self._as_wrapped:
@@ -161,7 +161,7 @@ class Parameters:
             self._refuse(changed, *now[changed])
 
     def _refuse(self, i: int, device: torch.device, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Raise for a tensor that is not what it was."""
+        """Raise DeviceMovedError or ModelMismatchError for tensor number `i`, which has changed."""
         its_device, its_dtype, its_shape = self._as_wrapped[i]
         if device != its_device:
             raise DeviceMovedError(
@@ -175,7 +175,7 @@ class Parameters:
 
 
 def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """A correction is added to each tensor once, so none may lie in another's memory."""
+    """Raise ModelMismatchError if tensors share memory, which would get the correction of each of them."""
     everything = {id(tensor): (name, tensor) for name, tensor in itertools.chain(*named)}
     for name, tensor in everything.values():
         if shares_elements(tensor):
@@ -188,7 +188,7 @@ def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for key, (_, tensor) in everything.items()
         if tensor.numel()
     )
-    group: list[int] = []  # tensors whose spans hang together
+    group: list[int] = []  # ids of tensors whose address ranges overlap, directly or through others
     on, ends = "", 0
     for device, start, end, key in spans:
         if device != on or start >= ends:
@@ -205,13 +205,17 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Return the number of bytes from the tensor's first to its last element, both included."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
 
 
 def _require_apart(group: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Views of one memory may be interleaved: each byte is marked by the tensor that has it."""
+    """Raise ModelMismatchError if two of these tensors, whose address ranges overlap, have a byte in common.
+
+    Views of one memory may be interleaved without sharing elements, so each byte is marked with the tensor
+    that has it.
+    """
     first = group[0][1].data_ptr()
     marks = np.zeros(max(t.data_ptr() - first + _extent(t) for _, t in group), dtype=np.int32)
     for i, (name, tensor) in enumerate(group, start=1):

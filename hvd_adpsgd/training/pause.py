@@ -1,4 +1,4 @@
-"""Pauses of averaging, with no correction pending: for exact means, checkpoints and replacements."""
+"""Pauses of averaging, in which no exchange runs: for exact means, checkpoints and joining super learners."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ log = logging.getLogger("hvd_adpsgd")
 
 @contextlib.contextmanager
 def averaging_paused() -> Iterator[None]:
-    """Inside, no exchange runs and the parameters include all corrections.
+    """Pause averaging: inside the `with` block no exchange runs, the parameters include all corrections.
 
     For checkpoints of every super learner's own model, `with hvd.averaging_paused(): torch.save(...)`:
-    their mean is the mean of the run. All learners enter together; waits for the slowest super learner.
+    the mean of these models is the mean of the run. All learners enter the block together; entering waits for
+    the slowest super learner.
 
     A pause does not change strategies in step, except those whose mean or round runs during the next
-    gradient (delay_by_one, synchronous_gossip:order=awc). Their result is applied here, one step early,
-    and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of both models.
+    gradient (delay_by_one, synchronous_gossip:order=awc). For these, the pause applies the result one step
+    early, and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of its two
+    models.
     """
     with paused("averaging_paused", live_on_all()):
         yield
@@ -35,12 +37,12 @@ def averaging_paused() -> Iterator[None]:
 def paused(
     doing: str, averagings: Iterable[Averaging], keeps_pending: bool = False
 ) -> Iterator[None]:
-    """Inside, no exchange of these runs. All learners enter together.
+    """Inside the `with` block, no exchange of these averagings runs. All learners enter it together.
 
     Args:
-        doing: what they do, for messages.
-        averagings: which.
-        keeps_pending: corrections stay pending; else the parameters include all of them.
+        doing: name of the operation that needs the pause, for messages.
+        averagings: the averagings to pause.
+        keeps_pending: whether corrections stay pending; else they are all applied to the parameters.
     """
     with contextlib.ExitStack() as stack:
         for averaging in list(averagings):
@@ -54,20 +56,20 @@ def paused(
 
 @torch.no_grad()
 def _apply_all(averaging: Averaging) -> None:
-    """Apply every correction, at any point of a step, also between publishing corrections and applying them.
+    """Apply all corrections of a paused averaging; at any point of a step, also after a slot is published.
 
-    A round in progress was finished; its result is applied here, not in the next step.
+    `_come_to_rest` has finished a round in progress; its result is applied here, not in the next step.
     """
     rule = averaging.rule
     rule.before_corrections()
     averaging.take_in()  # corrections published for the current step
-    averaging.take_in()  # and those merged since
+    averaging.take_in()  # and those that exchanges have added since that publication
     rule.after_corrections()
     rule.settle()
 
 
 def _come_to_rest(doing: str, averaging: Averaging) -> None:
-    """Finish the round in progress, pause the engine, and wait for exchanges of all and for devices."""
+    """Finish the round in progress, pause the engine, wait for all learners' exchanges and for devices."""
     engine = averaging.engine
     patience_s = 2 * averaging.spec.config.deadline_s
     averaging.require_running()
@@ -76,14 +78,15 @@ def _come_to_rest(doing: str, averaging: Averaging) -> None:
     engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
     engine.pause(patience_s)
     try:
-        averaging.world.collectives.gather(doing, None)  # all engines are paused
-    except Exception:  # the other learners are elsewhere: no one pauses
+        # a barrier: after it all engines are paused
+        averaging.world.collectives.gather(doing, None)
+    except Exception:  # the other learners have not entered the pause: end it here, too
         if not averaging.pauses:
             engine.resume()
         raise
     if not engine.pause(patience_s):  # a parked exchange may have resumed before the barrier
         log.warning(
-            "%s: an exchange is still running after %g s; its corrections come after the pause.",
+            "%s: an exchange is still running after %g s; its corrections are applied after the pause.",
             doing,
             patience_s,
         )
@@ -92,12 +95,13 @@ def _come_to_rest(doing: str, averaging: Averaging) -> None:
 
 def resume(averaging: Averaging) -> None:
     """Copy the changed parameters to the mirror, then resume the engine."""
-    averaging.absorb()  # before resume: else peers average with the parameters from before the pause
+    # before resume: else peers average with the parameters from before the pause
+    averaging.absorb()
     _resume_engine(averaging)
 
 
 def _resume_engine(averaging: Averaging) -> None:
-    """In nested pauses only the outermost one resumes it. A joining learner's new engine was not paused."""
-    averaging.pauses = max(0, averaging.pauses - 1)
+    """Leave one pause; the outermost of nested pauses resumes the engine."""
+    averaging.pauses = max(0, averaging.pauses - 1)  # is 0 on a joining learner, which never paused
     if not averaging.pauses:
         averaging.engine.resume()

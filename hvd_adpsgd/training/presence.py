@@ -1,4 +1,4 @@
-"""What else in the process calls an averaging, from its start to its stop."""
+"""The averagings of this process: registered with shutdown, SIGTERM and collectives until they stop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _dropped: list[Averaging] = []
 
 
 def live(also_stopping: bool = False) -> list[Averaging]:
-    """The running averagings, oldest first; also those whose stop is due or under way, if asked for."""
+    """Return the running averagings, oldest first; with `also_stopping` also those that are being stopped."""
     return [averaging for averaging in _live if also_stopping or not averaging.stopped]
 
 
 def live_on_all() -> list[Averaging]:
-    """As `live`, in the same state of the script on all learners: for what they do together.
+    """Return the running averagings, the same ones on all learners, for what all learners do together.
 
-    A wrapped optimizer is part of a reference cycle. One that the script has dropped lives on until the
-    garbage collector runs, which is at another moment on each learner.
+    A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging would stay in the
+    list until the garbage collector runs, at a different moment on each learner; so this runs the collector.
     """
     if _live:
         gc.collect()
@@ -33,9 +33,10 @@ def live_on_all() -> list[Averaging]:
 
 
 def drop(averaging: Averaging) -> None:
-    """The optimizer was garbage collected: `stop_dropped` stops its averaging later.
+    """Queue the averaging of a garbage-collected optimizer for `stop_dropped`, which stops it later.
 
-    The collector runs this on any thread, which may hold any lock or be one that `stop` waits for.
+    The garbage collector may call this on any thread, one that holds a lock or that `Averaging.stop` waits
+    for, so the averaging cannot be stopped here.
     """
     if not averaging.stopped:
         _dropped.append(averaging)
@@ -43,14 +44,15 @@ def drop(averaging: Averaging) -> None:
 
 
 def stop_dropped() -> None:
-    """Stop the averagings whose optimizer was garbage collected; on a thread of the script."""
-    with contextlib.suppress(IndexError):  # another thread stops them, too
+    """Stop the averagings whose optimizer was garbage collected; called on a thread of the script."""
+    # pop() may find the list empty: another thread runs this, too
+    with contextlib.suppress(IndexError):
         while True:
             _dropped.pop().stop()
 
 
 def register(averaging: Averaging) -> None:
-    """Have it called at shutdown, on SIGTERM, before and in operations, until it stops."""
+    """Register an averaging, until it stops, for calls at shutdown, on SIGTERM and around collectives."""
     world, order, engines = averaging.world, averaging.order, averaging.engines
     entries: list[tuple[list[Any], Callable[..., Any]]] = [
         (world.membership.sources, engines.peer_news),
@@ -80,6 +82,6 @@ def register(averaging: Averaging) -> None:
 
 
 def _remove(items: list[Any], item: Any) -> None:
-    """Remove it if it is there, in one step: another thread may do the same."""
+    """Remove `item` from a list that may lack it, as another thread may have removed it."""
     with contextlib.suppress(ValueError):
         items.remove(item)

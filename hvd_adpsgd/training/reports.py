@@ -1,4 +1,4 @@
-"""Numbers and states of what averages, for people."""
+"""Metrics of this learner's averaging (`hvd.metrics`), and the averaging section of its state file."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["metrics", "metrics_of"]
 
 
 def metrics() -> dict[str, Any]:
-    """Numbers of this learner since the optimizer was wrapped.
+    """Return the metrics of this learner since its optimizer was wrapped: a dict of counters and seconds.
 
-    Always: steps, steps_per_s, and the seconds of steps by part: inner_allreduce_s (backward() or step()
-    waits for the super learner's gradients), optimizer_s (the user's), collect_s (corrections in, model into
-    the mirror), offer_s (handing it over), each with a moving average `*_ema_s`; nonfinite_steps. Of the
-    process: global_operations (over all learners, such as allreduce) and global_operations_s, with their
-    waits.
+    On every learner: steps, steps_per_s, and the seconds of steps by part: inner_allreduce_s (backward() or
+    step() waits for the super learner's gradients), optimizer_s (the user's optimizer), collect_s (applying
+    corrections and copying the model to the engine's mirror), offer_s (offering the model to peers), each
+    with a moving average `*_ema_s`; nonfinite_steps. For the whole process: global_operations (number of
+    operations over all learners, such as allreduce) and global_operations_s (their seconds, waits included).
 
-    Of the engine, so 0 or NaN on learners that do not lead: exchanges (active + passive), refused
-    and declined questions, parked peers, bytes_sent and bytes_received, staleness (chunks by age
-    in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
-    since the last call; NaN if no element was compared yet), peers (exchanges with each),
+    Of the engine, so 0 or NaN on learners that are not leaders: exchanges (active + passive), refused
+    and declined requests for an exchange, parked peers, bytes_sent and bytes_received, staleness (chunks by
+    age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
+    since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer),
     engine_cpu_s.
 
     Returns:
-        The numbers; with several wrapped optimizers those of the first, and all in "optimizers".
-        All 0 or NaN if nothing is averaged between super learners.
+        The metrics by name; with several wrapped optimizers those of the first one, and a list of the metrics
+        of all of them under "optimizers". All 0 or NaN if nothing is averaged between super learners.
     """
     every = [metrics_of(averaging) for averaging in live()]
     if not every:
@@ -42,7 +42,7 @@ def metrics() -> dict[str, Any]:
 
 
 def metrics_of(averaging: Averaging) -> dict[str, Any]:
-    """Those of one optimizer."""
+    """Return the metrics of one wrapped optimizer's averaging, by name."""
     return {
         **averaging.record.counters.to_dict(),
         "nonfinite_steps": averaging.nonfinite_steps,
@@ -51,7 +51,7 @@ def metrics_of(averaging: Averaging) -> dict[str, Any]:
 
 
 def _views() -> list[dict[str, Any]]:
-    """What a state file shows of each."""
+    """Return the entries of a state file (written on SIGUSR1), one dict per averaging of this learner."""
     return [
         {
             "strategy": averaging.spec.strategy.spec(),

@@ -1,4 +1,4 @@
-"""The phase of a step, and the rounds that peers still wait for. Pure."""
+"""Phases of a training step, and the number of rounds that peers still wait for; pure computation."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ __all__ = ["Steps"]
 class _Place(enum.Enum):
     BETWEEN = enum.auto()  # the last step has ended
     AVERAGED = enum.auto()  # the super learner's gradients are averaged, step() has not begun
-    INSIDE = enum.auto()  # step() runs
+    INSIDE = enum.auto()  # step() is running
 
 
 class Steps:
-    """The steps of one super learner. With strategies in step its peers expect a round for each.
+    """The steps of one super learner, and the rounds that it owes to its peers under a strategy in step.
 
-    A round belongs to the gradients averaged in the super learner, not to step(). If step() is skipped after
-    them (GradScaler does on overflow) or raises, peers still wait for the round, and it is owed. The next
-    gradients, or the next operation over all learners, show that the step was skipped.
+    With a strategy in step, peers expect one round per set of averaged gradients, whether or not step() runs.
+    If step() is skipped after the gradients are averaged (GradScaler does on overflow) or raises, peers still
+    wait for the round, so this super learner owes it. The next gradients, or the next operation over all
+    learners, show that step() was skipped.
 
     Attributes:
-        owed: rounds of skipped steps.
+        owed: number of rounds that were not run because their step() was skipped or raised.
     """
 
     def __init__(self) -> None:
         self.owed = 0
         self._place = _Place.BETWEEN
-        self._ahead = False  # the round of the next step is over
+        self._ahead = False  # whether the round of the next step was already run, before step()
 
     def averaged(self) -> None:
-        """The super learner's gradients are averaged. Inside step() (a closure) this changes nothing."""
+        """Note that the super learner's gradients are averaged; no effect inside step() (for a closure)."""
         if self._place is _Place.INSIDE:
             return
         self.owed += self._place is _Place.AVERAGED
         self._place, self._ahead = _Place.AVERAGED, False
 
     def all_wait(self) -> None:
-        """An operation over all learners comes next: run the round of averaged gradients before it."""
+        """Count the round of averaged gradients as owed: an operation over all learners comes next."""
         if self._place is _Place.AVERAGED:
             self.owed += 1
             self._place, self._ahead = _Place.BETWEEN, True
 
     def begin(self) -> None:
-        """step() begins."""
+        """Note that step() begins."""
         self._place = _Place.INSIDE
 
     @property
     def inside(self) -> bool:
-        """Whether step() runs."""
+        """Whether step() is running."""
         return self._place is _Place.INSIDE
 
     @property
     def due(self) -> bool:
-        """Whether the round of this step has not run."""
+        """Whether the round of the present step has not been run yet."""
         return not self._ahead
 
     def leave(self) -> None:
-        """step() returns or raises; if it raises, its round is owed."""
+        """Note that step() returns or raises; if it raised before its round began, the round is owed."""
         if self._place is _Place.INSIDE:
             self.owed += self.due
             self.end()
 
     def end(self) -> None:
-        """step() has ended."""
+        """Note that step() has ended, with its round."""
         self._place, self._ahead = _Place.BETWEEN, False

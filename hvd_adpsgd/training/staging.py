@@ -1,6 +1,6 @@
-"""Parameters on devices and the memory that the engine averages, copied beside the training.
+"""Asynchronous copies between parameters on GPUs and the host memory that the engine averages.
 
-One step of a leader, per device; `down` and `up` are streams of our own:
+One step of a leader, per device; `down` (to the host) and `up` (to the device) are streams of this module:
 
     trainer's stream      down                          up
     optimizer
@@ -14,22 +14,22 @@ One step of a leader, per device; `down` and `up` are streams of our own:
     <-------------------  (waits)
     the next optimizer
 
-The host waits for none of it. A thread waits until the copy has come, adds the same corrections to the
-mirror (`ShardMemory.land`) and offers the model. While a copy is on its way no other one begins, and
-nothing is published: with a host far ahead of its device, or slow copies, models are offered, and
+The trainer's thread waits for no copy. A thread of this module waits until the copy is complete, adds the
+same corrections to the mirror (`ShardMemory.land`) and offers the model. While a copy is running no other one
+begins, and no slot is published: with a host far ahead of its device, or slow copies, models are offered, and
 corrections applied, every few steps.
 
-Parameters go to the mirror without the corrections that are added to them meanwhile. So a copy differs from
-the one before it by local updates only, and the engine may read the mirror while it is coming in. What
-rounding to 16 bits holds back is computed from the mirror in `land`, by the leader alone.
+Parameters are copied to the mirror before the slot's corrections are added to them. So a copy differs from
+the copy before it by local updates only, and the engine may read the mirror while the copy runs. The leader
+alone computes the residuals of 16-bit rounding, from the mirror, in `land`.
 
-Other learners of the super learner add the same corrections from the super learner's shared memory, by the
-same operation, and copy nothing down.
+The other learners of the super learner add the same corrections from the super learner's shared memory, by
+the same operation, and copy nothing to the host.
 
-A slot is filled again only when every device of the super learner has read it. The leader publishes after the
-copy of the last publication has come. That copy was behind an all-reduce of the super learner, the all-reduce
-behind the gradients of all learners, and those behind the corrections of the publication before, which the
-forward pass waited for.
+A slot is filled again only when every device of the super learner has read it, because the leader publishes
+only after the copy of the last publication is complete. That copy ran after an all-reduce of the super
+learner, the all-reduce after the gradients of all learners were computed, and these after the corrections of
+the publication before, for which the forward pass waited.
 """
 
 from __future__ import annotations
@@ -54,21 +54,23 @@ __all__ = ["PIECE_NBYTES", "Staging"]
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20
-_MOST_PIECES = 32  # of a large model: CUDA takes about 1000 operations ahead, then the host waits
-_REPLACES = 2  # as in store.pxd: the slot holds the parameters themselves
+_MOST_PIECES = 32  # per model: CUDA queues about 1000 operations, then a launch blocks the host
+_REPLACES = 2  # REPLACES of store.pxd: the slot holds new parameters in place of corrections
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
 class Staging:
-    """The copies of one optimizer's tensors.
+    """Copies one optimizer's tensors between devices and the engine's memory.
 
     Args:
-        submit: runs a function in a thread; by default in one of its own.
-        devices: the device of a tensor.
-        piece_nbytes: of corrections that are copied at once, if a chunk is not larger, nor the model over
-            _MOST_PIECES. A device holds two buffers of that size.
-        checks: look whether parameters are finite; without, nothing is copied down and `nonfinite` is empty.
+        submit: runs a function in a thread and returns its Future; by default in a thread of this Staging.
+        devices: returns the Device of a tensor.
+        piece_nbytes: largest size of a piece, copied by one operation, in bytes of its corrections; more if a
+            chunk is larger, or if the model would have more than _MOST_PIECES. A device allocates two buffers
+            of a piece's size.
+        checks: whether to check parameters for NaN and infinity; without it nothing is copied to the host
+            and `nonfinite` returns [].
     """
 
     def __init__(
@@ -85,13 +87,14 @@ class Staging:
         self._table: _Table | None = None
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
-        self._fit = True  # the model in the mirror
-        self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}  # by address: could it be?
-        # memory freed while it is locked: copies of who gets its address next go to the old pages
+        self._fit = True  # whether the model in the mirror is finite
+        # by address; bool: pin() succeeded
+        self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}
+        # unpin before the memory is freed: else copies to memory that gets its address later go to old pages
         weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy these tensors from and to this memory, from now on. Nothing may be on its way."""
+        """From now on, copy `tensors` to and from `memory`. No copy may be running."""
         where = [self._devices(tensor) for tensor in tensors]
         self._table = _Table(memory, tensors, self._piece_nbytes)
         for device in dict.fromkeys(where):
@@ -102,7 +105,7 @@ class Staging:
         self._pin(memory)
 
     def _pin(self, memory: ShardMemory) -> None:
-        """Lock the memory that copies reach, once; it need not be known to each device."""
+        """Page-lock the memory that copies use, once: memory locked through one device is locked for all."""
         away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
         for area in memory.areas:
             for part in (area.shared.memory, area.mirror if area.shared.front is None else None):
@@ -112,13 +115,13 @@ class Staging:
     def absorb(
         self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
     ) -> None:
-        """Let the devices apply the readable slot, and on the leader copy the parameters to the mirror.
+        """Let the devices apply the readable slot; on the leader, let them copy parameters to the mirror.
 
         Args:
             step: the trainer's step of these parameters.
-            wants: copy them also if there is nothing to apply (if no copy is on its way).
-            offer: called with the step of the mirror and whether it is finite: in another thread when the
-                copy has come; now, if there is none.
+            wants: whether to copy the parameters also if no slot is readable (and no copy is running).
+            offer: called with the step of the model in the mirror and whether that is finite: in another
+                thread when the copy is complete; at once, if no copy is made.
 
         Raises:
             RuntimeError: torch's, if a device failed in an earlier copy.
@@ -166,12 +169,12 @@ class Staging:
             landing.result()
 
     def nonfinite(self, before: int | None = None) -> list[int]:
-        """Steps whose parameters were not finite, of those that were looked at since the last call.
+        """Return the steps with NaN or infinite parameters, among those checked since the last call.
 
         Args:
-            before: of all steps before this one, so that the learners of a super learner, whose bits are the
-                same, get the same answer; devices have done with them where gradients are averaged. Without
-                it, of those that the devices have done with.
+            before: consider all checks of steps before this one, so that the learners of a super learner,
+                whose parameters are bitwise equal, get the same answer; devices have finished these checks
+                where gradients are averaged. None: consider the checks that devices have finished.
         """
         found = []
         while self._checks and self._checks[0].known(before):
@@ -181,12 +184,12 @@ class Staging:
         return found
 
     def before_update(self) -> None:
-        """The trainer changes parameters next: its streams wait until their copies are made."""
+        """Let the trainer's streams wait for copies of the parameters, which the trainer changes next."""
         for lane in self._lanes.values():
             lane.before_update()
 
     def settle(self) -> None:
-        """Wait until the devices have done all of this, and the mirror holds the parameters."""
+        """Wait until the devices have done all copies and the mirror holds the parameters."""
         self._await_devices()
         self._landed()
 
@@ -196,17 +199,18 @@ class Staging:
                 event.wait()
 
     def release(self) -> None:
-        """The memory is freed next."""
+        """End the copies and unlock the engine's memory, which is freed next."""
         try:
             self.settle()
-        except RuntimeError as error:  # of a device that failed: training raises it, or has
+        except RuntimeError as error:
+            # the device failed: training raises this error, or has raised it
             log.warning("copies of the model from its device ended: %s", error)
         _unpin(self._pinned)
-        self._lanes.clear()  # they hold the memory, too
+        self._lanes.clear()  # lanes refer to the memory, too, and would keep it alive
         self._table = None
 
     def close(self) -> None:
-        """`release`, for good."""
+        """Call `release`, and end the thread of this Staging."""
         self.release()
         if self._threads is not None:
             self._threads.shutdown()
@@ -220,13 +224,13 @@ def _unpin(pinned: dict[int, tuple[bool, Device, np.ndarray]]) -> None:
 
 
 class _Check(NamedTuple):
-    """Whether the parameters of a step are finite, once the devices know."""
+    """The result of a step's check for NaN and infinity: per device an event and, after it, a flag."""
 
     step: int
     flags: list[tuple[Event, torch.Tensor]]
 
     def known(self, before: int | None) -> bool:
-        """Whether the step is done with; one before that step is waited for."""
+        """Whether the devices have finished this check; with `before`, wait for it if its step is earlier."""
         if before is None:
             return all(event.done() for event, _ in self.flags)
         if self.step >= before:
@@ -239,16 +243,16 @@ class _Check(NamedTuple):
         return all(bool(flag) for _, flag in self.flags)
 
 
-# ---- where things lie ------------------------------------------------------------------------
+# ---- layout: pieces of the model in the engine's memory ----------------------------------------
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks of one dtype whose slots hold the same kind of thing; at most a piece.
+    """Consecutive chunks of one dtype whose entries in a slot are of one kind; at most a piece.
 
     Attributes:
-        part: of the layout.
-        first, last: chunks in that part, `last` excluded.
-        kind: 0 (nothing), ADDS or REPLACES of store.pxd.
+        part: number of the part of the layout.
+        first, last: numbers of the first and last chunk in that part, `last` excluded.
+        kind: what the slot has for these chunks: 0 (nothing), ADDS or REPLACES of store.pxd.
     """
 
     part: int
@@ -258,7 +262,14 @@ class _Run(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Consecutive elements of a tensor, where they lie in the corrections and in the mirror of a run."""
+    """Consecutive elements of a tensor, and their positions in the corrections and in the mirror of a run.
+
+    Attributes:
+        tensor: number of the tensor.
+        start: first element in the tensor.
+        wide, narrow: first element in the run's corrections (float32 or 64), and in its part of the mirror.
+        length: number of elements.
+    """
 
     tensor: int
     start: int
@@ -268,7 +279,7 @@ class _Span(NamedTuple):
 
 
 class _Table:
-    """The memory of a model as torch tensors, and what lies where."""
+    """The engine's memory of a model as torch tensors, and its division into pieces, runs and spans."""
 
     def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
         self.memory = memory
@@ -286,7 +297,7 @@ class _Table:
         return self.memory.areas[run.part]
 
     def first_chunk(self, run: _Run) -> int:
-        """The number of the run's first chunk among all."""
+        """Return the number of the run's first chunk among the chunks of all parts."""
         part = self.parts[run.part]
         return part.last_chunk - len(part.chunks) + run.first
 
@@ -295,11 +306,11 @@ class _Table:
         return found
 
     def wide(self, run: _Run) -> torch.dtype:
-        """Of its corrections."""
+        """Return the dtype of a run's corrections."""
         return torch.float64 if self.dtype(run) == torch.float64 else torch.float32
 
     def _cut(self, number: int) -> Iterator[_Run]:
-        """A part in pieces."""
+        """Yield the pieces of part `number`, as runs of kind 0."""
         chunks, places = self.parts[number].chunks, self.memory.areas[number].places
         first = 0
         for i in range(1, len(chunks) + 1):
@@ -309,7 +320,7 @@ class _Table:
                 first = i
 
     def runs(self, slot: int) -> list[_Run]:
-        """All chunks, by what the slot holds for them."""
+        """Return all chunks as runs, split where the kind of the slot's entries changes."""
         if slot == NO_SLOT:
             return self._pieces
         return [run for piece in self._pieces for run in self._split(piece, slot)]
@@ -321,7 +332,7 @@ class _Table:
             yield _Run(piece.part, piece.first + a, piece.first + b, int(kinds[a]))
 
     def corrections(self, run: _Run, slot: int) -> torch.Tensor:
-        """What the slot holds for the run."""
+        """Return a view of the corrections that the slot holds for the run."""
         places, wide = self.area(run).places, self.wide(run)
         last = self.parts[run.part].chunks[run.last - 1].count * _itemsize(wide)
         return self._slots[run.part][slot][places[run.first] : places[run.last - 1] + last].view(
@@ -329,7 +340,7 @@ class _Table:
         )
 
     def mirror(self, run: _Run) -> torch.Tensor:
-        """Its part of the mirror (leader only)."""
+        """Return a view of the run's part of the mirror (leader only)."""
         chunks, memory = self.parts[run.part].chunks, self._mirrors[run.part]
         assert memory is not None
         last = chunks[run.last - 1]
@@ -337,11 +348,12 @@ class _Table:
         return memory[chunks[run.first].offset : end].view(self.dtype(run))
 
     def spans(self, run: _Run, mine: dict[int, list[tuple[int, int, int, int]]]) -> list[_Span]:
-        """What of the run lies in some of the tensors.
+        """Return the spans of a run that belong to the tensors in `mine`.
 
         Args:
             run: the chunks.
-            mine: by chunk: tensor, first element in it, first element in the chunk, count.
+            mine: by number of the chunk, a list of (tensor, first element in the tensor, first element in the
+                chunk, number of elements).
         """
         chunks, places = self.parts[run.part].chunks, self.area(run).places
         narrow, wide = _itemsize(self.dtype(run)), _itemsize(self.wide(run))
@@ -360,7 +372,7 @@ def _itemsize(dtype: torch.dtype) -> int:
 
 
 def _append(spans: list[_Span], span: _Span) -> None:
-    """Append, or lengthen the last one if this one goes on where it ends."""
+    """Append a span, or lengthen the last span if the new one continues it everywhere."""
     if spans:
         last = spans[-1]
         end = (last.start + last.length, last.wide + last.length, last.narrow + last.length)
@@ -371,7 +383,7 @@ def _append(spans: list[_Span], span: _Span) -> None:
 
 
 def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
-    """First and last element in the mirror, `last` excluded, of spans that lie one behind the other."""
+    """Yield the first and last element in the mirror, `last` excluded, of each group of contiguous spans."""
     first = last = 0
     for span in spans:
         if span.narrow != last:
@@ -387,10 +399,10 @@ def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
 
 
 class _Lane:
-    """The copies of one device.
+    """The streams, buffers and copies of one device.
 
     Attributes:
-        busy: events behind the last operations of this lane.
+        busy: events after the last operations that this lane has queued.
     """
 
     def __init__(self, device: Device):
@@ -400,10 +412,10 @@ class _Lane:
         self._corrections, self._copies = device.empty(0), device.empty(0)
         self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
         self._spans: dict[_Run, list[_Span]] = {}
-        self._flat: dict[int, torch.Tensor] = {}  # kept until the streams have done with them
+        self._flat: dict[int, torch.Tensor] = {}  # kept until the streams have used these tensors
 
     def bind(self, table: _Table, tensors: list[int]) -> None:
-        """These of its tensors are on this device."""
+        """Copy those tensors of the table that are on this device: `tensors`, by number."""
         self._table, self._tensors = table, tensors
         self._spans.clear()
         self._mine.clear()
@@ -417,7 +429,7 @@ class _Lane:
         self._copies = self.device.empty(max(copies, default=0))
 
     def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
-        """Apply the slot; before that, with `copies`, copy the tensors to the mirror."""
+        """Queue copies of the tensors to the mirror, with `copies`, and then the slot's corrections."""
         current = self.device.current()
         ready = current.record()
         self._up.wait(ready)
@@ -434,7 +446,7 @@ class _Lane:
         self.busy = [self._up.record(), self._down.record()]
 
     def _flatten(self) -> None:
-        """Strided tensors need a contiguous copy on their device."""
+        """Set `_flat`: each tensor as a vector, strided tensors through a contiguous copy on the device."""
         self._flat = {}
         strided = []
         for i in self._tensors:
@@ -465,7 +477,7 @@ class _Lane:
         return [self._flat[s.tensor][s.start : s.start + s.length] for s in spans]
 
     def _copy(self, run: _Run) -> Event | None:
-        """Copy a run to the mirror; the event after which it may change."""
+        """Queue the copy of a run to the mirror; return the event after which its tensors may change."""
         spans = self._spans_of(run)
         if not spans:
             return None
@@ -486,7 +498,7 @@ class _Lane:
         return self._down.record()
 
     def _correct(self, run: _Run, slot: int, copied: Event | None) -> None:
-        """Apply the corrections of a run, once it has been copied."""
+        """Queue the corrections of a run, after its copy to the mirror if there is one (event `copied`)."""
         spans = self._spans_of(run)
         if not spans:
             return
@@ -502,10 +514,10 @@ class _Lane:
         )
 
     def check(self) -> tuple[Event, torch.Tensor]:
-        """Look whether the tensors are finite: an event, and a flag that says so after it.
+        """Queue a check for NaN and infinity; return an event, and a flag that then tells if all are finite.
 
-        On the trainer's stream, before anything that the script does to them next: the learners of a super
-        learner must not see different numbers.
+        The check runs in the trainer's stream, before anything that the script does to the tensors next, so
+        that the learners of a super learner check the same values.
         """
         flag, current = self.device.flag(), self.device.current()
         tensors = [self._table.tensors[i].data for i in self._tensors]
@@ -521,7 +533,7 @@ class _Lane:
 
 
 def _copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """One fused operation, where torch has it."""
+    """Copy each tensor of `values` to its counterpart in `to`, in one fused operation where torch has it."""
     if hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_(to, values)
         return
@@ -530,7 +542,7 @@ def _copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A bool on the device of these tensors, which is true if there are none."""
+    """Return, as a bool on their device, whether all tensors are finite; true without tensors."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

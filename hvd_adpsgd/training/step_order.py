@@ -1,4 +1,4 @@
-"""Steps and operations in the same order on all learners; waits that would never end are refused.
+"""The order of steps and operations over all learners; raises where two learners would wait for each other.
 
 A step waits for gradients of the other learners of the super learner, and, with strategies in step, for steps
 of other super learners. An operation over all learners waits for all of them. Where one learner waits in a
@@ -16,20 +16,21 @@ from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
 __all__ = ["StepOrder"]
 
-# a wait for gradients of a mate: before it looks what that mate does, between two looks, between two polls
+# Seconds in a wait for a mate's gradients: until the first check whether that mate waits in an operation,
+# between two such checks, and between two polls of its counter.
 _LATE_S, _AGAIN_S, _PAUSE_S = 1.0, 0.1, 1e-3
 
 
 class StepOrder:
-    """The steps of one optimizer, beside the operations over all learners.
+    """Checks, while a step of one optimizer waits, that no learner waits in an operation for that step.
 
     Args:
-        super_learner: whose learners step with the optimizer.
-        in_step: super learners wait for steps of each other.
-        retire: called with the reason when no more steps are made.
+        super_learner: the super learner whose learners step with the optimizer.
+        in_step: whether super learners wait for steps of each other.
+        retire: called with the reason when this learner makes no more steps.
 
     Attributes:
-        begun: the step whose round was begun last.
+        begun: number of the step whose round was begun last.
     """
 
     def __init__(self, super_learner: SuperLearner, in_step: bool, retire: Callable[[str], None]):
@@ -38,25 +39,28 @@ class StepOrder:
         self._thread = threading.get_ident()
 
     def entered(self) -> None:
-        """Note that the calling thread makes the steps."""
+        """Note that the calling thread makes this optimizer's steps."""
         self._thread = threading.get_ident()
 
     def averaged_sets(self) -> tuple[int, int]:
-        """See Collectives.steps; of sets of gradients, which may differ from steps."""
+        """Return the thread that makes the steps and the number of averaged sets of gradients.
+
+        An entry of `Collectives.steps`. A set is counted also if its step() is skipped.
+        """
         return self._thread, self._super_learner.mates.sets
 
     def made(self) -> tuple[int, int]:
-        """The thread that makes the steps, and how many were made; see Collectives.steps."""
+        """Return the thread that makes the steps and their number; an entry of `Collectives.steps`."""
         return self._thread, self._super_learner.step()
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.
 
         Args:
-            are_averaged: whether Horovod has finished with them, also in failure.
+            are_averaged: tells whether Horovod has finished with the gradients, with or without an error.
 
         Raises:
-            CollectiveMismatchError: if one never does.
+            CollectiveMismatchError: if a learner of the super learner never submits its gradients.
         """
         mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
         while (late := mates.late()) and not are_averaged():
@@ -66,7 +70,7 @@ class StepOrder:
             time.sleep(_PAUSE_S)
 
     def _require_mates(self, late: list[int]) -> None:
-        """Raise CollectiveMismatchError if one of these mates, by inner rank, never submits its gradients."""
+        """Raise CollectiveMismatchError if a mate in `late` (inner ranks) never submits its gradients."""
         mates, world, step = (
             self._super_learner.mates,
             self._super_learner.world,
@@ -77,32 +81,38 @@ class StepOrder:
             raise horovods(CollectiveMismatchError)(
                 f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
                 "learner, makes no more steps with this optimizer: it has closed it, or has left after an "
-                "error (see there). Make the same number of steps on all learners of a super learner, then "
-                "close."
+                "error (see its output). Make the same number of steps on all learners of a super learner, "
+                "then close."
             )
         try:
             world.collectives.require_step(
                 self.averaged_sets, mates.sets, [ranks[mate] for mate in late]
             )
         except CollectiveMismatchError as error:
-            if self._in_step:  # the round of this step would wait for that mate
+            if self._in_step:  # the round of this step needs that mate, so it can never run
                 self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 
     def require_step(self, peers: Collection[int] | None) -> None:
-        """While a round waits for these super learners, None for all: see Collectives.require_step."""
+        """Raise CollectiveMismatchError if a peer of the round waits in an operation for this learner.
+
+        Called again and again while the round waits; see Collectives.require_step.
+
+        Args:
+            peers: super_ranks of the super learners that the round waits for; None for all.
+        """
         world = self._super_learner.world
         numbers = range(len(world.groups)) if peers is None else peers
         leaders = [world.groups[peer][0] for peer in numbers]
         try:
             world.collectives.require_step(self.made, self.begun, leaders)
         except CollectiveMismatchError as error:
-            if world.inner_size > 1:  # its mates wait for this step
+            if world.inner_size > 1:  # the other learners of the super learner wait for this step
                 self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 
     def _leave(self, error: CollectiveMismatchError) -> None:
-        """Make no more steps, and take part in no more operations."""
+        """Let this learner make no more steps, and take part in no more operations over all learners."""
         self._super_learner.mates.closes()
         self._retire("a step and an operation waited for each other")
         self._super_learner.world.collectives.leave(str(error))

@@ -1,4 +1,4 @@
-"""The learners of one super learner. If one fails: LearnerFailedError, also a HorovodInternalError."""
+"""The learners of one super learner; turns the failure of one of them into a LearnerFailedError."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["SuperLearner", "horovods", "wrapping_failures"]
 class SuperLearner:
     """The learners that step together with one optimizer. Made by all of them together.
 
-    If one of them fails, the super learner leaves: its engine stops, and its peers count it as failed.
+    If one of them fails, the super learner leaves the job: its engine stops, its peers count it as failed.
 
     Args:
-        world: of this learner.
-        config: of the optimizer.
-        step: how many steps are made.
-        stop: stops the averaging, for this reason.
+        world: the World of this learner.
+        config: the options of the optimizer.
+        step: returns the number of steps made.
+        stop: stops the averaging; called with the reason.
 
     Attributes:
         world, step: see the arguments.
-        mates: where the other learners are.
-        replacements: whether they step with the same gradients, where these replace averaged ones.
+        mates: how far the other learners are in gradients and operations.
+        replacements: compares, between the learners, the gradients that the script set in place of averages.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SuperLearner:
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Inside, the learners average gradients with Horovod.
+        """Context manager around Horovod's all-reduces: raises LearnerFailedError when a mate has failed.
 
         Raises:
             LearnerFailedError: if a learner of this super learner has ended.
@@ -62,7 +62,8 @@ class SuperLearner:
         try:
             yield
         except HorovodInternalError as error:
-            preemption.block_if_leaving()  # a learner that was sent SIGTERM has ended first
+            # on SIGTERM the mate ended first: block until this one ends, too
+            preemption.block_if_leaving()
             failed = self.world.failed_inside(self._deadline_s)
             if not failed and "shut down" not in str(error):
                 raise
@@ -70,7 +71,7 @@ class SuperLearner:
 
     @contextlib.contextmanager
     def meeting(self, doing: str) -> Iterator[None]:
-        """Inside, the learners meet over MPI; `doing` is what they do, for messages.
+        """Context manager around MPI collectives in the super learner; `doing` names them in messages.
 
         Raises:
             LearnerFailedError: if a learner of this super learner has ended.
@@ -79,7 +80,7 @@ class SuperLearner:
             yield
 
     def barrier(self) -> None:
-        """Wait until all learners are here."""
+        """Wait until all learners of the super learner have entered this barrier."""
         with self.meeting("in the super learner"):
             of_communicator.barrier(self.world.inner)
 
@@ -89,15 +90,16 @@ class SuperLearner:
         return error
 
     def require_joined(self, also_before: bool = False) -> None:
-        """Raise if this learner takes no part in steps now.
+        """Raise if this learner may not step: after a join() that raised, or before its first hvd.admit.
 
         Args:
-            also_before: a super learner that has not joined the job yet may do this.
+            also_before: whether a super learner that has not joined the job yet passes this check.
         """
         if self.mates.is_away:
             raise WorldError(
-                "join() was not completed on this learner, because it raised: its super learner counts it as "
-                "without data, and does not wait for it. Save the model, and start the job again."
+                "join() was not completed on this learner, because it raised: the other learners of its "
+                "super learner do not wait for its gradients any more. Save the model, and start the job "
+                "again."
             )
         if self.world.collectives.joining and not also_before:
             raise NotInitializedError(
@@ -106,7 +108,7 @@ class SuperLearner:
             )
 
     def note_quorum(self) -> None:
-        """Note a lost quorum for all learners of the super learner, before a gradient is submitted."""
+        """Note a lost quorum in `mates`, for all learners, before a gradient of the step is submitted."""
         if self._is_minority:
             self.mates.loses_quorum()
 
@@ -115,10 +117,10 @@ class SuperLearner:
         return self._quorum is not None and self.world.membership.is_minority
 
     def require_quorum(self) -> None:
-        """On all learners of the super learner alike, after the step's all-reduce.
+        """Raise QuorumLostError, after a step's all-reduce, if this super learner is in a minority.
 
         Raises:
-            QuorumLostError: with HVD_ADPSGD_QUORUM=majority, if this super learner is in a minority.
+            QuorumLostError: on all learners of the super learner, with HVD_ADPSGD_QUORUM=majority.
         """
         alone = self.world.inner_size == 1
         if self._is_minority if alone else self.mates.lack_quorum:
@@ -132,10 +134,10 @@ class SuperLearner:
 
 @contextlib.contextmanager
 def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
-    """As SuperLearner.meeting, where there is no engine yet.
+    """As `SuperLearner.meeting`, while an optimizer is wrapped and has no engine yet.
 
     Args:
-        world: of this learner.
+        world: the World of this learner.
         seconds: longest wait for MPI to report which learner has failed.
     """
     broken = _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, "wrapping", failed))
@@ -147,7 +149,7 @@ def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
 def _if_a_learner_failed(
     world: World, seconds: float, error: Callable[[set[int]], AdpsgdError]
 ) -> Iterator[None]:
-    """Raise `error` of the failed learners in place of a PeerFailedError, if this super learner has any."""
+    """Raise `error(ranks)` in place of a PeerFailedError if learners of this super learner have failed."""
     try:
         yield
     except PeerFailedError:
@@ -159,7 +161,7 @@ def _if_a_learner_failed(
 
 
 def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
-    """The error of a super learner that is not whole: it takes no part in what the others do from now on."""
+    """Let this super learner, of which a learner has failed, leave the job; return the error to raise."""
     who = f"learner {', '.join(map(str, sorted(failed)))}" if failed else "another learner"
     message = (
         f"{where}, learner {world.rank} of super learner {world.super_rank}: {who} of it has failed, so "
@@ -172,6 +174,6 @@ def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
 
 
 def horovods(error: type[AdpsgdError]) -> type[AdpsgdError]:
-    """The error as one of Horovod's as well, so that code that catches HorovodInternalError still works."""
+    """Return a subclass of `error` that code which catches HorovodInternalError catches, too."""
     plain = {"__module__": error.__module__, "__reduce__": lambda self: (error, self.args)}
     return type(error.__name__, (error, HorovodInternalError), plain)

@@ -1,4 +1,4 @@
-"""What can be wrapped: checks of one learner's optimizer, each with what to do instead."""
+"""Checks whether an optimizer can be wrapped by hvd.DistributedOptimizer; the errors name alternatives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 
 __all__ = ["require_models", "require_no_ddp", "require_supported"]
 
-# Where apex, DeepSpeed, Megatron and Transformer Engine keep float32 copies of 16-bit parameters.
+# Attributes of apex, DeepSpeed, Megatron and Transformer Engine with float32 copies of 16-bit parameters.
 _MASTERS = (
     "fp32_from_fp16_groups",
     "fp32_from_float16_groups",
@@ -31,8 +31,8 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise a typed error unless Horovod can wrap the optimizer.
 
     Raises:
-        UnsupportedOptimizerError: for LBFGS, or one that is wrapped already.
-        ModelMismatchError: for parameters without values, or parts of sharded ones.
+        UnsupportedOptimizerError: for LBFGS, for an optimizer that is wrapped already, for another object.
+        ModelMismatchError: for a lazy or meta parameter, or a part of a sharded one.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedOptimizerError(
@@ -45,7 +45,8 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
             "search, which the learners would leave at different points. Use SGD, Adam or another "
             "first-order optimizer."
         )
-    if hasattr(optimizer, "_allreduce_delay"):  # Horovod's instances have it, and so ours
+    # an attribute of every optimizer that Horovod has wrapped
+    if hasattr(optimizer, "_allreduce_delay"):
         raise UnsupportedOptimizerError(
             f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
             "to hvd.DistributedOptimizer, once."
@@ -61,7 +62,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _unfit(parameter: torch.Tensor) -> str:
-    """What is wrong with a parameter, and the cure; "" if nothing is."""
+    """Return why a parameter cannot be averaged, and the cure, for a message; "" if it can."""
     if is_lazy(parameter):
         return (
             "is lazy and has no shape yet. Run one batch through the model first, then make the "
@@ -85,7 +86,7 @@ def _unfit(parameter: torch.Tensor) -> str:
 def require_models(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> None:
-    """Raise a typed error unless the optimizer's parameters are the model, for averaging to change.
+    """Raise a typed error unless the optimizer's parameters are the model's own, which averaging changes.
 
     Raises:
         ModelMismatchError: for the parameters of a DistributedDataParallel model.
@@ -103,9 +104,9 @@ def require_models(
 
 
 def require_no_ddp(trained: set[torch.Tensor]) -> None:
-    """Raise ModelMismatchError if some of these are parameters of a DistributedDataParallel model.
+    """Raise ModelMismatchError if a tensor in `trained` is a parameter of a DistributedDataParallel model.
 
-    Looks at all objects of the process, if it has a process group.
+    Looks through all objects of the process, if it has initialized torch.distributed.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -121,7 +122,7 @@ def require_no_ddp(trained: set[torch.Tensor]) -> None:
 def _masters(
     optimizer: torch.optim.Optimizer, trained: set[torch.Tensor], named: list[torch.Tensor]
 ) -> str:
-    """Where the optimizer keeps master copies; "" if it has none that can be seen."""
+    """Return where the optimizer keeps float32 master copies, for a message; "" if none is found."""
     for holder in (optimizer, getattr(optimizer, "_amp_stash", None)):
         for name in _MASTERS:
             if _holds(getattr(holder, name, None)):
@@ -137,7 +138,7 @@ def _masters(
 
 
 def _holds(masters: Any) -> bool:
-    """Whether an attribute holds masters: True, a tensor, or a list with tensors; not a method."""
+    """Whether an attribute's value shows master copies: True, a tensor or a list with tensors; no method."""
     if isinstance(masters, (list, tuple)):
         return any(isinstance(m, torch.Tensor) or _holds(m) for m in masters)
     return masters is True or isinstance(masters, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Where the time of steps goes: counters, the timeline of this learner, and marks for torch's profiler."""
+"""The time of training steps by part: counters, this learner's timeline file, marks for torch's profiler."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NO_MARK: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def mark(name: str) -> AbstractContextManager[Any]:
-    """Show the block to a profiler as hvd_adpsgd.NAME; nothing if none runs on this thread.
+    """Return a context manager that shows its block to torch's profiler as hvd_adpsgd.NAME.
 
-    record_function takes microseconds also when no profiler runs, so it is asked for first.
+    record_function takes microseconds also when no profiler runs on this thread; then it is left out.
     """
     if not torch.autograd._profiler_enabled():
         return _NO_MARK
@@ -35,10 +35,10 @@ def mark(name: str) -> AbstractContextManager[Any]:
 
 
 class StepRecord:
-    """Where the time of one optimizer's steps goes. Made by all learners together.
+    """Counters and timeline entries for the parts of one optimizer's steps. Made by all learners together.
 
     Args:
-        world: the worlds of this learner.
+        world: the World of this learner.
     """
 
     def __init__(self, world: World):
@@ -48,7 +48,7 @@ class StepRecord:
 
     @contextlib.contextmanager
     def part(self, name: str, step: int) -> Iterator[None]:
-        """Count the time of the block as this part of the step."""
+        """Count the time of the `with` block as part `name` of step number `step`."""
         began = time.monotonic()
         try:
             with mark(name):
@@ -60,13 +60,13 @@ class StepRecord:
                 self.timeline.complete(name, "trainer", began, ended, step=step)
 
     def end_step(self, engine: Engine) -> None:
-        """The step is done; what the engine did goes into the timeline."""
+        """Count the step that has ended, and write the engine's new events into the timeline."""
         self.counters.end_step()
         self.events(engine)
         usage.end_step(self._world.rank == self._world.collectives.ranks[0])
 
     def events(self, engine: Engine) -> None:
-        """Put what the engine did into the timeline."""
+        """Write the engine's events since the last call into the timeline."""
         if self.timeline is None:
             return
         for kind, peer, began, ended, nbytes, step in engine.take_events():
@@ -76,12 +76,12 @@ class StepRecord:
 
 
 def _open_timeline(world: World) -> Timeline | None:
-    """The file of HVD_ADPSGD_TIMELINE of this learner, opened once per job; None without it."""
+    """Return this learner's file of HVD_ADPSGD_TIMELINE, opened once per job; None if that is not set."""
     global _shared_timeline
     path = world.config.timeline
     if path is None or _shared_timeline is not None:
         return _shared_timeline
-    offset_s = time.time() - time.monotonic()  # hosts share the wall clock only
+    offset_s = time.time() - time.monotonic()  # only the wall clock is comparable between hosts
     joining = world.collectives.joining
     job = world.collectives.gather("timeline", time.time())[0]
     label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
@@ -95,7 +95,8 @@ def _open_timeline(world: World) -> Timeline | None:
             job=None if joining else job,
             label=label,
             limit_nbytes=world.config.timeline_mib << 20,
-            continues=joining,  # the file is that of the learner it replaces
+            # a joining learner appends to the file of the failed learner of its rank
+            continues=joining,
         )
 
     _shared_timeline = unanimous(world, "timeline", open_it)

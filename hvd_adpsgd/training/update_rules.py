@@ -1,4 +1,4 @@
-"""How a super learner updates its own model after averaging, on torch tensors.
+"""Update rules: how a super learner changes its own model around averaging, on torch tensors.
 
 All learners of a super learner apply the same update to bitwise equal tensors, so their models stay equal.
 """
@@ -19,13 +19,13 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class UpdateRule:
-    """The hooks of a rule, in the order of a step. The base class changes nothing: plain averaging.
+    """Hooks of an update rule, in the order of a step. This base class changes nothing: plain averaging.
 
     Args:
-        model: (name, tensor) of what the optimizer trains.
+        model: (name, tensor) pairs of the parameters that the optimizer trains.
 
     Attributes:
-        own: whether the state differs between super learners and fits only one of them.
+        own: whether the rule's state differs between super learners and fits only one of them.
     """
 
     own = False
@@ -35,38 +35,38 @@ class UpdateRule:
         self.names = [name for name, _ in model]
 
     def averaged(self) -> list[tuple[str, torch.Tensor]]:
-        """What is averaged between super learners: the model, and further tensors of a rule."""
+        """Return (name, tensor) of all that super learners average: the model, and tensors of the rule."""
         return list(zip(self.names, self.model, strict=True))
 
     def start(self) -> None:
-        """Reset to the model: before the first step, and after other parameters are loaded."""
+        """Reset the rule's state to the model: before the first step, and after parameters are loaded."""
 
     def before_optimizer(self) -> None:
-        """The step's gradients are averaged in the super learner; the optimizer steps next."""
+        """Hook before the optimizer steps, after the gradients are averaged in the super learner."""
 
     def pass_time(self) -> None:
-        """The optimizer has stepped: advance by one unit of time."""
+        """Hook after the optimizer has stepped: advance the rule by one unit of time."""
 
     def before_corrections(self) -> None:
-        """Corrections are added to the model next, in a step or in a pause."""
+        """Hook before corrections are added to the model, in a step or in a pause."""
 
     def after_corrections(self) -> None:
-        """Corrections have been added."""
+        """Hook after corrections were added to the model."""
 
     def before_round(self) -> None:
-        """A round is over; its correction is applied next."""
+        """Hook after a round has begun and before its correction is applied."""
 
     def after_round(self) -> None:
-        """The correction of a round has been applied."""
+        """Hook after the correction of a round was added to the model."""
 
     def settle(self) -> None:
-        """All corrections are applied; average_model or a checkpoint comes next."""
+        """Hook of a pause after all corrections were applied: average_model or a checkpoint comes next."""
 
     def adapt(self, law: laws.Rule | None) -> None:
-        """There are more super learners: take over the constants of the same rule for them."""
+        """Take the constants of `law`, the same rule for the number of super learners after a join."""
 
     def tensors(self) -> dict[str, Tensors]:
-        """The state, by name, for checkpoints."""
+        """Return the rule's state for checkpoints, by name."""
         return {}
 
 
@@ -125,7 +125,7 @@ class _SlowModel(UpdateRule):
         self._before = [p.clone() for p in self._slow]
 
     def after_round(self) -> None:
-        # bar(w) - bar(p) + bar(p) - p, as the law adds them up
+        # (bar(w) - bar(p)) + (bar(p) - p), the sum in the class's equation, in this order
         pull = torch._foreach_sub(self.model, self._slow)
         torch._foreach_add_(pull, torch._foreach_sub(self._slow, self._before))
         _hold_frozen(self.model, self._momentum)
@@ -141,7 +141,7 @@ class _SlowModel(UpdateRule):
 
 
 class _Accelerate(UpdateRule):
-    """The second model as its distance h = xt - x, which no gradient changes; see A2CiD2.
+    """A2CiD2's second model xt, kept as its distance h = xt - x, which no gradient changes; see A2CiD2.
 
     In a unit of time x += h (1 - exp(-2 eta)) / 2 and h *= exp(-2 eta). An exchange that moves x by
     c moves xt by 2 alpha_tilde c, and so h by (2 alpha_tilde - 1) c.
@@ -161,7 +161,7 @@ class _Accelerate(UpdateRule):
         self._before: Tensors = []
 
     def adapt(self, law: laws.Rule | None) -> None:
-        """See UpdateRule."""
+        """Set the constants that depend on the number of super learners; see UpdateRule.adapt."""
         assert isinstance(law, laws.Accelerate)
         self._decay = math.exp(-2 * law.eta * self._exchanges_per_step)
         self._share = 2 * law.alpha_tilde - 1
@@ -191,7 +191,7 @@ class _Accelerate(UpdateRule):
 
 
 class _LateGradients(UpdateRule):
-    """Steps with the mean gradient of the step before; see DelayedGradients.
+    """Lets the optimizer step with the mean gradient of the step before; see DelayedGradients.
 
     Copies of the gradients are averaged while the next gradients are computed.
     """
@@ -207,9 +207,9 @@ class _LateGradients(UpdateRule):
         return [(f"gradient.{n}", g) for n, g in zip(self.names, self._late, strict=True)]
 
     def before_optimizer(self) -> None:
-        """Swap the gradients and the mean gradients of the step before."""
+        """Swap this step's gradients with the mean gradients of the step before."""
         for p, late in zip(self.model, self._late, strict=True):
-            if not p.requires_grad:  # frozen after it was wrapped
+            if not p.requires_grad:  # frozen after the optimizer was wrapped
                 late.zero_()
                 continue
             if p.grad is None:
@@ -223,7 +223,7 @@ class _LateGradients(UpdateRule):
 
 
 def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) -> UpdateRule:
-    """The rule of a plan on the tensors that an optimizer trains."""
+    """Return the UpdateRule of a plan's `law` for the parameters `model`; plain averaging for None."""
     if isinstance(law, laws.Accelerate):
         return _Accelerate(model, law, exchanges_per_step)
     made: dict[type, Callable[..., UpdateRule]] = {
@@ -239,7 +239,7 @@ def _like(model: Tensors) -> Tensors:
 
 
 def _hold_frozen(model: Tensors, momentum: Tensors) -> None:
-    """Clear the momentum of parameters frozen after wrapping; they are averaged only."""
+    """Zero the momentum of parameters frozen after wrapping: these are averaged and not trained."""
     for p, m in zip(model, momentum, strict=True):
         if not p.requires_grad:
             m.zero_()

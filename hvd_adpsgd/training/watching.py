@@ -1,4 +1,4 @@
-"""The view of a run on a learner: what the script logs, and the thread that reports, records and warns."""
+"""Monitoring of a run: scalars that the script logs, and the thread that reports, records and warns."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ __all__ = ["log", "log_to", "running", "start"]
 
 logger = logging.getLogger("hvd_adpsgd")
 
-_MOST, _LONGEST = 64, 128  # names of scalars, and characters of one
-_LEFT_OUT = 8  # exchanges in a row
+_MOST, _LONGEST = 64, 128  # most names of scalars, and most characters of a name
+_LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
-_TAKEOVER_S = (
-    3.0  # at the end of a job leaders leave one after the other: none opens a page for a moment
-)
-_SILENT_S = 10.0  # suspect for so long, a leader no longer reports for all; the next one does
+# so no leader opens a page for a moment when leaders leave one after the other at the end of a job
+_TAKEOVER_S = 3.0
+_SILENT_S = 10.0  # after so long as suspect, the first leader counts as gone: the next one reports
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
 _SIZED = (torch.Tensor, np.ndarray, np.generic)
-_scalars: dict[str, Any] = {}  # by name: floats, and tensors whose device has not been waited for
-_full = False  # a warning was given
+_scalars: dict[str, Any] = {}  # by name: a float, or a tensor on a GPU whose value is not read yet
+_full = False  # whether the warning about too many names was logged
 _running: list[Watcher] = []
-_outlet: Outlet | None = None  # of log_to
+_outlet: Outlet | None = None  # set by log_to
 
 
 # ---- what the script logs ------------------------------------------------------------------------
 
 
 def log(**scalars: Any) -> None:
-    """Show numbers of this learner in the view of the run: hvd.log(loss=loss, lr=lr).
+    """Show numbers of this learner in top, on the dashboard and in the record: hvd.log(loss=loss, lr=lr).
 
-    Returns at once: a tensor on a GPU is read later, by another thread. The last value of each name counts.
-    The leader's values stand for its super learner; as many names as fit in about 130 bytes (5 and the name
-    for each) reach the other super learners, the record has them all. NaN and infinity are shown.
+    Returns at once: a tensor on a GPU is read later, by another thread. Of several values of a name the last
+    one is shown. The leader's values stand for its super learner; as many names as fit in about 130 bytes
+    (each takes 5 bytes plus its length) reach the other super learners, and all are in the record. NaN and
+    infinity are shown.
 
     Args:
         **scalars: by name: numbers, or tensors of one element; at most 64 names, of at most 128 characters.
 
     Raises:
-        ConfigError: for what is no number, and for a name that is longer, or that UTF-8 cannot hold.
+        ConfigError: for a value that is no number, for a longer name, for a name that UTF-8 cannot encode.
     """
     global _full
     for name, value in scalars.items():
@@ -78,7 +78,7 @@ def log(**scalars: Any) -> None:
         elif not _full:
             _full = True
             logger.warning(
-                "hvd.log(%s=...) is the name after the %dth, and is not shown. Log under a few fixed names.",
+                "hvd.log(%s=...): %d other names are shown, this one is not. Log under a few fixed names.",
                 name,
                 _MOST,
             )
@@ -87,17 +87,17 @@ def log(**scalars: Any) -> None:
 def log_to(writer: Any, every_s: float = 10.0) -> None:
     """Send the numbers of the run to TensorBoard, Weights & Biases or MLflow: hvd.log_to(SummaryWriter()).
 
-    The first surviving leader sends, on a thread of its own: what each super learner logs and reports as
-    hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME. On other learners
-    nothing is sent until theirs is the first surviving leader; pass a writer on every leader if the curves
-    must continue after a failure. A writer that raises is left off, with one warning; training continues.
+    The first surviving leader sends, on a separate thread: the numbers that each super learner logs and
+    reports as hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME. Another leader
+    sends nothing until it is the first surviving one; pass a writer on every leader if the curves must
+    continue after a failure. A writer that raises is not called again, with one warning; training continues.
 
     Args:
         writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init(), mlflow with an active run, or
             an object with their add_scalar(tag, value, step), log(numbers, step=...) or
-            log_metrics(numbers, step=...). It takes the place of the one before; None: nothing more is sent
-            after the return.
-        every_s: between two sendings, at least; the last numbers are sent in shutdown().
+            log_metrics(numbers, step=...). It replaces the writer of an earlier call; None: nothing more is
+            sent after the return.
+        every_s: least seconds between two sends; the last numbers are sent in shutdown().
 
     Raises:
         ConfigError: for an object without these methods, or every_s below 0.
@@ -119,7 +119,7 @@ def _require_name(name: str) -> None:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A float; or a copy of a tensor on another device, which is read later."""
+    """Return a scalar as a float; a tensor on a GPU as a copy on that GPU, to be read later."""
     is_tensor = isinstance(value, torch.Tensor)
     has_values = not (is_tensor and value.is_meta)
     is_one = isinstance(value, _SIZED) and _size(value) == 1 and has_values
@@ -143,17 +143,18 @@ def _is_real(value: Any) -> bool:
 
 
 def _size(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> int:
-    """How many numbers it holds."""
+    """Return the number of elements of a tensor or array."""
     return value.numel() if isinstance(value, torch.Tensor) else value.size
 
 
 def _logged() -> dict[str, float]:
-    """What is logged, as floats; waits for the device of tensors."""
+    """Return the logged scalars by name, as floats; waits for the device of tensors."""
     found = dict(_scalars)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             found[name] = float(value)
-            if _scalars.get(name) is value:  # it is not waited for twice
+            # keep the float: the next call need not wait for the device
+            if _scalars.get(name) is value:
                 _scalars[name] = found[name]
     return found
 
@@ -162,21 +163,22 @@ def _logged() -> dict[str, float]:
 
 
 class Watcher:
-    """Reports on this super learner, records, and warns, on a thread of its own (leaders only).
+    """A leader's thread that reports on its super learner, writes the record, and logs warnings.
 
     Args:
-        world: of this learner, for its options; later looks are at the world of their time.
+        world: the World of this learner, for its options; each report uses the World at its time.
 
     Attributes:
-        rests: it does nothing, for a measurement of what it costs.
-        cpu_s: CPU seconds of its thread.
+        rests: whether the thread does nothing, to measure what it costs.
+        cpu_s: CPU seconds of the thread.
     """
 
     def __init__(self, world: World):
         config = world.config
         self._membership = world.membership
         self._joining = world.collectives.joining
-        self._replaces = self._joining  # its page opens after a while: another leader has one
+        # opens its page after a while only: another leader serves one
+        self._replaces = self._joining
         self._every_s = config.report_s
         self._record: Record | None = None
         if config.record is not None:
@@ -184,7 +186,7 @@ class Watcher:
             self._record.write("start", time_s=time.time(), **_about(world))
         self._board: Board | None = None
         self._dashboard: Dashboard | None = None
-        self._first_since: float | None = None  # this leader is the first living one
+        self._first_since: float | None = None  # since when this leader is the first living one
         if config.dashboard is not None:
             self._board = Board(world.membership.names, _about(world), config.report_s)
             self._dashboard = Dashboard(
@@ -194,11 +196,15 @@ class Watcher:
         self._sampler = Sampler(world.super_size)
         self._alerts = Alerts(world.membership.names)
         self._states = [PeerState.ALIVE] * world.super_size
-        self._suspect: dict[int, float] = {}  # since when
-        self._ill: dict[int, tuple[str, float]] = {}  # suspect or failed, and since when: time.time
-        self._recorded: dict[int, float] = {}  # times of the reports of others that are recorded
+        # by super_rank: since when it is suspect, time.monotonic
+        self._suspect: dict[int, float] = {}
+        # by super_rank: "suspect" or "failed", and since when, time.time
+        self._ill: dict[int, tuple[str, float]] = {}
+        # by super_rank: time of its last report in the record
+        self._recorded: dict[int, float] = {}
         self._watched: weakref.ref[Averaging] | None = None
-        self._lock = threading.Lock()  # of a look: the last one is the trainer's
+        # held by `look`, which the trainer's thread calls, too, when an averaging stops
+        self._lock = threading.Lock()
         self._shown: tuple[dict[int, Report], int, set[int]] | None = None  # what log_to sends
         self.rests, self.cpu_s = False, 0.0
         self._over = threading.Event()
@@ -210,7 +216,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; bounded."""
+        """End the thread, in bounded time, close the page and write the end to the record."""
         _running.remove(self)
         self._over.set()
         self._thread.join(5.0)
@@ -223,7 +229,7 @@ class Watcher:
             self._record.close()
 
     def note_leaving(self) -> None:
-        """The process ends next, by SIGTERM; on another thread."""
+        """Write to the record that this super learner leaves; called on SIGTERM, on another thread."""
         with self._lock:
             self._note_end()
 
@@ -236,23 +242,23 @@ class Watcher:
         self._send(last=True)
 
     def _send(self, last: bool = False) -> None:
-        """What log_to asks for: on this thread only, and outside of a look, for which the trainer waits."""
+        """Send to the writer of log_to; not inside `look`, as the trainer would wait for a slow writer."""
         outlet, shown = _outlet, self._shown
         if outlet is not None and shown is not None:
             outlet.send(time.monotonic(), *shown, last=last)
 
     def look(self, stopping: Averaging | None = None) -> None:
-        """Report, record and warn, once; an error ends the view, not the training.
+        """Report, record and warn once; an error ends this thread's work, not the training.
 
         Args:
-            stopping: this averaging stops after the look, which is recorded however recent the one before
-                is. In shutdown() there is no current world any more.
+            stopping: an averaging that stops next: its last report is recorded, however recent the one before
+                is, and its world is used, as there is no current world in shutdown().
         """
         try:
             with self._lock:
                 self._look(stopping.world if stopping else worlds.current(), stopping)
         except NotInitializedError:
-            return  # the worlds are being made again
+            return  # hvd.shutdown() or another hvd.init() is under way
         except Exception as error:
             self._over.set()
             logger.error("the view of the run ends, training continues: %s", error, exc_info=True)
@@ -260,7 +266,7 @@ class Watcher:
     def _look(self, world: World, stopping: Averaging | None) -> None:
         averaging, last = stopping or next(iter(live()), None), stopping is not None
         if averaging is None and self._watched is not None:
-            return  # it has stopped: its last look was at its stop
+            return  # the watched averaging has stopped, and was reported for the last time then
         if averaging is not None and (self._watched is None or self._watched() is not averaging):
             self._watched = weakref.ref(averaging)
             averaging.at_stop.append(functools.partial(self.look, averaging))
@@ -284,14 +290,14 @@ class Watcher:
             self._shown = None
 
     def _heard(self, averaging: Averaging) -> dict[int, Report]:
-        """The newest report of each super learner that is known."""
+        """Return the newest report received from each peer, by super_rank."""
         told = {i: decode(text) for i, (_, text, _) in averaging.engine.told().items()}
         return {i: report for i, report in told.items() if report is not None}
 
     def _write(
         self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
     ) -> None:
-        """Record the own report; the first living leader those of others whose files it does not see, too."""
+        """Record this super learner's report; on the first living leader also peers' without a file here."""
         record = self._record
         if record is None:
             return
@@ -299,7 +305,7 @@ class Watcher:
         more = {"every_s": record.every_s, "super_size": size, **_tables(counters)}
         if (
             speaks and self._ill
-        ):  # who reads the end of a file only does not see an event of long ago
+        ):  # repeated in each report, for readers that read only the end of the file
             more["states"] = self._ill
         record.look(time.monotonic())
         record.report(world.super_rank, own, last=last, **more)
@@ -312,7 +318,7 @@ class Watcher:
                 record.report(i, report, every_s=record.every_s)
 
     def _show(self, world: World, known: dict[int, Report], counters: Any, opens: bool) -> None:
-        """Add to what the dashboard shows, and open its page on the first living leader alone."""
+        """Update the dashboard's data; open its page if this is the first living leader, else close it."""
         if self._board is None or self._dashboard is None:
             return
         self._board.take(known)
@@ -337,14 +343,14 @@ class Watcher:
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
 
     def _note_grown(self, world: World, size: int) -> None:
-        """There are more super learners than before."""
+        """Note the new super learners of a job that now has `size` of them."""
         for i in range(len(self._states), size):
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
             self._states.append(PeerState.ALIVE)
         self._sampler = Sampler(size)
 
     def _note_states(self, world: World, now_s: float) -> None:
-        """Note which super learners have become suspect, have answered, left, failed or joined."""
+        """Note which super learners have become suspect, have answered again, left, failed or joined."""
         states = list(world.membership.states)
         if len(states) > len(self._states):
             self._note_grown(world, len(states))
@@ -363,7 +369,13 @@ class Watcher:
         }
 
     def _note(self, what: str, about: int | None, text: str) -> None:
-        """Record and show an event."""
+        """Write an event to the record, and show it on the dashboard.
+
+        Args:
+            what: kind of the event, such as "joined".
+            about: super_rank of the super learner that it is about.
+            text: the line to show.
+        """
         event = Event(time.time(), what, about, text)
         if self._record is not None:
             self._record.write("event", time_s=event.time_s, event=what, about=about, text=text)
@@ -380,7 +392,7 @@ class Watcher:
             self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
     def _speaks(self, world: World, now_s: float) -> bool:
-        """Whether this is the first living leader, which warns; those that do not answer are passed over."""
+        """Whether this is the first living leader, which warns; one suspect for _SILENT_S does not count."""
         return not world.collectives.joining and all(
             state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
             for i, state in enumerate(world.membership.states[: world.super_rank])
@@ -392,7 +404,7 @@ class Watcher:
 
 
 class _Warnings(logging.Handler):
-    """Shows the library's warnings on this learner as events, but those that are shown as others."""
+    """Shows the library's warnings on this learner as dashboard events, except alerts already shown."""
 
     def __init__(self, board: Board, super_rank: int):
         super().__init__(logging.WARNING)
@@ -418,9 +430,9 @@ def _about(world: World) -> dict[str, Any]:
 
 
 def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> Sample:
-    """The counters of this moment."""
+    """Return the present counters of an averaging, or of a script without one, and the logged scalars."""
     parts = {"global_operations": usage.totals()["global_operations_s"]}
-    if averaging is None:  # nobody counts steps, but the script may
+    if averaging is None:  # nothing counts steps, but the script may log a scalar named "step"
         logged = _logged()
         step = logged.get("step", 0.0)
         counted = int(step) if math.isfinite(step) else 0
@@ -440,7 +452,7 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
 
 
 def _tables(counters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is recorded of an engine and not told to others."""
+    """Return the engine's tables for the record: exchanges by peer and chunks by staleness."""
     if counters is None:
         return {}
     return {
@@ -455,7 +467,7 @@ def _alive(world: World) -> set[int]:
 
 
 def start(world: World) -> None:
-    """Watch from now on, until shutdown, unless the option report_s is 0. All learners call it together.
+    """Monitor the run until shutdown, unless option report_s is 0. All learners call this together.
 
     Raises:
         ConfigError: if the record cannot be written, or for a bad address of the dashboard.
@@ -466,7 +478,7 @@ def start(world: World) -> None:
     may_raise = world.config.record is not None or world.config.dashboard is not None
     if not may_raise or world.collectives.joining:
         watcher = _made(world)
-    else:  # the others would wait for a learner that raises
+    else:  # if one learner raised alone, the others would wait for it
         watcher = unanimous(world, "record", lambda: _made(world))
     if watcher is not None:
         _running.append(watcher)
@@ -476,7 +488,7 @@ def start(world: World) -> None:
 
 
 def running() -> list[Watcher]:
-    """The watcher of this learner; none on learners that do not lead."""
+    """Return the watchers of this process: one on a leader, none on other learners."""
     return list(_running)
 
 

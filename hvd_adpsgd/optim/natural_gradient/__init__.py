@@ -1,7 +1,7 @@
-"""Natural-gradient SGD: online Fisher estimates on both sides of every affine map.
+"""Natural-gradient SGD: online Fisher estimates of the inputs and output derivatives of every affine map.
 
-`NaturalGradientSGD` is the optimizer, `LSTM` a torch.nn.LSTM whose weights it can precondition,
-`OnlineFisher` the estimate itself.
+`NaturalGradientSGD` is the optimizer, `LSTM` a torch.nn.LSTM whose weights that optimizer can precondition,
+`OnlineFisher` the estimate of a Fisher matrix.
 """
 
 from __future__ import annotations

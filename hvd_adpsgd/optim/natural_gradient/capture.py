@@ -1,14 +1,14 @@
-"""Where autograd makes the gradient of an affine map, preconditioned rows take the place of rows.
+"""Hooks by which autograd computes an affine map's gradient from preconditioned rows.
 
-A forward hook gives the module's output another backward, which computes the derivative by the input
-as before and, in place of dY^T X, the product of preconditioned rows. That product reaches the
-parameter's own hook, just before autograd adds it to `.grad`: what reads gradients after that
+A forward hook gives the module's output a custom backward, which computes the derivative by the input
+as usual and, in place of dY^T X, the product of preconditioned rows. The parameter's own hook delivers
+that product just before autograd adds it to `.grad`: everything that reads gradients afterwards
 (Horovod's all-reduce, clipping, GradScaler) sees the natural gradient, and the plain one is never
-computed. One backward pass goes
+computed. In one backward pass:
 
     backward of the output, once per use of the module:  collect(rows, derivatives)
     hook of the weight, hook of the bias, once each:     deliver()  ->  .grad
-    step():                                              finish(): the estimates move
+    step():                                              finish(): update the estimates
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _of_weight: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary(
 
 
 class Tap:
-    """One affine map y = W x + b, of which every gradient is preconditioned on both sides.
+    """One affine map y = W x + b, whose gradients are preconditioned by the estimates of x and of dy.
 
     With X = [x, 1] and dY, rows of a backward pass, the gradient is
         [W b].grad = gamma_out gamma_in  P_out(dY)^T P_in(X),
-    P as in `OnlineFisher`, with the estimates of before this step. The gammas belong to all rows
-    since the last step: when a second backward pass adds to `.grad`, what is there already is scaled
-    to the new gammas, so that passes that add up are one minibatch.
+    P as in `OnlineFisher`, with the estimates of before this step. The gammas are computed over all rows
+    since the last step: when a second backward pass adds to `.grad`, the gradient already in `.grad` is
+    scaled to the new gammas, so that all passes before a step are one minibatch.
 
     Args:
-        name: of the map in messages and saved states.
-        weight: shape (Dout, ...), required to be trained.
-        bias: shape (Dout,), or None.
-        rank_in, rank_out: largest ranks; a side of D inputs (outputs) gets at most (D + 1) // 2.
-        options: of both `OnlineFisher`.
-        unit: what derivatives are multiplied by before they enter the estimate, 1 / loss scale.
+        name: name of the map in messages and saved states.
+        weight: trained weight, shape (Dout, ...).
+        bias: bias, shape (Dout,), or None.
+        rank_in, rank_out: largest ranks of the two estimates; at most (D + 1) // 2 for D inputs (outputs).
+        options: options of both `OnlineFisher`s.
+        unit: returns the factor on derivatives before they enter the estimate, 1 / loss scale.
 
     Attributes:
-        active: gradients are preconditioned; False after `release`.
+        active: whether gradients are preconditioned; False after `release`.
     """
 
     def __init__(
@@ -79,24 +79,25 @@ class Tap:
         self.active = True
         self._zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
         self._handles: list[RemovableHandle] = []
-        self._step: Sides = (Gathered(), Gathered())  # of passes that are in .grad
-        self._task: int | None = None  # the backward pass under way, as autograd counts
+        # sums of the backward passes that are in .grad
+        self._step: Sides = (Gathered(), Gathered())
+        self._task: int | None = None  # autograd's id of the present backward pass
         self._forget_pass()
         take_over(self)
         for parameter in self.parameters():
             self._handles.append(parameter.register_hook(_Delivery(self, parameter)))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The weight, and the bias if it is trained."""
+        """Return the weight, and the bias if it is trained."""
         bias = [self.bias] if self.bias is not None and self.bias.requires_grad else []
         return [self.weight, *bias]
 
     def hold(self, handle: RemovableHandle) -> None:
-        """Remove this hook too on release."""
+        """Let `release` remove this hook, too."""
         self._handles.append(handle)
 
     def release(self) -> None:
-        """Remove all hooks; gradients are plain from the next forward on, and those under way too."""
+        """Remove all hooks: from now on gradients are plain, also those of a backward pass that runs now."""
         self.active = False
         for handle in self._handles:
             handle.remove()
@@ -109,12 +110,12 @@ class Tap:
     def collect(
         self, x: RowsLike, dy: Rows, gradients: tuple[Tensor, Tensor | None] | None
     ) -> None:
-        """Take in the rows of one use of the map.
+        """Add the rows of one use of the map in a backward pass: to its gradient and to its estimates' sums.
 
         Args:
-            x: rows of its input; with a one if there is a bias.
-            dy: rows of the derivative by its output.
-            gradients: dY^T X, for weight and bias, where it is at hand; it may be written to.
+            x: rows of the map's input; with a one if there is a bias.
+            dy: rows of the derivative by the map's output.
+            gradients: dY^T X, for weight and bias, if the caller has computed it; this may overwrite it.
         """
         self._open_pass()
         ready = self.fisher_in.start(x), self.fisher_out.start(dy, self._unit)
@@ -143,7 +144,7 @@ class Tap:
         if task != self._task:
             self._forget_pass()
             self._task = task
-        if self.weight.grad is None:  # nothing that this could add to
+        if self.weight.grad is None:  # no earlier backward pass to which this one adds
             self._step = (Gathered(), Gathered())
 
     def _forget_pass(self) -> None:
@@ -164,7 +165,7 @@ class Tap:
         ):
             if started:
                 gathered.append(fisher.gather(rows, h, remaining))
-            else:  # nothing is suppressed
+            else:  # without an estimate no direction is suppressed
                 trace = rows.trace()
                 gathered.append(Gathered(rows.count, trace, trace))
         self._pass = (self._pass[0] + gathered[0], self._pass[1] + gathered[1])
@@ -173,7 +174,7 @@ class Tap:
             self._folded = self._scale()
 
     def _scale(self) -> Tensor:
-        """gamma_in gamma_out over everything since the last step."""
+        """Return gamma_in gamma_out over all rows since the last step."""
         sides = [before + now for before, now in zip(self._step, self._pass, strict=True)]
         return sides[0].scale() * sides[1].scale()
 
@@ -191,7 +192,7 @@ class Tap:
         self._sums[1] = bias if self._sums[1] is None or bias is None else self._sums[1] + bias
 
     def placeholder(self, parameter: Tensor | None) -> Tensor | None:
-        """What autograd carries to the parameter's hook: zeros that take no memory."""
+        """Return the gradient that autograd passes to the parameter's hook: zeros that take no memory."""
         if parameter is None or not parameter.requires_grad:
             return None
         if self._zero.device != parameter.device or self._zero.dtype != parameter.dtype:
@@ -199,7 +200,7 @@ class Tap:
         return self._zero.expand(parameter.shape)
 
     def deliver(self, parameter: nn.Parameter, carried: Tensor) -> Tensor:
-        """The gradient for `.grad`: what was collected in this pass, and what came another way."""
+        """Return the gradient for `.grad`: that collected in this pass, plus `carried` from other terms."""
         index = 0 if parameter is self.weight else 1
         found = self._sums[index]
         if self._task != torch._C._current_graph_task_id() or found is None:
@@ -215,7 +216,7 @@ class Tap:
         return found if carried.data_ptr() == self._zero.data_ptr() else found + carried
 
     def _settle(self) -> None:
-        """Once per pass: what came before, and what was collected, go to the gammas of all."""
+        """Compute, once per pass, the factors that scale earlier and collected gradients to common gammas."""
         if self._settled:
             return
         self._settled = True
@@ -229,26 +230,26 @@ class Tap:
     # ---- between backward passes
 
     def finish(self) -> None:
-        """The step is taken: the estimates move, if an update is due."""
+        """Update both estimates after a step, if an update is due."""
         self.fisher_in.finish(self._step[0])
         self.fisher_out.finish(self._step[1], self._unit)
         self.forget()
 
     def forget(self) -> None:
-        """What was collected since the last step is void."""
+        """Discard the rows collected since the last step."""
         self._step = (Gathered(), Gathered())
         self._task = None
         self._forget_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Both estimates."""
+        """Return the states of both estimates."""
         return {"in": self.fisher_in.state_dict(), "out": self.fisher_out.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over both estimates.
+        """Load both estimates.
 
         Raises:
-            ConfigError: if they have other dimensions.
+            ConfigError: if the saved estimates have other dimensions or ranks.
         """
         self.fisher_in.load_state_dict(state["in"])
         self.fisher_out.load_state_dict(state["out"])
@@ -256,7 +257,7 @@ class Tap:
 
 
 def take_over(tap: Tap) -> None:
-    """A weight has one tap; an older one is released."""
+    """Register the Tap of a weight, and release an older Tap of the same weight."""
     older = _of_weight.get(id(tap.weight))
     if older is not None and older.weight is tap.weight:
         older.release()
@@ -264,13 +265,13 @@ def take_over(tap: Tap) -> None:
 
 
 def _rows_are_cheaper(x: Rows, dy: Rows, basis: tuple[Tensor, ...]) -> bool:
-    """Multiplications for both X - H W against those for (I - W^T W) G on both sides of G."""
+    """Whether preconditioning the rows takes fewer multiplications than the gradient G on both sides."""
     ranks = [len(b) for b in basis]
     return x.count * (ranks[0] * x.dim + ranks[1] * dy.dim) <= 2 * x.dim * dy.dim * sum(ranks)
 
 
 def _both_sides(w: Tensor, b: Tensor | None, basis_in: Tensor, basis_out: Tensor) -> Any:
-    """(I - Wo^T Wo) [w b] (I - Wi^T Wi), in place of w."""
+    """Return (I - Wo^T Wo) [w b] (I - Wi^T Wi) as weight and bias part; overwrites `w`."""
     shape, w = w.shape, w.flatten(1)
     under = basis_in if b is None else basis_in[:, :-1]
     seen = w @ under.T
@@ -285,7 +286,7 @@ def _both_sides(w: Tensor, b: Tensor | None, basis_in: Tensor, basis_out: Tensor
 
 
 class _NotCopied:
-    """A hook that a copy of the module (deepcopy, pickle) goes without."""
+    """A hook that a copy of the module (by deepcopy or pickle) does not have."""
 
     def __init__(self, tap: Tap) -> None:
         self._tap = weakref.ref(tap)
@@ -302,7 +303,7 @@ class _NotCopied:
 
 
 def _no_hook(*_: Any) -> None:
-    """Does nothing."""
+    """Stand for a hook in a copy of a module: does nothing."""
 
 
 def _get_no_hook() -> Any:
@@ -310,7 +311,7 @@ def _get_no_hook() -> Any:
 
 
 class _Delivery(_NotCopied):
-    """The hook of a parameter."""
+    """The hook of a parameter, which replaces its gradient by the preconditioned one of its Tap."""
 
     def __init__(self, tap: Tap, parameter: nn.Parameter) -> None:
         super().__init__(tap)
@@ -329,12 +330,12 @@ class _Delivery(_NotCopied):
 
 
 def tap_module(name: str, module: nn.Module, make: Callable[..., Tap]) -> Iterator[Tap]:
-    """Taps for the affine maps of this module itself; none if it has none that can be tapped.
+    """Yield the Tap of a module that is a plain linear map or convolution; nothing for another module.
 
     Args:
-        name: of the module.
-        module: any.
-        make: Tap, but for its first three arguments.
+        name: name of the module.
+        module: any module; its submodules are not tapped.
+        make: makes a Tap of its first three arguments: name, weight and bias.
     """
     if not can_tap(module):
         return
@@ -346,18 +347,18 @@ def tap_module(name: str, module: nn.Module, make: Callable[..., Tap]) -> Iterat
 
 
 def can_tap(module: nn.Module) -> bool:
-    """Whether this is a plain linear map or convolution, with a weight of its own to train."""
+    """Whether a module is a plain Linear, Conv1d or Conv2d with a trained weight that is not parametrized."""
     if type(module) in (nn.Conv1d, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or padding_of(module) is None:
             return False
     elif type(module) is not nn.Linear:
         return False
-    weight = module._parameters.get("weight")  # a parametrized one is not there
+    weight = module._parameters.get("weight")  # has no entry for a parametrized weight
     return weight is not None and weight.requires_grad and weight.is_floating_point()
 
 
 def padding_of(module: Any) -> tuple[int, ...] | None:
-    """Zeros on either side of each dimension; None if the sides differ."""
+    """Return the number of zeros on either side of each dimension; None if the two sides differ."""
     if not isinstance(module.padding, str):
         return tuple(module.padding)
     both = module._reversed_padding_repeated_twice
@@ -367,7 +368,7 @@ def padding_of(module: Any) -> tuple[int, ...] | None:
 
 
 class _Output(_NotCopied):
-    """The forward hook: gives the output a backward of ours."""
+    """The forward hook of a module: gives the output a backward that collects rows for the Tap."""
 
     def __call__(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Tensor | None:
         tap = self.tap()
@@ -375,7 +376,8 @@ class _Output(_NotCopied):
             return None
         kind = _Linear if isinstance(module, nn.Linear) else _Convolution
         x = inputs[0]
-        if kind is _Convolution and x.ndim == module.weight.ndim - 1:  # not a batch
+        # the input has no batch dimension
+        if kind is _Convolution and x.ndim == module.weight.ndim - 1:
             taken = kind.apply(
                 x.unsqueeze(0),
                 module.weight,
@@ -389,7 +391,7 @@ class _Output(_NotCopied):
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap | None) -> Tensor:
-    """W x + b for rows x, tapped if there is a tap."""
+    """Return W x + b for rows x; with a Tap, its backward collects the rows."""
     y = nn.functional.linear(x, weight, bias)
     if tap is None or not tap.active or not torch.is_grad_enabled():
         return y
@@ -397,7 +399,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap | None) -> T
 
 
 class _Computed(torch.autograd.Function):
-    """A map whose output is computed already; `rest`: its tap, its module, [output]."""
+    """An affine map whose output is computed already; `rest` is the Tap, the module, [output]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
@@ -408,7 +410,7 @@ class _Computed(torch.autograd.Function):
 
 
 class _Linear(_Computed):
-    """y = x W^T + b."""
+    """Linear map y = x W^T + b, whose backward gives its rows to a Tap."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -425,7 +427,7 @@ class _Linear(_Computed):
 
 
 def hand_over(tap: Tap | None, x: Tensor, dy: Tensor, weight: Tensor, bias: Any) -> Any:
-    """Rows of a linear map to its tap; gradients, or what stands for them, to autograd."""
+    """Give the rows of a linear map to its Tap; return gradients of weight and bias, or placeholders."""
     if tap is None or not tap.active:
         db = dy.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
         return ((dy.T @ x).to(weight.dtype) if weight.requires_grad else None), db
@@ -434,12 +436,12 @@ def hand_over(tap: Tap | None, x: Tensor, dy: Tensor, weight: Tensor, bias: Any)
 
 
 def data_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Rows of 16 bits are preconditioned in 32."""
+    """Return the dtype in which rows are preconditioned: float32 for 16-bit types, else `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class _Convolution(_Computed):
-    """A convolution."""
+    """Convolution whose backward gives its rows to a Tap."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable

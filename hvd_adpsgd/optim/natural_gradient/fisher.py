@@ -1,9 +1,9 @@
 """An online estimate of a Fisher matrix, low rank plus a multiple of the identity, and its inverse.
 
-Rows x are preconditioned with the inverse of F = E[x x^T], smoothed. F is kept as
+Rows x are preconditioned with the inverse of F = E[x x^T], smoothed. The estimate of F is stored as
     F_t = R_t^T diag(d_t) R_t + rho_t I
-with R orthonormal rows, so that memory is O(R D) and work O(n R D). All of it follows Povey, Zhang
-and Khudanpur, arXiv:1410.7455, and Kaldi's nnet3/natural-gradient-online.
+with R orthonormal rows, so that memory is O(R D) and work O(n R D). The method is that of Povey, Zhang
+and Khudanpur, arXiv:1410.7455, and of Kaldi's nnet3/natural-gradient-online.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from hvd_adpsgd.optim.natural_gradient.rows import Rows, RowsLike, square_sum
 
 __all__ = ["Gathered", "OnlineFisher", "require_options"]
 
-EPSILON = 1e-10  # least eigenvalue, over the mean one
-DELTA = 5e-4  # least eigenvalue, over the largest one
-FIRST_UPDATES = 10  # so many before any is left out
-FIRST_PASSES = 3  # over the first minibatch
-CONDITION = 1e6  # of C, from which on rounding may have bent the rows
-STRAIGHT = 1e-9  # largest error of R R^T that is left alone
-STEEP = 1e-3  # least over largest entry of Cholesky's diagonal that is trusted
+EPSILON = 1e-10  # least eigenvalue, relative to the mean eigenvalue
+DELTA = 5e-4  # least eigenvalue, relative to the largest eigenvalue
+FIRST_UPDATES = 10  # number of first minibatches that each make an update
+FIRST_PASSES = 3  # updates from the first minibatch that start the estimate
+CONDITION = 1e6  # condition number of C above which rounding may have made R's rows not orthonormal
+STRAIGHT = 1e-9  # largest error of R R^T that is not corrected
+# least ratio of the smallest to the largest diagonal entry at which Cholesky's factor is used
+STEEP = 1e-3
 
 
 @dataclass
 class Gathered:
-    """Sums over the rows of a minibatch, or of several; `+` joins two.
+    """Sums over the rows of one or more minibatches; `+` adds the sums of two.
 
     Attributes:
-        count: rows, n.
+        count: number of rows, n.
         trace: tr X X^T, float64.
         remaining: tr Xhat Xhat^T with Xhat = X - X W^T W, float64.
-        moment: (X W^T)^T X, shape (R, D), of those rows that the estimate could take in; None if there
-            were none, or no update is due.
+        moment: (X W^T)^T X, shape (R, D), of the rows that enter the estimate; None if there are none, or
+            if no update is due.
     """
 
     count: int = 0
@@ -63,18 +64,18 @@ class Gathered:
         )
 
     def scale(self) -> Tensor:
-        """gamma = sqrt(tr X X^T / tr Xhat Xhat^T), which keeps the norm of the rows; 1 for 0 / 0."""
+        """Return gamma = sqrt(tr X X^T / tr Xhat Xhat^T), which restores the rows' norm; 1 for 0 / 0."""
         ratio = (self.trace / self.remaining).sqrt()
         return torch.where(self.remaining == 0, torch.ones_like(ratio), ratio)
 
 
 class OnlineFisher:
-    """The estimate F_t of one side of an affine map, and what multiplying by its inverse means.
+    """The estimate F_t of the Fisher matrix of an affine map's inputs or output derivatives, and its inverse.
 
     With G = F + (alpha / D) tr(F) I, rows are multiplied by beta G^-1, which is (Woodbury)
         Xhat = X - (X R^T) diag(e) R,   e_i = 1 / (beta / d_i + 1),
         beta = rho (1 + alpha) + (alpha / D) sum d,
-    and then by gamma = sqrt(tr X X^T / tr Xhat Xhat^T), so that their norm stays. The estimate
+    and then by gamma = sqrt(tr X X^T / tr Xhat Xhat^T), which restores their norm. The estimate
     moves towards the scatter S = X^T X / n of the minibatch by eta = min(0.9, 1 - exp(-n / history)):
         Y = eta R S + (1 - eta) diag(d + rho) R,   Y Y^T = U C U^T   (in float64),
         R' = C^-1/2 U^T Y,   d' = C^1/2 - rho',
@@ -86,23 +87,23 @@ class OnlineFisher:
 
     Kaldi's other floor, 1e-10, and its start value are absolute, and made for derivatives of a sum
     over the minibatch. Here both are relative to the mean square of a coordinate, because
-    derivatives of a mean are smaller by n: the estimate follows any scale of the rows. A minibatch
-    of zeros, or with an Inf or a NaN, leaves it unchanged. Rows are made orthonormal again at errors
-    of 1e-9, not 1e-3, for they are float64; where Cholesky's factor is in doubt, by QR, which is the same
-    but for signs.
+    derivatives of a mean are smaller by n: the estimate adapts to any scale of the rows. A minibatch
+    of zeros, or with an Inf or a NaN, leaves the estimate unchanged. The rows of R are made orthonormal
+    again at errors of 1e-9, not 1e-3, since they are float64; where Cholesky's factor is too inaccurate,
+    by QR, whose result differs in signs only.
 
     Args:
-        dim: D >= 1; with D = 1 nothing is done.
-        rank: R >= 1; D - 1 if larger.
+        dim: number of coordinates of a row, D >= 1; with D = 1 rows are not changed.
+        rank: rank of the estimate, R >= 1; limited to D - 1.
         alpha: weight of the smoothing identity, >= 0.
-        history: rows over which the estimate forgets, > 0.
-        update_period: minibatches per update after the first ten, >= 1; math.inf: never again.
+        history: number of rows over which the estimate averages, > 0: older rows decay exponentially.
+        update_period: minibatches per update after the first ten, >= 1; math.inf: no further updates.
 
     Attributes:
         directions: R, shape (rank, dim), float64, orthonormal rows; None before the first minibatch.
-        strengths: d, shape (rank,), float64, on the CPU, falling.
+        strengths: d, shape (rank,), float64, on the CPU, in decreasing order.
         floor: rho, float.
-        updates: how often the estimate has moved.
+        updates: number of updates of the estimate.
 
     Raises:
         ConfigError: for an argument out of its range.
@@ -129,20 +130,25 @@ class OnlineFisher:
         self.floor = 0.0
         self.updates = 0
         self._skipped = 0
-        self._basis: Tensor | None = None  # diag(e)^1/2 R, as the rows need it
+        # diag(e)^1/2 R, in the dtype and on the device of the rows
+        self._basis: Tensor | None = None
 
-    # ---- what an optimizer uses
+    # ---- methods for an optimizer, per minibatch
 
     @property
     def due(self) -> bool:
-        """Whether the minibatch under way makes an update."""
+        """Whether the present minibatch will update the estimate."""
         return self.updates < FIRST_UPDATES or self._skipped + 1 >= self.update_period
 
     def start(self, rows: RowsLike, unit: Callable[[], float] = lambda: 1.0) -> bool:
-        """Begin with these rows, times unit(), unless begun.
+        """Start the estimate from the first minibatch, if it is not started yet.
+
+        Args:
+            rows: the rows of the minibatch.
+            unit: returns the factor that makes the rows independent of the loss scale.
 
         Returns:
-            False while there was nothing to begin with: zeros, or rows that are not finite.
+            Whether the estimate is started: not while all rows were zero or not finite, and never for D = 1.
         """
         if self.rank == 0 or self.directions is not None:
             return self.rank > 0
@@ -153,12 +159,13 @@ class OnlineFisher:
         for _ in range(FIRST_PASSES):
             basis = self.basis(rows.like)
             self._move(rows.count, trace, rows.moment(rows.project(basis)))
-        factor = unit() ** 2  # the basis does not depend on it
+        # scales the estimate alone: the basis does not depend on the rows' scale
+        factor = unit() ** 2
         self.strengths, self.floor = self.strengths * factor, self.floor * factor
         return True
 
     def basis(self, like: Tensor) -> Tensor:
-        """W = diag(e)^1/2 R, in the dtype and on the device of `like`: Xhat = X - X W^T W."""
+        """Return W = diag(e)^1/2 R, in the dtype and on the device of `like`; Xhat = X - X W^T W."""
         assert self.directions is not None
         if self._basis is None or self._basis.dtype != like.dtype:
             root = self._suppression().sqrt().unsqueeze(1)
@@ -171,28 +178,29 @@ class OnlineFisher:
     def gather(
         self, rows: RowsLike, projected: Tensor, remaining: Tensor | None = None
     ) -> Gathered:
-        """What these rows add to the minibatch.
+        """Return the sums over these rows, to be added to those of the minibatch.
 
         Args:
             rows: X.
             projected: X W^T, shape (n, R).
-            remaining: tr Xhat Xhat^T if it is known. Else it follows from `projected`, and loses as many
-                digits as almost all of X is suppressed.
+            remaining: tr Xhat Xhat^T if it is known. Else it is computed from `projected`, with a loss of
+                digits if almost all of X is suppressed.
         """
         trace = rows.trace()
         if remaining is None:
             e = self._suppression()
             factor = (2 - e).to(projected.device, projected.dtype)
             remaining = trace - (projected.square().sum(0) @ factor).double()
-            remaining = remaining.clamp(min=float((1 - e).min()) ** 2 * trace)  # against rounding
+            # rounding could make the difference smaller than its least possible value
+            remaining = remaining.clamp(min=float((1 - e).min()) ** 2 * trace)
         return Gathered(rows.count, trace, remaining, rows.moment(projected) if self.due else None)
 
     def finish(self, gathered: Gathered, unit: Callable[[], float] = lambda: 1.0) -> None:
-        """The minibatch is over: make the update if one is due.
+        """End the minibatch: update the estimate if an update is due.
 
         Args:
-            gathered: of all its rows.
-            unit: gives what the rows must be multiplied by, 1 / loss scale.
+            gathered: the sums over all rows of the minibatch.
+            unit: returns the factor by which the rows must be multiplied, 1 / loss scale.
         """
         if gathered.count == 0 or self.directions is None:
             return
@@ -209,17 +217,17 @@ class OnlineFisher:
         self.updates += 1
         self._skipped = 0
 
-    # ---- all at once
+    # ---- all in one call
 
     def precondition(self, x: Tensor) -> tuple[Tensor, float]:
-        """gamma Xhat with the estimate of before these rows, and gamma; then take the rows in.
+        """Precondition the rows of a minibatch with the present estimate, then update the estimate by them.
 
         Args:
-            x: shape (n, dim), floating point.
+            x: rows, shape (n, dim), floating point.
 
         Returns:
-            The rows, of the same shape and norm, and gamma. For rows with an Inf or a NaN both hold
-            NaN, and the estimate stays.
+            The preconditioned rows gamma Xhat, of the shape and norm of `x`, and gamma. For rows with an Inf
+            or a NaN both hold NaN, and the estimate does not change.
 
         Raises:
             ConfigError: for another shape.
@@ -238,7 +246,7 @@ class OnlineFisher:
         return hat * scale.to(hat.dtype), float(scale)
 
     def dense(self) -> Tensor:
-        """F_t itself, shape (D, D), float64: for a look at small ones."""
+        """Return F_t as a dense matrix, shape (D, D), float64; for inspection of small estimates."""
         assert self.directions is not None
         strengths = self.strengths.to(self.directions.device).unsqueeze(1)
         eye = torch.eye(self.dim, dtype=torch.float64, device=self.directions.device)
@@ -247,7 +255,7 @@ class OnlineFisher:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to continue with the same bits."""
+        """Return all state of the estimate that a resumed run needs to be bitwise the same."""
         return {
             "directions": self.directions,
             "strengths": self.strengths,
@@ -257,10 +265,10 @@ class OnlineFisher:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, from any device.
+        """Load a state of `state_dict`, with tensors of any device.
 
         Raises:
-            ConfigError: if it is one of other dimensions.
+            ConfigError: if the state is of an estimate of another rank or dimension.
         """
         directions = state["directions"]
         if directions is not None:
@@ -273,10 +281,13 @@ class OnlineFisher:
         self.updates, self._skipped = int(state["updates"]), int(state["skipped"])
         self._basis = None
 
-    # ---- the law
+    # ---- the equations of the estimate
 
     def _begin(self, device: torch.device, level: float) -> None:
-        """Row r has equal entries in columns r, r + R, r + 2R, ...: no row, no column is zero."""
+        """Set R to a start value without zero rows or columns, and d and rho to `level`.
+
+        Row r of R has equal entries in columns r, r + R, r + 2R, ... and zeros elsewhere.
+        """
         columns = torch.arange(self.dim, device="cpu")
         rows = torch.zeros(self.rank, self.dim, dtype=torch.float64, device="cpu")
         rows[columns % self.rank, columns] = 1.0
@@ -286,12 +297,18 @@ class OnlineFisher:
         self._basis = None
 
     def _suppression(self) -> Tensor:
-        """e, shape (R,), in (0, 1)."""
+        """Return e, shape (R,), the suppression of each direction, in (0, 1)."""
         beta = self.floor * (1 + self.alpha) + self.alpha / self.dim * float(self.strengths.sum())
         return self.strengths / (beta + self.strengths)
 
     def _move(self, count: int, trace: float, moment: Tensor) -> None:
-        """One update; `moment` is (X W^T)^T X = diag(e)^1/2 R X^T X. A loaded state moves to its device."""
+        """Make one update of R, d and rho.
+
+        Args:
+            count: number of rows, n.
+            trace: tr X X^T.
+            moment: (X W^T)^T X = diag(e)^1/2 R X^T X; R moves to its device, if a loaded R is elsewhere.
+        """
         assert self.directions is not None
         directions = self.directions.to(moment.device)
         eta = min(0.9, -math.expm1(-count / self.history))
@@ -314,7 +331,10 @@ class OnlineFisher:
 
     @staticmethod
     def _eigen(z: Tensor, least: float) -> tuple[Tensor, Tensor, bool]:
-        """Eigenvalues of Z, falling, floored at `least`; vectors as columns; whether one was floored."""
+        """Return the eigenvalues of `z`, its eigenvectors as columns, and whether an eigenvalue was raised.
+
+        The eigenvalues are in decreasing order; those below `least` are raised to `least`.
+        """
         values, vectors = torch.linalg.eigh(z.cpu())
         values, vectors = values.flip(0), vectors.flip(1)
         floored = bool(values[-1] < least)
@@ -326,9 +346,10 @@ def _column(factors: Tensor, like: Tensor) -> Tensor:
 
 
 def _straightened(rows: Tensor) -> Tensor:
-    """Orthonormal rows, the leading ones kept; as they are if they are straight enough.
+    """Return the rows made orthonormal, in order, so that the first rows change least.
 
-    By Cholesky's factor of R R^T, or, where that would lose too many digits, by QR.
+    They are returned unchanged if R R^T differs from I by no more than STRAIGHT. Uses Cholesky's factor of
+    R R^T, or QR where that factor would lose too many digits.
     """
     products = rows @ rows.T
     error = products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
@@ -343,7 +364,7 @@ def _straightened(rows: Tensor) -> Tensor:
 
 
 def require_options(*, alpha: float, history: float, update_period: float) -> None:
-    """Check what all estimates of an optimizer share.
+    """Check the options that all estimates of an optimizer share.
 
     Raises:
         ConfigError: for a value out of its range.

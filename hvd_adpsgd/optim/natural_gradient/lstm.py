@@ -1,7 +1,7 @@
-"""An LSTM that shows the derivatives of its gates, in place of the fused torch.nn.LSTM.
+"""An LSTM whose gate derivatives are accessible, in place of the fused torch.nn.LSTM.
 
-Each layer and direction is one linear map of all its inputs, then a recurrence with a backward of its
-own, which writes the derivatives of all gates into one tensor: rows for the estimates of the input
+Each layer and direction is one linear map of all its inputs, then a recurrence with a custom backward,
+which writes the derivatives of all gates into one tensor: rows for the Fisher estimates of the input
 weights and of the recurrent weights.
 """
 
@@ -19,7 +19,7 @@ from hvd_adpsgd.optim.natural_gradient.capture import Tap, affine, data_dtype, h
 
 __all__ = ["LSTM", "tap_lstm"]
 
-Span = tuple[int, int]  # first row and number of rows of one time
+Span = tuple[int, int]  # first row and number of rows of one time step
 
 
 class LSTM(nn.LSTM):
@@ -27,11 +27,11 @@ class LSTM(nn.LSTM):
 
     Arguments, parameters, state_dict, inputs and outputs are those of torch.nn.LSTM (num_layers,
     bidirectional, batch_first, dropout between layers, packed sequences, sequences without a
-    batch), and outputs are equal to rounding. Weights load both ways. Under autocast the
-    recurrence runs in float32.
+    batch); outputs are equal up to rounding. Either class loads the other's state_dict. Under
+    autocast the recurrence runs in float32.
 
-    It runs in Python, one matrix product and a few elementwise operations per time: on a GPU slower
-    than the fused one.
+    The recurrence runs in Python, one matrix product and a few elementwise operations per time step: on
+    a GPU it is slower than the fused torch.nn.LSTM.
 
     Raises:
         ConfigError: for proj_size > 0.
@@ -47,7 +47,7 @@ class LSTM(nn.LSTM):
         self.taps: dict[str, Tap] = _Taps()
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As torch.nn.LSTM's: outputs, and (h, c) after the last time."""
+        """Return the outputs, and (h, c) after the last time step, as torch.nn.LSTM does."""
         if isinstance(input, PackedSequence):
             return self._packed(input, hx)
         batched = input.ndim == 3
@@ -77,7 +77,7 @@ class LSTM(nn.LSTM):
         return packed, self.permute_hidden(hx, input.unsorted_indices)
 
     def _started(self, x: Tensor, hx: Any, sizes: Tensor | None, order: Any = None) -> Any:
-        """The first state, checked as torch.nn.LSTM does; zeros if none was given."""
+        """Return the initial state (h, c), checked as in torch.nn.LSTM; zeros if `hx` is None."""
         self.check_input(x, sizes)
         if hx is not None:
             hx = self.permute_hidden(hx, order)
@@ -106,7 +106,7 @@ class LSTM(nn.LSTM):
         return x, (torch.stack(last_h), torch.stack(last_c))
 
     def _one(self, x: Tensor, h: Tensor, c: Tensor, suffix: str, spans: list[Span]) -> Any:
-        """One direction of one layer."""
+        """Run one direction of one layer; return its outputs and its last h and c."""
         weight, bias = getattr(self, f"weight_ih_{suffix}"), self._bias("ih", suffix)
         gates = affine(x, weight, bias, self.taps.get(f"ih_{suffix}"))
         backwards = suffix.endswith("reverse")
@@ -125,7 +125,7 @@ class LSTM(nn.LSTM):
 
 
 class _Taps(dict[str, Tap]):
-    """Taps by the end of the weight's name; a copy of the module has none."""
+    """Taps by suffix of the weight's name, such as "ih_l0"; a copy of the module gets an empty dict."""
 
     def __deepcopy__(self, memo: Any) -> _Taps:
         return _Taps()
@@ -135,7 +135,14 @@ class _Taps(dict[str, Tap]):
 
 
 def tap_lstm(name: str, module: LSTM, wanted: set[int], make: Callable[..., Tap]) -> Iterator[Tap]:
-    """Taps for every weight matrix that is wanted, by id; `make` is Tap but for three arguments."""
+    """Yield a Tap for every trained weight matrix of an LSTM whose id is in `wanted`.
+
+    Args:
+        name: name of the module.
+        module: the LSTM.
+        wanted: ids of the parameters to tap.
+        make: makes a Tap of its first three arguments: name, weight and bias.
+    """
     for full, weight in module.named_parameters(recurse=False):
         suffix = full.removeprefix("weight_")
         if suffix == full or id(weight) not in wanted or not weight.requires_grad:
@@ -146,13 +153,13 @@ def tap_lstm(name: str, module: LSTM, wanted: set[int], make: Callable[..., Tap]
 
 
 class _Recurrence(torch.autograd.Function):
-    """From what the inputs give to the gates, (n, 4H) in the order i, f, g, o, to outputs (n, H).
+    """The recurrence of one layer and direction, from gates (n, 4H), in order i, f, g, o, to outputs (n, H).
 
-    At each time, with h and c of before,
+    `gates` is the contribution of the inputs. At each time step, with h and c of the step before,
         i, f, o = sigmoid(a_ifo),  g = tanh(a_g),  a = gates + W h + b,
         c <- f c + i g,  h <- o tanh(c).
-    Rows of a time lie together; `spans` names them in the order in which they are visited. A time
-    may have fewer rows than the batch: the other sequences' states rest.
+    The rows of a time step are contiguous; `spans` lists them in the order in which they are visited. A
+    time step may have fewer rows than the batch: the states of the other sequences do not change.
     """
 
     @staticmethod
@@ -216,7 +223,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _slopes(acts: Tensor, squashed: Tensor, before_c: Tensor) -> tuple[Tensor, Tensor]:
-    """What dc (for i, f, g) and dh (for o) are multiplied by, shape (n, 4, H); and dc by dh, (n, H)."""
+    """Return local derivatives: of c (by gates i, f, g) and h (by o), shape (n, 4, H); of h by c, (n, H)."""
     i, f, g, o = acts.chunk(4, 1)
     by_gate = acts.new_empty(len(acts), 4, i.shape[1])
     torch.mul(g * i, 1 - i, out=by_gate[:, 0])

@@ -1,4 +1,4 @@
-"""`NaturalGradientSGD`: SGD on gradients that are preconditioned where backward makes them."""
+"""`NaturalGradientSGD`: SGD on gradients that are preconditioned during the backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["NaturalGradientSGD"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_SAVED = "natural"  # where state_dict keeps the estimates
+_SAVED = "natural"  # key of the estimates in state_dict
 
 
 class NaturalGradientSGD(torch.optim.Optimizer):
@@ -30,53 +30,53 @@ class NaturalGradientSGD(torch.optim.Optimizer):
 
     For every affine map y = W x + b, with rows X = [x, 1] and dY of the minibatch,
         [W b].grad = gamma_out gamma_in P_out(dY)^T P_in(X),
-    where each side is multiplied by the inverse of its own estimate and scaled back to the norm it
-    had (`natural.OnlineFisher` has the law). The Fisher matrix is thus taken as block diagonal over
-    maps and a Kronecker product in each. The step is that of torch.optim.SGD,
+    where each factor is multiplied by the inverse of its own Fisher estimate and scaled back to its
+    former norm (`natural.OnlineFisher` has the equations). So the Fisher matrix is assumed to be block
+    diagonal over maps and a Kronecker product in each. The step is that of torch.optim.SGD,
         v <- momentum v + grad + weight_decay p,   p <- p - s lr v,
-    where s <= 1 keeps the 2-norm of what one step changes within `max_change_per_component` for
-    each component (a map, or a module that has none) and then within `max_change` for all.
+    where s <= 1 limits the 2-norm of the change of one step to `max_change_per_component` for each
+    component (a map, or a module without maps) and then to `max_change` for all parameters.
 
     What is preconditioned: torch.nn.Linear, Conv1d and Conv2d (as linear maps of unfolded inputs;
     groups=1, padding with zeros), and `natural.LSTM`. Every other parameter, and one that two modules
-    share, is trained by SGD within the same max_change; one log line says which.
+    share, is trained by SGD within the same max_change; a log line names the kinds of these modules.
 
-    Where: in the backward pass, before `.grad` is written. So what follows (GradScaler, clipping,
+    When: in the backward pass, before `.grad` is written. So everything after it (GradScaler, clipping,
     Horovod's mean over the learners of a super learner, delayed gradients) handles natural gradients, each
     learner's made with its own estimates, as in Kaldi. Estimates are never averaged between
-    learners. Several backward passes before a step are one minibatch. A term of the loss that holds
-    a weight itself is added unpreconditioned, as is `weight_decay`.
+    learners. Several backward passes before a step are one minibatch. If the loss contains a weight
+    itself, such as a penalty on it, that term's gradient is added unpreconditioned, as is `weight_decay`.
 
     The rate: lr means what it means in torch.optim.SGD, for a loss that is a mean over rows. Kaldi's
     objective is a sum over the n rows of a minibatch, and its momentum scales the step by
     1 - momentum: lr = n (1 - momentum) lr_kaldi. Only lr depends on the scale of the loss; directions
     do not.
 
-    It works inside hvd.DistributedOptimizer under every strategy. hvd.broadcast_optimizer_state gives
-    all learners the root's estimates; in a job of one super learner it is Horovod's, and leaves each
-    its own. A minibatch whose step is left out (GradScaler, the first of delayed gradients) does not
-    enter the estimates. Second derivatives (create_graph)
-    through a preconditioned map are not supported. An old optimizer over the same weights loses its
-    hooks to a new one.
+    The optimizer works inside hvd.DistributedOptimizer under every strategy. hvd.broadcast_optimizer_state
+    gives all learners the root's estimates; in a job of one super learner that function is Horovod's, and
+    each learner keeps its own estimates. A minibatch whose step is left out (GradScaler, the first of
+    delayed gradients) does not enter the estimates. Second derivatives (create_graph) through a
+    preconditioned map are not supported. A new NaturalGradientSGD over the same weights removes the hooks
+    of an older one.
 
     Args:
         model: the modules whose parameters are trained; on its device already.
         lr: learning rate, >= 0.
-        momentum: in [0, 1).
-        weight_decay: >= 0.
+        momentum: factor on the momentum buffer per step, in [0, 1).
+        weight_decay: factor on the parameters that is added to gradients, >= 0.
         alpha: weight of the identity that smooths each estimate, >= 0.
-        history: rows over which estimates forget, > 0.
+        history: number of rows over which estimates average, > 0: older rows decay exponentially.
         update_period: minibatches per update of the estimates after the first ten, >= 1; math.inf:
-            they stay then.
-        rank_in: of the estimates of inputs, >= 1; at most (D + 1) // 2 is used for D inputs.
-        rank_out: the same, of the derivatives of outputs.
-        max_change: largest 2-norm of a step; math.inf: any.
-        max_change_per_component: largest 2-norm of what a step changes in one component. 0.75 is the
+            no further updates.
+        rank_in: rank of the estimates of inputs, >= 1; at most (D + 1) // 2 is used for D inputs.
+        rank_out: rank of the estimates of output derivatives, >= 1; at most (D + 1) // 2 for D outputs.
+        max_change: largest 2-norm of the change of all parameters in a step; math.inf: no limit.
+        max_change_per_component: largest 2-norm of the change of one component in a step. 0.75 is the
             default of Kaldi's layers.
         params: parameters or groups to train, in place of all that require a gradient. A group may
             have its own lr, momentum and weight_decay.
         scaler: the GradScaler of mixed precision in float16, so that derivatives enter the estimates
-            unscaled. Without it a change of the loss scale is forgotten like any other (`history`).
+            unscaled. Without it, the estimates adapt to a new loss scale only within `history` rows.
 
     Raises:
         ConfigError: for a value out of its range, or parameters without a model.
@@ -102,7 +102,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         scaler: Any = None,
     ) -> None:
         self._curvature: _Curvature
-        if not isinstance(model, nn.Module):  # Horovod makes a second instance from the groups
+        if not isinstance(model, nn.Module):  # Horovod makes a second instance, of param_groups
             self._curvature = _found(model)
             super().__init__(model, dict(self._curvature.defaults))
             return
@@ -126,29 +126,29 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train one more group; maps of the model whose weights are in it are preconditioned."""
+        """Train one more param_group; maps of the model whose weights it contains are preconditioned."""
         super().add_param_group(param_group)
         self._curvature.attach(self.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; a minibatch that was collected and not stepped is void."""
+        """Clear gradients as torch does; rows collected since the last step do not enter the estimates."""
         super().zero_grad(set_to_none)
         for tap in self._curvature.taps.values():
             tap.forget()
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was: from now on its gradients are plain."""
+        """Remove all hooks from the model: from now on its gradients are not preconditioned."""
         self._curvature.release()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by one step, then let the estimates take the minibatch in.
+        """Change the parameters by one step, then update the estimates by the rows of the minibatch.
 
         Args:
-            closure: computes the loss and its gradients anew.
+            closure: computes the loss and its gradients again.
 
         Returns:
-            What the closure returned, or None.
+            The value that the closure returned; None without closure.
         """
         loss = None
         if closure is not None:
@@ -163,7 +163,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return loss
 
     def _moves(self) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
-        """(p, v, lr) of every parameter with a gradient."""
+        """Yield (p, v, lr) of every parameter with a gradient: p changes by -s lr v."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -186,11 +186,11 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and under "natural" the estimates of every map by its name."""
+        """Return torch's state_dict plus, under "natural", the estimates of every map, by the map's name."""
         return {**super().state_dict(), _SAVED: self._curvature.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the saved optimizer would, on any device.
+        """Load a state, with tensors of any device, to continue as the saved optimizer would.
 
         Raises:
             ConfigError: if the estimates are of other maps, sizes or ranks.
@@ -200,12 +200,12 @@ class NaturalGradientSGD(torch.optim.Optimizer):
 
 
 class _Curvature:
-    """Taps of the maps that an optimizer trains; shared with the instance that Horovod makes.
+    """The Taps of the maps that an optimizer trains; shared with the optimizer instance that Horovod makes.
 
     Attributes:
-        taps: by name.
-        defaults: of the optimizer.
-        limits: of a step, per component and in all.
+        taps: by name of the map, its Tap.
+        defaults: default lr, momentum and weight_decay of the optimizer.
+        limits: largest 2-norm of a step, per component and for all parameters.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Curvature:
         weakref.finalize(self, _release_all, self.taps)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Tap the modules whose weights these are."""
+        """Make Taps for the modules of the model whose weights are among `parameters`."""
         wanted = {id(p) for p in parameters}
         _natural.update(dict.fromkeys(wanted, self))
         for name, module in self._modules.items():
@@ -247,7 +247,7 @@ class _Curvature:
         return ()
 
     def say_what_falls_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One line on the parameters that plain SGD trains, by kind of module."""
+        """Log one line on the parameters that plain SGD trains: their kinds of modules."""
         tapped = {id(p) for tap in self.taps.values() for p in tap.parameters()}
         plain = {id(p) for p in parameters} - tapped
         kinds = Counter(
@@ -271,7 +271,7 @@ class _Curvature:
     # ---- the step
 
     def limited(self, moves: list[tuple[nn.Parameter, Tensor, float]]) -> list[float]:
-        """The factor s <= 1 of each move, in the order given."""
+        """Return, per move (p, v, lr), the factor s <= 1 that keeps the step within `limits`."""
         if not moves or min(self.limits) == math.inf:
             return [1.0] * len(moves)
         norms = _norms([direction for _, direction, _ in moves])
@@ -285,12 +285,12 @@ class _Curvature:
         return [factors[key] * overall for key in keys]
 
     def finish(self) -> None:
-        """The parameters have stepped."""
+        """Update the estimates of all maps, after the parameters have stepped."""
         for tap in self.taps.values():
             tap.finish()
 
     def release(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks of all Taps."""
         _release_all(self.taps)
 
     # ---- state
@@ -312,7 +312,7 @@ _natural: weakref.WeakValueDictionary[int, _Curvature] = weakref.WeakValueDictio
 
 
 def _found(groups: Any) -> _Curvature:
-    """The curvature of these parameter groups, made when the user's instance was."""
+    """Return the _Curvature of the user's optimizer over these param_groups, for Horovod's instance."""
     if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
         for parameter in (p for group in groups for p in group["params"]):
             curvature = _natural.get(id(parameter))
@@ -326,7 +326,7 @@ def _found(groups: Any) -> _Curvature:
 
 
 def _unit(scaler: Any) -> float:
-    """1 / loss scale."""
+    """Return 1 / loss scale of a GradScaler; 1 without one."""
     return 1.0 if scaler is None else 1 / scaler.get_scale()
 
 
@@ -340,13 +340,13 @@ def _release_all(taps: dict[str, Tap]) -> None:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """2-norms, with one transfer from the device."""
+    """Return the 2-norm of each tensor, with one transfer from the device for all."""
     norms = torch._foreach_norm(tensors)
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
 
 
 def _factor(norm: float, limit: float) -> float:
-    """What makes the norm at most the limit; a NaN is left to itself."""
+    """Return the factor <= 1 that reduces `norm` to at most `limit`; 1 for a NaN."""
     return limit / norm if norm > limit else 1.0
 
 

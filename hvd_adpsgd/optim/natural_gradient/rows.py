@@ -1,8 +1,8 @@
-"""The rows of a minibatch as an affine map sees them, without writing them out.
+"""The rows of a minibatch that an affine map multiplies, without storing them as a matrix.
 
-An estimate needs three products of the rows X (n x D) and no more: X W^T, H^T X and tr X X^T. For a
-linear map X lies in memory, but for its column of ones. For a convolution X is the unfolded input,
-many times as large as the input itself: there the three products are convolutions.
+A Fisher estimate needs three products of the rows X (n x D) only: X W^T, H^T X and tr X X^T. For a linear
+map X is in memory, except for its column of ones. For a convolution X is the unfolded input, many times
+as large as the input itself: there the three products are computed by convolutions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Patches", "Rows", "RowsLike"]
 
 
 class RowsLike(Protocol):
-    """n rows of D numbers each.
+    """A minibatch of n rows of D numbers each, inputs or output derivatives of an affine map.
 
     Attributes:
-        count: n.
-        dim: D, the appended one included.
+        count: number of rows, n.
+        dim: number of columns, D, the appended column of ones included.
         like: a tensor of the rows' device and dtype.
     """
 
@@ -29,24 +29,24 @@ class RowsLike(Protocol):
     like: Tensor
 
     def project(self, basis: Tensor) -> Tensor:
-        """X W^T, shape (n, R), for a basis W of shape (R, D)."""
+        """Return X W^T, shape (n, R), for a basis W of shape (R, D)."""
         ...
 
     def moment(self, projected: Tensor) -> Tensor:
-        """H^T X, shape (R, D), for H of shape (n, R)."""
+        """Return H^T X, shape (R, D), for H = `projected` of shape (n, R)."""
         ...
 
     def trace(self) -> Tensor:
-        """tr X X^T, the sum of all squares, a scalar in float64."""
+        """Return tr X X^T, the sum of all squares, a scalar in float64."""
         ...
 
 
 class Rows:
-    """Rows of a matrix; with `one`, [x, 1] stands for each row x.
+    """Rows of a matrix; with `one`, each row x becomes [x, 1].
 
     Args:
-        x: shape (n, D), or (n, D - 1) with `one`; floating point.
-        one: append a one to every row. It is never stored.
+        x: matrix of shape (n, D), or (n, D - 1) with `one`; floating point.
+        one: whether to append a one to every row; the ones are never stored.
     """
 
     def __init__(self, x: Tensor, one: bool = False) -> None:
@@ -72,7 +72,7 @@ class Rows:
         return square_sum(self.like) + (self.count if self.one else 0)
 
     def without(self, projected: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
-        """X - H W: the part under x, shape (n, D - one), and that of the ones, shape (n,)."""
+        """Return X - H W, H = `projected`, W = `basis`: the columns of x, and with `one` the last column."""
         if not self.one:
             return torch.addmm(self.like, projected, basis, alpha=-1), None
         ones = 1 - projected @ basis[:, -1]
@@ -80,13 +80,13 @@ class Rows:
 
 
 class Patches:
-    """Rows of an unfolded input: one per position of the output, as a convolution multiplies them.
+    """Rows of the unfolded input of a convolution: one row per position of the output.
 
     Args:
-        x: input, shape (B, C, *size).
+        x: input of the convolution, shape (B, C, *size).
         kernel: shape of a filter, (C, *kernel).
-        stride, padding, dilation: of the convolution, as tuples.
-        one: append a one to every row.
+        stride, padding, dilation: parameters of the convolution, as tuples.
+        one: whether to append a one to every row.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Patches:
 
 
 def as_rows(y: Tensor) -> Tensor:
-    """(B, C, *size) as rows (B * positions, C)."""
+    """Return a tensor of shape (B, C, *size) as rows, shape (B * positions, C)."""
     return y.flatten(2).transpose(1, 2).reshape(-1, y.shape[1])
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares, a scalar in float64."""
+    """Return the sum of the squares of all elements, a scalar in float64."""
     flat = x.reshape(-1)
     return torch.dot(flat, flat).double()
 
@@ -152,7 +152,15 @@ def square_sum(x: Tensor) -> Tensor:
 def convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, geometry: tuple[Any, ...], wanted: tuple[bool, ...]
 ) -> Any:
-    """Derivatives by input, weight and bias; None for what is not wanted."""
+    """Return a convolution's derivatives by input, weight and bias; None for each that is not wanted.
+
+    Args:
+        dy: derivative by the output.
+        x: input.
+        weight: filters.
+        geometry: (stride, padding, dilation).
+        wanted: whether to compute each of the three derivatives.
+    """
     stride, padding, dilation = geometry
     none = [0] * len(stride)
     return torch.ops.aten.convolution_backward(

@@ -1,4 +1,4 @@
-"""barrier and join, over all learners."""
+"""Collectives `barrier` and `join` over all learners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ __all__ = ["barrier", "join"]
 
 
 def barrier(process_set: Any = global_process_set) -> None:
-    """Wait until all learners are here."""
+    """Wait until all learners have entered the barrier.
+
+    Args:
+        process_set: all learners, or hvd.super_learner.
+    """
     inner = inner_process_set(process_set, "barrier")
     if inner is not None:
         horovod.barrier(inner)
@@ -26,21 +30,20 @@ def barrier(process_set: Any = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Wait until all learners have no more data; in the super learner, supply zero gradients meanwhile.
+    """Wait until no learner has data left; contribute zero gradients in the super learner meanwhile.
 
     With several super learners, all learners of a super learner continue with the model and the optimizer
     state of the one among them that made most steps.
 
     Args:
-        device: id of the GPU for these zeros; -1 is the CPU.
+        device: id of the GPU for the zero gradients; -1 is the CPU.
 
     Returns:
-        Rank of the learner that joined last, by the clocks of the hosts.
+        Rank of the learner that called join() last, by the clocks of the hosts.
 
     Raises:
-        StrategyMismatchError: for a strategy whose super learners wait for each other; before anything is
-            done.
-        CollectiveMismatchError: on all learners, if one calls another operation over all learners.
+        StrategyMismatchError: at once, for a strategy whose super learners wait for each other.
+        CollectiveMismatchError: on all learners, if a learner calls another operation over all learners.
     """
     world = worlds.current()
     if world.is_plain:

@@ -1,4 +1,4 @@
-"""broadcast and what is built on it, over all learners."""
+"""Collective `broadcast` over all learners, also of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def broadcast(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of learner `root_rank`, on all learners; differentiable.
+    """Return the tensor of learner `root_rank`, on all learners; differentiable.
 
     Args:
-        tensor: the same dtype and shape on all learners.
-        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
-            the first surviving learner.
+        tensor: a tensor of the same dtype and shape on all learners.
+        root_rank: rank of the root, among all learners, or in the super learner if that is the process set.
+            None: the first surviving learner.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
     Raises:
-        CollectiveMismatchError: on all learners, if they do not call the same.
+        CollectiveMismatchError: on all learners, if their calls or tensors differ.
         ConfigError: for a root_rank out of range.
-        PeerFailedError: if the root failed.
+        PeerFailedError: if the root has failed.
     """
     inner = inner_process_set(process_set, "broadcast")
     require_tensor("broadcast", tensor)
@@ -73,7 +73,7 @@ def broadcast_(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite `tensor` with that of learner `root_rank`; see broadcast. Returns `tensor`."""
+    """Overwrite `tensor` with the tensor of learner `root_rank`, and return it; see broadcast."""
     inner = inner_process_set(process_set, "broadcast_")
     require_tensor("broadcast_", tensor)
     if inner is not None:
@@ -83,7 +83,7 @@ def broadcast_(
 
 
 class _Broadcast(torch.autograd.Function):
-    """Its gradient is the mean gradient at the root and zero elsewhere, as in Horovod."""
+    """Differentiable broadcast: its gradient is the mean gradient at the root, else zero, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -107,12 +107,12 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
 
     Args:
         params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
-        root_rank: whose, among all learners; None: the first surviving learner.
+        root_rank: rank of the root among all learners; None: the first surviving learner.
 
     Raises:
         ConfigError: for params of another type, an entry that is no dense tensor, a root_rank out of range.
-        CollectiveMismatchError: on all learners, if their parameters differ in name, dtype, shape.
-        PeerFailedError: if the root failed.
+        CollectiveMismatchError: on all learners, if their parameters differ in name, dtype or shape.
+        PeerFailedError: if the root has failed.
     """
     named = _named(params)
     require_dense("broadcast_parameters", named)
@@ -136,29 +136,29 @@ def _named(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int | None, model: torch.nn.Module | None = None
 ) -> None:
-    """Give all learners the optimizer state and options (learning rate, ...) of `root_rank`.
+    """Give all learners the optimizer state and options (learning rate, ...) of learner `root_rank`.
 
-    Values go into the groups and tensors that are there: schedulers made before, and what the script holds of
-    the optimizer, go on.
+    Values are written into the present param_groups and tensors: schedulers made before, and references that
+    the script keeps to parts of the optimizer, remain valid.
 
-    Over several super learners the state is the root's exactly: where the root's optimizer has not
-    stepped yet, no learner's has afterwards. (Horovod makes an empty state by a step with zero
+    Over several super learners every learner's state equals the root's exactly: if the root's optimizer has
+    not stepped yet, all states are empty afterwards. (Horovod initializes an empty state by a step with zero
     gradients, which counts as a step and applies weight decay.)
 
     Args:
         optimizer: wrapped or not; with the same parameter groups on all learners.
-        root_rank: whose, among all learners; None: the first surviving learner.
-        model: as in Horovod, which needs it to find sparse parameters.
+        root_rank: rank of the root among all learners; None: the first surviving learner.
+        model: as in Horovod, which needs the model to find sparse parameters.
 
     Raises:
         ConfigError: for LBFGS, or a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameter groups differ in size.
-        PeerFailedError: if the root failed.
+        PeerFailedError: if the root has failed.
     """
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
         held = options(optimizer)
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
-        # Horovod replaces tensors, and leaves out the options of an optimizer that has no state
+        # Horovod's broadcast replaces tensors, and leaves out the options of an optimizer without state
         set_options(optimizer, horovod.broadcast_object(options(optimizer), root_rank or 0), held)
         return
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -175,7 +175,7 @@ def broadcast_optimizer_state(
 
 
 def _saved(state: dict[str, Any]) -> bytes:
-    """A state with tensors of any device, so that it can be loaded into CPU memory."""
+    """Serialize an optimizer state with tensors of any device, for torch.load into CPU memory."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -187,19 +187,19 @@ def broadcast_object(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> Any:
-    """The object of learner `root_rank`, on all learners, through cloudpickle.
+    """Return the object of learner `root_rank`, on all learners; sent by cloudpickle.
 
     Args:
-        obj: the root's counts; it is returned there itself.
-        root_rank: whose; among all learners, or in the super learner if that is the process set. None:
-            the first surviving learner.
+        obj: the object to send; used on the root alone, which gets `obj` itself back.
+        root_rank: rank of the root, among all learners, or in the super learner if that is the process set.
+            None: the first surviving learner.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
     Raises:
-        CollectiveMismatchError: on all learners, if they do not call the same.
+        CollectiveMismatchError: on all learners, if their calls differ.
         ConfigError: for a root_rank out of range.
-        PeerFailedError: if the root failed.
+        PeerFailedError: if the root has failed.
     """
     inner = inner_process_set(process_set, "broadcast_object")
     if inner is not None:
@@ -210,11 +210,11 @@ def broadcast_object(
 
 
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
-    """What the root makes; None on the root itself."""
+    """Return the bytes that `make` returns on the root; None on the root itself."""
     world = worlds.current()
     may_be_root = (
         call.root in (None, world.rank) or world.collectives.joining
-    )  # made here: it may raise
+    )  # call make() here, before the operation, as it may raise
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
@@ -234,7 +234,7 @@ def broadcast_all(
     named: Sequence[tuple[str | None, torch.Tensor]],
     root_rank: int | None,
 ) -> None:
-    """Overwrite tensors with the root's. One that MPI cannot write to is copied there and back."""
+    """Overwrite tensors with the root's; through a copy in host memory where MPI cannot write to them."""
     require_dense(kind, named)
     world = worlds.current()
     call = Call(kind, name, described(named), root_rank)
@@ -251,9 +251,9 @@ def broadcast_all(
 
 
 def _root_in(world: World, call: Call) -> int:
-    """The root's rank among the surviving learners; None is the first surviving learner.
+    """Return the root's index among the surviving learners: 0, the first one, for a root of None.
 
-    To a joining learner that has not joined yet its own first learner stands for the root.
+    In a super learner that has not joined yet, its own first learner stands for every root.
     """
     if call.root is None or world.collectives.joining:
         return 0

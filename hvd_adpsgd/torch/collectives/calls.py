@@ -1,4 +1,4 @@
-"""What the operations over all learners share: how a call is described, compared and run."""
+"""Helpers of operations over all learners: checks of arguments, descriptions of tensors, running a call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def require_tensors(doing: str, tensors: Any) -> None:
 
 
 def require_dense(doing: str, named: Iterable[tuple[str | None, Any]]) -> None:
-    """Raise ConfigError for an entry of a state dict that has no plain memory."""
+    """Raise ConfigError for a value, such as an entry of a state dict, that is no dense tensor."""
     for name, value in named:
         which = f"{doing}: {name!r}" if name else doing
         if not isinstance(value, torch.Tensor):
@@ -65,7 +65,7 @@ def described(
 
 
 def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
-    """Run it over all learners; a mismatch is Horovod's error, too."""
+    """Run `operation` over all learners; a mismatch of calls raises an error that is Horovod's, too."""
     try:
         return world.collectives.run(call, operation)
     except CollectiveMismatchError as error:
@@ -73,7 +73,7 @@ def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as bytes."""
-    # as_strided: with at most one element the stride may be anything, which view() refuses
-    tensor = tensor.resolve_conj().resolve_neg()  # torch puts off conj(), and its imag
+    """Return the memory of a tensor as a uint8 vector; of a copy, if the tensor is not contiguous."""
+    # as_strided, since view() refuses some strides that a tensor of at most one element may have
+    tensor = tensor.resolve_conj().resolve_neg()  # torch evaluates conj() and its imag lazily
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""allgather and its grouped and object forms, over all learners."""
+"""Collective `allgather` over all learners, with its grouped and object forms."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def allgather(
     """Concatenate the learners' tensors along the first dimension, by rank; differentiable.
 
     Args:
-        tensor: at least one dimension; the same dtype and further dimensions on all learners.
+        tensor: a tensor of at least one dimension; dtype and all further dimensions as on the other learners.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
     Raises:
-        CollectiveMismatchError: on all learners, if they do not call the same.
+        CollectiveMismatchError: on all learners, if their calls or tensors differ.
         ConfigError: for a tensor without dimensions.
     """
     inner = inner_process_set(process_set, "allgather")
@@ -51,7 +51,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
 ) -> list[torch.Tensor]:
-    """Concatenate several tensors in one operation; differentiable. See allgather."""
+    """Concatenate the learners' tensors, several in one operation; differentiable. See allgather."""
     inner = inner_process_set(process_set, "grouped_allgather")
     require_tensors("grouped_allgather", tensors)
     if inner is not None:
@@ -60,7 +60,7 @@ def grouped_allgather(
 
 
 class _Allgather(torch.autograd.Function):
-    """Its gradient is this learner's part of the mean gradient, as in Horovod."""
+    """Differentiable allgather: its gradient is this learner's part of the mean gradient, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -78,7 +78,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class Gathered(NamedTuple):
-    """All rows, the first that is this learner's, and how many are."""
+    """The gathered tensor, the index of this learner's first row in it, and its number of rows."""
 
     tensor: torch.Tensor
     start: int
@@ -86,7 +86,7 @@ class Gathered(NamedTuple):
 
 
 def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[Gathered]:
-    """The learners' tensors one below the other, in one operation."""
+    """Concatenate the learners' tensors by rank, all of `tensors` in one operation."""
     require_dense(kind, [(None, tensor) for tensor in tensors])
     world = worlds.current()
     rows = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
@@ -119,7 +119,7 @@ def _gathered(attempt: Attempt, tensor: torch.Tensor, rows: Sequence[int]) -> Ga
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The learners' objects by rank, through cloudpickle."""
+    """Return the objects of all learners, by rank; sent by cloudpickle."""
     if inner_process_set(None, "allgather_object") is not None:
         return horovod.allgather_object(obj, name)
     world = worlds.current()

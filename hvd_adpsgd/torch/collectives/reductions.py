@@ -1,4 +1,4 @@
-"""allreduce and its grouped and in-place forms, over all learners."""
+"""Collective `allreduce` over all learners, with its grouped and in-place forms."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_TOLD = 1024  # bytes up to which a tensor travels with its call
-_COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # the others by np.add
+_TOLD = 1024  # largest total of bytes that are sent in the message that describes the call
+_COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # Sum and Average: np.add
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
 
 
@@ -61,15 +61,15 @@ def allreduce(
         name: if given, the same on all learners.
         compression: hvd.Compression.none or .fp16.
         op: hvd.Average (default), Sum, Min, Max or Product.
-        prescale_factor: the tensor is multiplied by it before,
-        postscale_factor: and by it after.
+        prescale_factor: factor on the tensor before the reduction.
+        postscale_factor: factor on the result.
         process_set: all learners, or hvd.super_learner.
 
     Returns:
-        A tensor like `tensor`.
+        The reduced tensor, of the dtype, shape and device of `tensor`.
 
     Raises:
-        CollectiveMismatchError: on all learners, if they do not call the same.
+        CollectiveMismatchError: on all learners, if their calls or tensors differ.
         InnerOnlyError: for hvd.Adasum over several super learners.
         ConfigError: for another dtype or op.
     """
@@ -93,7 +93,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
-    """Combine a tensor over all learners in place; see allreduce. Returns `tensor`."""
+    """Combine a tensor over all learners in place, and return it; see allreduce."""
     inner = inner_process_set(process_set, "allreduce_")
     require_tensor("allreduce_", tensor)
     if inner is not None:
@@ -117,7 +117,7 @@ def grouped_allreduce(
     """Combine several tensors over all learners in one operation; differentiable. See allreduce.
 
     Returns:
-        Tensors like `tensors`.
+        The reduced tensors, each of the dtype, shape and device of its counterpart in `tensors`.
     """
     inner = inner_process_set(process_set, "grouped_allreduce")
     require_tensors("grouped_allreduce", tensors)
@@ -142,7 +142,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: Any = global_process_set,
 ) -> Sequence[torch.Tensor]:
-    """Combine several tensors over all learners in place; see grouped_allreduce. Returns `tensors`."""
+    """Combine several tensors over all learners in place, and return them; see grouped_allreduce."""
     inner = inner_process_set(process_set, "grouped_allreduce_")
     require_tensors("grouped_allreduce_", tensors)
     if inner is not None:
@@ -155,7 +155,7 @@ def grouped_allreduce_(
 
 
 class Reduction(NamedTuple):
-    """How tensors are combined; `kind` is the operation that the user calls."""
+    """The arguments of an all-reduce; `kind` is the name of the operation that the user calls."""
 
     kind: str
     op: Any
@@ -167,7 +167,7 @@ class Reduction(NamedTuple):
 def reduction(
     kind: str, average: bool | None, name: str | None, op: Any, prescale: float, postscale: float
 ) -> Reduction:
-    """What Horovod's arguments mean.
+    """Return the Reduction of Horovod's arguments.
 
     Raises:
         InnerOnlyError: for hvd.Adasum.
@@ -177,7 +177,7 @@ def reduction(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Its gradient is the same reduction of the gradients, as in Horovod."""
+    """Differentiable all-reduce: its gradient is the same reduction of the gradients, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, how: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,14 +207,14 @@ def _checked_op(kind: str, op: Any, average: bool | None) -> Any:
 
 
 def reduce_(tensors: Sequence[torch.Tensor], how: Reduction) -> Sequence[torch.Tensor]:
-    """Combine them over all learners in place. Returns `tensors`."""
+    """Combine tensors over all learners in place, and return them."""
     for tensor, reduced in zip(tensors, reduce(tensors, how), strict=True):
         tensor.detach().copy_(reduced)
     return tensors
 
 
 def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor]:
-    """The tensors combined over all learners, in one operation: one array of each dtype."""
+    """Return tensors combined over all learners, in one operation that sends one array per dtype."""
     world, combine = worlds.current(), _COMBINED_BY.get(how.op, np.add)
     unfit = next((t for t in tensors if not _is_reducible(t)), None)
     mine = {} if unfit is not None else _packed([_scaled(_flat(t), how.prescale) for t in tensors])
@@ -245,7 +245,7 @@ def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor
 
 
 def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
-    """The vectors of each dtype one after the other; a single one is not copied."""
+    """Concatenate the vectors of each dtype into one array; a single vector is not copied."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
         by_dtype.setdefault(part.dtype, []).append(part)
@@ -258,7 +258,7 @@ def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
 def _unpacked(
     totals: dict[torch.dtype, torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The parts of `totals` that belong to each tensor, like it."""
+    """Split `totals` into one tensor for each of `tensors`, of its dtype, shape and device."""
     taken = dict.fromkeys(totals, 0)
     parts = []
     for tensor in tensors:
@@ -289,14 +289,14 @@ def _irreducible(tensor: torch.Tensor) -> AdpsgdError:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in CPU memory, in the dtype in which they are reduced; maybe `tensor`'s own."""
+    """Return the tensor as a vector in CPU memory, in the reduction's dtype; a copy only if necessary."""
     dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
     host = tensor.detach().to(device="cpu", dtype=dtype)
     return host.contiguous().resolve_neg().reshape(-1)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Integers are scaled in double precision and cut off, as in Horovod."""
+    """Multiply a tensor by `factor`; integers in double precision and truncated, as in Horovod."""
     if factor == 1.0:
         return tensor
     if tensor.is_floating_point():
