@@ -476,14 +476,14 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
     if kind == _FAULT_GONE:
         return PeerFailedError(
             f"{who} has left or has failed, and this strategy averages over all super "
-            "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which waits "
-            f"for nobody. {ulfm_advice()}",
+            "learners: all must run the same number of steps. Or use a gossip strategy (random_pairs), which "
+            f"waits for no peer. {ulfm_advice()}",
             code=code,
             peer=peer,
         )
     if kind == _FAULT_FENCED:
         return PeerFailedError(
-            f"{who} has taken this one for failed, which had stopped for too long. Its model "
+            f"{who} has taken this one for failed, because it had stopped for too long. The model here "
             "may hold half of an exchange: load a checkpoint, or replace this super learner.",
             peer=peer,
         )

@@ -106,7 +106,7 @@ class Hello:
         return cls(*fields)
 
     def pack(self) -> bytes:
-        """This Hello as HELLO_NBYTES bytes."""
+        """Return the Hello as HELLO_NBYTES bytes."""
         return _FORM.pack(
             _MAGIC,
             PROTOCOL,
@@ -133,7 +133,7 @@ class Hello:
             raise NotAMember(f"the called side refuses: {reason!r}")
         nonce, proof = reply[:_NONCE_NBYTES], reply[_NONCE_NBYTES:]
         if not hmac.compare_digest(proof, self._proof(secret, b"accepts", nonce)):
-            raise NotAMember("the called side has not the job's secret")
+            raise NotAMember("the called side does not know the job's secret")
         return self._proof(secret, b"dials", nonce)
 
     def check(self, secret: bytes, reply: bytes, proof: bytes) -> None:
@@ -144,7 +144,7 @@ class Hello:
         """
         nonce = reply[:_NONCE_NBYTES]
         if not hmac.compare_digest(proof, self._proof(secret, b"dials", nonce)):
-            raise NotAMember("the calling side has not the job's secret")
+            raise NotAMember("the calling side does not know the job's secret")
 
     def _proof(self, secret: bytes, side: bytes, nonce: bytes) -> bytes:
         return hmac.digest(secret, side + self.pack() + nonce, "sha256")

@@ -102,7 +102,7 @@ def interface_of(address: str) -> str:
 
 
 def _source_towards(address: str) -> str | None:
-    """This host's address from which the system would send to `address`; None without a route to it."""
+    """Return this host's address from which the system would send to `address`; None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

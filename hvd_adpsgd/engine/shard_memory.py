@@ -312,7 +312,12 @@ class ShardMemory:
         return not self.put_off and (due or (step - self.step) * rate >= 1)
 
     def depart(self, slot: int, step: int) -> None:
-        """Note that a copy of parameters without `slot` to the mirror begins; `land` follows (leader only)."""
+        """Note that a copy of the parameters to the mirror begins; `land` ends it (leader only).
+
+        Args:
+            slot: the correction that the copied parameters lack, or NO_SLOT.
+            step: the trainer's step of the parameters.
+        """
         assert self.landing is None
         self.landing = Landing(slot, step)
 

@@ -124,7 +124,7 @@ class SharedSlots:
 
 
 def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
-    """Allocate counters that the learners of a super learner share: each writes its own row and reads all rows.
+    """Allocate counters that a super learner's learners share: each writes its own row, and reads all rows.
 
     A load or store of one counter is atomic.
 
@@ -217,7 +217,7 @@ def _shared_memory(
         own = None
     if errors or area is None:
         raise WorldError(
-            f"{errors[0]}. The learners of a super learner share their corrections there: enlarge "
+            f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: enlarge "
             "it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
         )
     return np.frombuffer(area, dtype=np.uint8, count=nbytes), own
@@ -247,7 +247,7 @@ def _map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.
     path = f"/proc/{file.pid}/fd/{file.handle}"
     found = os.stat(path)
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
-        raise OSError(f"process {file.pid} is another one here")
+        raise OSError(f"process id {file.pid} belongs to another process here")
     if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
         raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
     handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)

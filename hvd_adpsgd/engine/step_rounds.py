@@ -118,7 +118,7 @@ class StepRounds:
                 tell = math.inf
                 log.warning(
                     "a step has waited %g s for other super learners. They are slow, or have made fewer "
-                    "steps and wait somewhere else: with this strategy all must make the same steps. "
+                    "steps and wait elsewhere: with this strategy all must run the same number of steps. "
                     "SIGUSR1 makes every learner write where it is.",
                     _PATIENCE_S,
                 )
