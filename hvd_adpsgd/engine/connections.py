@@ -357,7 +357,7 @@ class Connections:
         reply = await _read(connection, REPLY_NBYTES)
         await loop.sock_sendall(connection, hello.answer(self._secret, reply))
         if await _read(connection, len(WELCOME)) != WELCOME:
-            raise ConnectionResetError("the other end does not welcome the connection")
+            raise ConnectionResetError("the other end has not accepted the handshake")
 
     # ---- the end -------------------------------------------------------------------------
 

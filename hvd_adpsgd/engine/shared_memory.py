@@ -217,8 +217,8 @@ def _shared_memory(
         own = None
     if errors or area is None:
         raise WorldError(
-            f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: enlarge "
-            "it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
+            f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: "
+            "enlarge it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
         )
     return np.frombuffer(area, dtype=np.uint8, count=nbytes), own
 
