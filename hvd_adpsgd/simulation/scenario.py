@@ -513,7 +513,7 @@ def _one_joins(s: Scenario, c: Chance) -> Scenario:
 
 
 def _several_leave(s: Scenario, c: Chance) -> Scenario:
-    """Let most super learners leave together; the others stay long enough to be notified of all departures."""
+    """Let most super learners leave together; the others stay long enough to learn of all departures."""
     step_s = min(learner.step_s for learner in s.learners)
     at_s = step_s * c.between(2, 6)
     kinds = (*("leave",) * 8, "fail", "crash")
@@ -535,7 +535,7 @@ def _several_leave(s: Scenario, c: Chance) -> Scenario:
 
 @functools.lru_cache(maxsize=256)
 def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]:
-    """Return a strategy's rounds, and for each super learner by round: the peer it asks, the peer asking it."""
+    """Return a strategy's rounds, and for each super learner (peer to ask, peer that asks) by round."""
     steps = [parse(strategy).plan(i, n).in_step for i in range(n)]
     if steps[0] is None or steps[0].peers is None:
         return steps[0], None
