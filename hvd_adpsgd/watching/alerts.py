@@ -19,7 +19,10 @@ SILENT_S = 60.0  # alert after this time without an answer
 SLOW = 0.5  # alert below this share of the median speed
 OPERATIONS = 0.5  # alert above this share of time in operations over all learners
 LASTING_S = 30.0  # how long a super learner must be slow, or in such operations, before the alert
-RISE, FLAT = 3.0, 0.02  # drifting: factor of the distance's rise, with a relative change of the loss below
+RISE, FLAT = (
+    3.0,
+    0.02,
+)  # drifting: factor of the distance's rise, with a relative change of the loss below
 # distance and loss: history kept, shortest history that is judged, interval of samples
 HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0
 OVER_S = 300.0  # the same problem is reported again only after this time without it
@@ -50,7 +53,9 @@ class Alerts:
     def __init__(self, names: Sequence[str]):
         self._names = names
         self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
-        self._since: dict[str, dict[int, float]] = {}  # by kind and super_rank: since when without a break
+        self._since: dict[
+            str, dict[int, float]
+        ] = {}  # by kind and super_rank: since when without a break
         self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(
@@ -136,7 +141,7 @@ class Alerts:
         ]
 
     def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Return those of `whom`, which have the problem now, that have had it for LASTING_S, and since when."""
+        """Of `whom`, which have the problem now, return those that have had it for LASTING_S; since when."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}

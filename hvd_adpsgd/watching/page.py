@@ -21,7 +21,9 @@ log = logging.getLogger("hvd_adpsgd")
 _BAD = ("failed", "suspect", "alert")
 _SHOWN_EVENTS = 200
 _SHOWN_SCALARS = 12
-_GAP_S = 10.0  # a line is interrupted between two reports that are farther apart than this, at least
+_GAP_S = (
+    10.0  # a line is interrupted between two reports that are farther apart than this, at least
+)
 _told: set[str] = set()  # titles of sections whose drawing has failed, which the log has named
 
 _STYLE = """
@@ -109,7 +111,7 @@ def _headline(run: Run) -> str:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """Return the section that `draw` makes; if it raises, one with the error: other sections stay as usual."""
+    """Return the section that `draw` makes; if it raises, one with the error: other sections stay intact."""
     try:
         return draw()
     except Exception as error:

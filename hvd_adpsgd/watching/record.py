@@ -33,7 +33,9 @@ log = logging.getLogger("hvd_adpsgd")
 
 LIMIT_NBYTES = 8 << 20  # largest file of one super learner
 _LOOK_S = 30.0  # interval of checks whether the file still exists
-_EVENTS = 1000  # newest lines other than reports that remain when a file is thinned
+_EVENTS = (
+    1000  # newest lines other than reports that remain when a file is thinned, beside all starts
+)
 _SAME_S = 5.0  # a change of state that several leaders note within this time is one event
 _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
@@ -163,7 +165,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def thinned(lines: Sequence[str]) -> list[str]:
-    """Return every second report of each super learner, the newest one included, and the newest other lines."""
+    """Return every second report of each super learner, the newest included, and the newest other lines."""
     kept: list[str] = []
     reports: dict[str, int] = {}
     others = 0
@@ -351,12 +353,17 @@ class _Reading:
     def __init__(self) -> None:
         self._tracks: dict[int, Track] = {}
         self._events: list[tuple[Event, int]] = []  # (event, super_rank of the file's writer)
-        self._states: set[tuple[float, str, int]] = set()  # (since, state, super_rank) found in reports
-        self._about: tuple[float, dict[str, Any]] = -math.inf, {}  # (time, facts) of the newest start
+        self._states: set[tuple[float, str, int]] = (
+            set()
+        )  # (since, state, super_rank) found in reports
+        self._about: tuple[float, dict[str, Any]] = (
+            -math.inf,
+            {},
+        )  # (time, facts) of the newest start
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
     def take(self, writer: int, found: Mapping[str, Any], own: Container[int]) -> None:
-        """Add a line of the file of super learner `writer`; reports on others count only if those have no file."""
+        """Add a line of super learner `writer`'s file; a report on another counts if that one has no file."""
         kind = found.get("kind")
         try:
             time_s = number(found.get("time_s"), 0, LATEST_S)
@@ -430,7 +437,7 @@ def _counts(found: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _merged(events: Iterable[tuple[Event, int]]) -> list[Event]:
-    """Return the events in order of time; a change of state that several leaders have noted becomes one event.
+    """Return the events in order of time; a change of state that several leaders have noted is one event.
 
     If one leader notes the same state twice, these are two events: the super learner was suspect twice, say.
     """

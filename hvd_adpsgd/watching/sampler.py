@@ -102,7 +102,7 @@ class Sampler:
         }
 
     def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-        """Estimate the consensus distance from exchanges lately, else the last mean of all, else as before."""
+        """Estimate the consensus distance by exchanges lately, else the last mean of all, else as before."""
         compared = new["compared"] - old["compared"]
         if compared > 0:
             square = (new["square"] - old["square"]) / compared
@@ -114,7 +114,7 @@ class Sampler:
 
 
 def _is_anew(before: Sample, now: Sample) -> bool:
-    """Whether an engine or optimizer was made, ended or replaced between two samples, so counters restarted."""
+    """Whether an engine or optimizer began, ended or was replaced between two samples: counters restart."""
     if before.engine is None or now.engine is None:
         return before.engine is not now.engine or now.step < before.step
     return now.step < before.step or _exchanges(now.engine) < _exchanges(before.engine)
