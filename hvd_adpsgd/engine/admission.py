@@ -57,7 +57,7 @@ class Member:
         self.members = frozenset(members)
 
     def votes(self, made: bool) -> bool:
-        """Return this member's vote on the admission, and wait for the other votes.
+        """Note that this member votes on the admission, and return its vote.
 
         Args:
             made: whether this member's new engine was made; on the member that talks with the joining super

@@ -120,7 +120,7 @@ class Engine:
         self.loop = self._make_loop() if outer is not None else None
         self.rounds = StepRounds(plan, self.loop, self._comm_rank, self.check)
         self._seen_events = 0
-        self._reported = [PeerState.ALIVE] * len(self._members)  # states at that number of events
+        self._reported = [PeerState.ALIVE] * len(self._members)  # states of peers at `_seen_events`
         self._seen_void = 0  # chunks left out so far
         self._told_void: set[str] = set()  # names of tensors that a warning has named
         self._told_malformed = False
@@ -297,7 +297,7 @@ class Engine:
             self._warn_malformed()
 
     def wants_copy(self, step: int) -> bool:
-        """See ModelMemory.wants."""
+        """Whether the parameters of step `step` should be copied to the mirror; see ShardMemory.wants."""
         due = self.loop is not None and self.loop.due()
         return self.memory.wants(step, due, self.config.exchanges_per_step)
 
@@ -363,7 +363,7 @@ class Engine:
         return self.loop is not None and bool(self.loop.fault()[0])
 
     def report(self) -> list[tuple[int, PeerState]]:
-        """Changed states of peers since the last report: (super_rank, state)."""
+        """Return (super_rank, state) of each peer whose state has changed since the last call."""
         loop = self.loop
         if loop is None or loop.peer_events() == self._seen_events:
             return []
@@ -440,7 +440,7 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-_wires_made: Any = None  # key of a communicator's attribute
+_wires_made: Any = None  # key of the attribute in which a communicator counts its wires
 
 
 def _next_wire(comm: Any) -> int:

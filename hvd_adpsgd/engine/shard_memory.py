@@ -326,7 +326,7 @@ class ShardMemory:
         assert self.landing is not None
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)
-        self.landing = None  # last: from now on publications are possible
+        self.landing = None  # must come last: from now on `publish` publishes again
 
     def _has_landed(self, step: int) -> None:
         self.step, self.filled = step, len(self.layout.parts)

@@ -309,7 +309,7 @@ def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
 
 
 def theoretical_decay(n: int, share: float = 1.0) -> tuple[float, float] | None:
-    """Decay of random pairs per exchange of a super learner; None for fewer than three.
+    """Decay rate of random pairs per exchange of a super learner; None for fewer than three super learners.
 
     Returns two bounds, with d = n / (2 (n - 1)): d if every pair exchanges at its own times (a Poisson
     process), and -log(1 - d) if all exchange at once in perfect matchings. One exchange per step is between.

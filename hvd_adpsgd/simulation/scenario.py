@@ -41,7 +41,7 @@ __all__ = [
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 STRATEGIES = (
     *GOSSIP,
-    "random_pairs",  # the default, twice as often
+    "random_pairs",  # once more, so that the default is drawn twice as often
     "a2cid2",
     "noloco:period=2",
     "delay_by_one",

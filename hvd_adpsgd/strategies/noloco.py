@@ -66,7 +66,7 @@ class NoLoCo(Strategy):
         return Plan.nobody(rounds, 1 / 2, SlowModel(self.momentum, self.rate))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of this round's perfect matching."""
+        """The mixing matrix of the round's random perfect matching."""
         return RandomPairs(self.seed).mixing_matrix(n, round)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class RandomPairs(Strategy):
         return Plan(peers[:, np.newaxis], 1 / 2)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of this round's perfect matching."""
+        """The mixing matrix of the round's random perfect matching."""
         return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), 1 / 2)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:

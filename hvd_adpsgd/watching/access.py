@@ -14,7 +14,7 @@ from hvd_adpsgd.errors import ConfigError
 __all__ = ["Address", "Token"]
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
-_SHORTEST = 16  # characters of a token
+_SHORTEST = 16  # fewest characters of a token
 _BACKLOG = 32
 
 

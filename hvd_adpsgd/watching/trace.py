@@ -67,7 +67,7 @@ class Timeline:
 
     Each append overwrites the closing "]" and writes it again, so the file is valid JSON at any time, also
     after the process fails. A file that has grown to half of the bound is renamed to NAME.old.json, in place
-    of an earlier one, and a new file begins. So at least half of the bound is always kept of the newest records.
+    of an earlier one, and a new file begins. So the newest records, at least half of the bound, always stay.
 
     Args:
         path: the file; an earlier file is overwritten.
@@ -318,7 +318,7 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
 def _whole(path: Path) -> Iterator[IO[str]]:
     """Context manager: a file for writing, which appears at `path` at the end unless there was an error."""
     path = path.resolve()  # so that the target of a symbolic link is replaced, not the link
-    if path.exists() and not path.is_file():  # a pipe, say
+    if path.exists() and not path.is_file():  # a pipe, say, which a rename would replace
         with open(path, "w", encoding="utf-8") as file:
             yield file
         return
@@ -457,7 +457,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield a trace's events on the common clock, with their JSON; events that JSON cannot hold are skipped."""
+    """Yield a trace's events on the common clock, with their JSON; events unfit for JSON are skipped."""
     events = _lines(source.path) if source.rank is not None else _foreign(source.path, number)
     for event in events:
         if source.rank is not None and event.get("name") == _HEAD:

@@ -69,7 +69,7 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
 
 
 def _numbers(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield (name, value): the script's scalars, unless a measured number has the name, then these numbers."""
+    """Yield (name, value): the script's scalars whose names no measured number has, then these numbers."""
     for name, value in report.scalars.items():
         if name not in _NAMES:
             yield name, value
@@ -175,7 +175,7 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
-    except ValueError:  # compiled, without a signature
+    except ValueError:  # a compiled function without a signature
         return True
     return True
 
