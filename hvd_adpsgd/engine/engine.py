@@ -476,8 +476,8 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
     if kind == _FAULT_GONE:
         return PeerFailedError(
             f"{who} has left or has failed, and this strategy averages over all super "
-            "learners: all must run the same number of steps. Or use a gossip strategy (random_pairs), which "
-            f"waits for no peer. {ulfm_advice()}",
+            "learners. Run the same number of steps on all of them, or use a gossip strategy (random_pairs), "
+            f"which waits for no peer. {ulfm_advice()}",
             code=code,
             peer=peer,
         )
