@@ -9,7 +9,7 @@ from hvd_adpsgd import __version__
 
 
 def main() -> int:
-    # What these are for may be missing where they run, so bench, which needs it, comes after.
+    # build-horovod and doctor must run where requirements are missing: bench, which imports NumPy, comes last
     if sys.argv[1:2] == ["build-horovod"]:
         from hvd_adpsgd.tools import build_horovod
 
@@ -44,10 +44,10 @@ def _measure() -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_arguments(commands.add_parser("bench", help="measure exchanges or training steps"))
-    commands.add_parser("doctor", help="is this environment fit? what cures it?", add_help=False)
+    commands.add_parser("doctor", help="examine this environment, suggest cures", add_help=False)
     commands.add_parser("top", help="a table of a run, while it lasts", add_help=False)
-    commands.add_parser("report", help="a page of a run from its record", add_help=False)
-    commands.add_parser("timeline", help="one trace of all learners", add_help=False)
+    commands.add_parser("report", help="an HTML page of a run, from its record", add_help=False)
+    commands.add_parser("timeline", help="merge the timelines of all learners", add_help=False)
     commands.add_parser(
         "simulate",
         help="many engines in one process: replay a seed, plan a cluster",

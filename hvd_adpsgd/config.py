@@ -20,24 +20,24 @@ from hvd_adpsgd.errors import ConfigError
 __all__ = ["PREFIX", "REPLACES", "Config", "Option", "OptionRow"]
 
 PREFIX = "HVD_ADPSGD_"
-# No option: a replacement finds there the number of the super learner that it replaces.
+# Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.
 REPLACES = "HVD_ADPSGD_JOIN_AS"
 
 
 @dataclass(frozen=True)
 class Option:
-    """What values one field of Config takes.
+    """The values that one field of Config may have, and its description.
 
     Attributes:
-        kind: int, float or str.
+        kind: type of the value: int, float or str.
         unit: unit of the value, empty for pure numbers and words.
-        meaning: one sentence for the table.
-        low: smallest value allowed, or the bound above which it lies when `low_open`.
-        high: largest value allowed.
-        low_open: whether `low` itself is excluded.
-        off: whether 0 is a value too, below `low`.
-        choices: the words allowed (compared without case), for a str.
-        optional: whether None is a value; in the environment an empty string or "none".
+        meaning: description of the option in the documentation's table.
+        low: smallest allowed value; with `low_open` the bound that the value must exceed.
+        high: largest allowed value; None: no bound.
+        low_open: whether `low` itself is not allowed.
+        off: whether 0 is allowed too, although it is below `low`.
+        choices: the allowed words (compared without case) of a str; () for any text.
+        optional: whether None is allowed; in the environment an empty string or "none".
         same: whether all learners of a job need the same value; init() compares it.
     """
 
@@ -54,7 +54,7 @@ class Option:
 
     @property
     def range(self) -> str:
-        """The allowed values as text, for the table and for messages."""
+        """The allowed values as text, for the documentation's table and for error messages."""
         words = self._choices_text() if self.kind is str else self._interval_text()
         words = f"{words}, or 0" if self.off else words
         return f"{words}, or None" if self.optional else words
@@ -70,7 +70,7 @@ class Option:
         return f"{self.low:g} to {self.high:g}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right kind lies in the range; NaN never does."""
+        """Whether a value of the right kind is allowed; NaN never is."""
         if self.kind is str:
             return value in self.choices if self.choices else bool(value)
         if self.off and value == 0:
@@ -79,10 +79,10 @@ class Option:
         return bool(above and (self.high is None or value <= self.high))
 
     def coerce(self, value: Any) -> Any:
-        """The value as the plain int, float or str that Config stores.
+        """Convert a value to the plain int, float or str that Config stores.
 
         Raises:
-            TypeError: if the value is of another kind (True is no int here, 1.5 neither).
+            TypeError: if the value is of another kind (for an int option True and 1.5 are).
         """
         if isinstance(value, bool):
             raise TypeError("a truth value")
@@ -96,10 +96,10 @@ class Option:
         return text.lower() if self.choices else text
 
     def parse(self, text: str) -> Any:
-        """The value that a string of the environment stands for.
+        """Convert the text of an environment variable to a value.
 
         Raises:
-            ValueError: if the text is not a number where one is needed.
+            ValueError: if the option is a number and the text is not.
         """
         text = text.strip()
         if self.optional and text.lower() in ("", "none"):
@@ -121,17 +121,17 @@ class OptionRow(NamedTuple):
 def _option(
     default: Any, kind: type, unit: str, meaning: str, *, secret: bool = False, **bounds: Any
 ) -> Any:
-    """A dataclass field that carries its Option; the value of a secret one is not printed."""
+    """Make a dataclass field that carries its Option; repr() does not print the value of a secret field."""
     option = Option(kind, unit, meaning, **bounds)
     return field(default=default, repr=not secret, metadata={"option": option})
 
 
 @dataclass(frozen=True)
 class Config:
-    """All options, checked; immutable, comparable, printable.
+    """All options of the library, checked; immutable, comparable, printable.
 
-    The arguments are the fields below. Each has an environment name, `HVD_ADPSGD_` and the field's name in
-    capitals. `Config.table()` lists unit, range and meaning of each.
+    The arguments are the fields below. The environment variable of each is `HVD_ADPSGD_` and the field's name
+    in capitals. `Config.table()` lists unit, range and meaning of each.
 
     Raises:
         ConfigError: if a value is of the wrong kind or out of its range.
@@ -190,7 +190,7 @@ class Config:
         None,
         int,
         "steps",
-        "wait when a correction would be older; None: never wait",
+        "wait when a correction would be older than this; None: never wait",
         low=1,
         high=10**9,
         optional=True,
@@ -333,7 +333,8 @@ class Config:
         None,
         str,
         "host:port,...",
-        "as a job prints it: these learners join that job as a super learner, with its join_secret_file",
+        "address that a job prints: these learners join that job as a super learner, with its "
+        "join_secret_file",
         optional=True,
         same=False,
     )
@@ -404,18 +405,18 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, option in _options().items():
-            # frozen: the one place where a field is set, to its plain and checked value
+            # the dataclass is frozen; only here a field is set, to its converted and checked value
             object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """The options as set by HVD_ADPSGD_* variables, defaults elsewhere.
+        """Read the options from HVD_ADPSGD_* variables; options without a variable have their default.
 
-        An empty variable stands for the default. A name with our prefix that is no option is an
-        error, because a misspelt option would otherwise be ignored in silence.
+        An empty variable stands for the default. A variable HVD_ADPSGD_* that is no option is an error,
+        because a misspelt option would otherwise be ignored silently.
 
         Raises:
-            ConfigError: for an unknown name, an unreadable value or one out of range.
+            ConfigError: for an unknown name, or a value that is unreadable or out of range.
         """
         given = {
             key: text for key, text in environ.items() if key.startswith(PREFIX) and key != REPLACES
@@ -428,7 +429,7 @@ class Config:
         )
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some options changed, checked like a new one.
+        """Return a copy with some options changed and checked.
 
         Raises:
             ConfigError: for an unknown option or a value out of range.
@@ -438,7 +439,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def unequal(self, other: Config) -> str | None:
-        """The first option that all learners need to have alike, and these two have not."""
+        """Return the name of the first option that must be equal on all learners but is not; else None."""
         for name, option in _options().items():
             if option.same and getattr(self, name) != getattr(other, name):
                 return name
@@ -446,7 +447,7 @@ class Config:
 
     @classmethod
     def table(cls) -> tuple[OptionRow, ...]:
-        """One row per option, in the order of the fields, for the documentation."""
+        """Return the documentation's table of options: one row per option, in the order of the fields."""
         return tuple(
             OptionRow(
                 f.name,
@@ -461,12 +462,12 @@ class Config:
 
 
 def environment_name(name: str) -> str:
-    """Environment variable of the option `name`."""
+    """Return the environment variable of the option `name`."""
     return PREFIX + name.upper()
 
 
 def _options() -> dict[str, Option]:
-    """Field name to Option, in the order of the fields."""
+    """Return the Option of each field of Config by the field's name, in their order."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
 
 
@@ -477,7 +478,7 @@ def _as_float(value: Any) -> float:
 
 
 def _checked(name: str, option: Option, value: Any) -> Any:
-    """The value as Config stores it, or ConfigError."""
+    """Return the value as Config stores it, or raise ConfigError."""
     if value is None and option.optional:
         return None
     try:
@@ -490,7 +491,7 @@ def _checked(name: str, option: Option, value: Any) -> Any:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The environment's text as a value of the option's kind, or ConfigError."""
+    """Convert the text of an environment variable to the option's kind, or raise ConfigError."""
     option = _options()[name]
     try:
         return option.parse(text)

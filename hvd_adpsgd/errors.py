@@ -1,8 +1,8 @@
 """Every exception of the library, and what to do when one is caught.
 
-All derive from `AdpsgdError`, and from the builtin a Python programmer would expect in that place
-(a wrong value is also a ValueError), so that `except ValueError` of an existing script keeps
-working. Messages have four parts: what, where, the value against its bound, the cure.
+All derive from `AdpsgdError`, and from the builtin exception that a Python programmer would expect (a wrong
+value is also a ValueError), so that `except ValueError` of an existing script keeps working. Messages have
+four parts: what is wrong, where, the value against its bound, the cure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 class AdpsgdError(Exception):
     """Base of every exception raised by this library.
 
-    Catch it to tell our failures from those of torch, Horovod or the script itself.
+    Catch it to distinguish this library's errors from those of torch, Horovod or the script itself.
     """
 
 
@@ -43,7 +43,7 @@ class ConfigError(AdpsgdError, ValueError):
     """An option or an argument has an unknown name or a value out of its range.
 
     Raised when a Config is made, when the environment is read, and when a strategy is parsed or
-    constructed: before training, on every learner alike. Correct the named variable or argument.
+    constructed: before training, on every learner. Correct the named variable or argument.
     """
 
 
@@ -56,23 +56,24 @@ class MissingRequirementError(AdpsgdError, ImportError):
 
 
 class TopologyError(AdpsgdError, ValueError):
-    """A rank, a number of super learners or a matrix does not fit the graph asked for.
+    """A rank, a number of super learners or a matrix does not fit the requested communication graph.
 
-    Raised by the pure functions of `topology`, `mixing` and `strategies`. Correct the argument.
+    Raised by the pure functions of `theory` and `strategies`, and if an engine finds no network address on
+    which peers can reach it. Correct the argument, or do what the message says.
     """
 
 
 class WorldError(AdpsgdError, RuntimeError):
-    """The learners' worlds are not in the state that the call needs.
+    """The communicators that hvd.init() makes (the worlds) are not in the state that the call needs.
 
-    Base of the errors of init and shutdown. Read the message of the kind actually raised.
+    Base class of the errors of init() and shutdown(). Read the message: it says what to do.
     """
 
 
 class NotInitializedError(WorldError, ValueError):
-    """A function that needs the worlds was called before init() or after shutdown().
+    """A function that needs hvd.init() was called before init() or after shutdown().
 
-    Call hvd.init() first. It is also a ValueError because Horovod raises one in this place.
+    Call hvd.init() first. The exception is also a ValueError because Horovod raises a ValueError then.
     """
 
 
@@ -84,7 +85,7 @@ class AlreadyInitializedError(WorldError):
 
 
 class LaunchError(WorldError):
-    """The processes were started in a way in which the worlds cannot be built.
+    """The processes were started in such a way that hvd.init() cannot connect them.
 
     For instance with another version of hvd_adpsgd on one host, or with an MPI that lacks
     MPI_THREAD_MULTIPLE.
@@ -101,18 +102,18 @@ class ModelMismatchError(AdpsgdError, ValueError):
 
 
 class CollectiveMismatchError(ModelMismatchError):
-    """Learners called different operations over all learners, or with tensors that do not fit.
+    """Learners called different operations over all learners, or called one with tensors that do not fit.
 
-    Or one waits in an operation for another, which waits for a step of it. Raised on all learners in the
-    operation or the step, and also a HorovodInternalError. Call the same operation with the same name,
-    dtype and shape everywhere, after the same number of steps.
+    Or one learner waits in an operation for another, which waits in a step for the first. Raised on all
+    learners in the operation or the step, and also a HorovodInternalError. Call the same operation with the
+    same name, dtype and shape on all learners, after the same number of steps.
     """
 
 
 class StrategyMismatchError(AdpsgdError, ValueError):
-    """Learners were given different arguments or strategies, or a strategy that this call cannot serve.
+    """Learners were given different arguments or strategies, or a strategy with which this call cannot work.
 
-    Give every learner the same, such as `averaging` (spec and seed), in the script or the environment.
+    Give every learner the same arguments, such as `averaging` (spec and seed), in the script or environment.
     """
 
 
@@ -127,7 +128,7 @@ class NonFiniteModelError(AdpsgdError, ArithmeticError):
     """The local model holds NaN or infinity, and `nonfinite` is "raise".
 
     Such a model must not reach peers. Lower the learning rate, warm it up or clip gradients; set
-    `nonfinite="skip"` to train on without exchanging until the model is finite again.
+    `nonfinite="skip"` to continue training without exchanges until the model is finite again.
     """
 
 
@@ -139,12 +140,12 @@ class DeviceMovedError(AdpsgdError, RuntimeError):
 
 
 class GradientOrderError(AdpsgdError, AssertionError):
-    """Gradients were changed, or computed once more, at a moment when they are being averaged.
+    """Gradients were changed, or computed once more, while they are being averaged.
 
-    Without it the learners of a super learner would step with different numbers. It is also an AssertionError
-    because Horovod raises one in such places. Nothing was applied to the model unless the message says
-    so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()` before new
-    ones are computed.
+    Without this error the learners of a super learner would step with different gradients. It is also an
+    AssertionError because Horovod raises an AssertionError then. Nothing was applied to the model unless the
+    message says so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()`
+    before new gradients are computed.
     """
 
 
@@ -152,11 +153,11 @@ class TransportError(AdpsgdError, RuntimeError):
     """The network layer between super learners failed in a way that ends averaging.
 
     Raised at the next step or at the end of training, never from the engine's thread. The local
-    model is whole: save it, and start the job again.
+    model is intact: save it, and start the job again.
 
     Attributes:
-        code: error code or class of the transport (MPI's error class), None if there is none.
-        peer: outer rank of the super learner at the other end, None if not about one.
+        code: error code of the transport, such as MPI's error class; None without one.
+        peer: super_rank of the super learner at the other end; None if the error is not about one.
     """
 
     def __init__(
@@ -170,30 +171,30 @@ class TransportError(AdpsgdError, RuntimeError):
 class PeerFailedError(TransportError):
     """A super learner that this one cannot do without has failed.
 
-    A failed peer is only logged; this is raised where an operation needs it (an allreduce over all
-    learners, say). Catch it to save the model and continue alone, or restart.
+    Failures of other peers are only logged. Raised when an operation needs the failed super learner (an
+    allreduce over all learners, say). Catch it to save the model and continue alone, or restart.
     """
 
 
 class LearnerFailedError(PeerFailedError):
     """A learner of this super learner failed, so the whole super learner leaves.
 
-    Raised on its other learners at their next step; the other super learners train on without it. The
-    model of this one is whole, but for the step under way. Save what only this process has, and end.
+    Raised on the remaining learners of the super learner at their next step; other super learners continue
+    without it. Its model is intact, except for the current step. Save what only this process has, and exit.
     """
 
 
 class QuorumLostError(PeerFailedError):
     """Half or more of the super learners have failed, and `quorum` is "majority".
 
-    After a cut network only the larger side trains on. Raised on all learners of a super learner after the
-    same step, by every later step too, and by operations over all learners. The model is whole: save a
-    checkpoint, and end.
+    When a network fault divides the job, only the larger side continues to train. Raised on all learners of a
+    super learner after the same step, by every later step too, and by operations over all learners. The model
+    is intact: save a checkpoint, and exit.
     """
 
 
 class InnerOnlyError(AdpsgdError, ValueError):
-    """A Horovod operation that works only inside a super learner was called on all learners.
+    """A Horovod operation that works only inside a super learner was called for all learners.
 
     Call it with `process_set=hvd.super_learner`, or start the job as one super learner.
     """

@@ -1,12 +1,13 @@
-"""Whether a joining super learner is let in: the decisions of each process, without messages and time.
+"""State machines that decide, in each process, whether a joining super learner is admitted to a running job.
 
-All members of a job go over to engines that they share with the joining super learner, or all keep what they
-have. torch/admission.py asks these classes in a job, simulation/admission.pyx in a simulated one.
+They send no messages and read no clock: torch/admission.py drives them in a real job,
+simulation/admission.pyx in a simulated one. Members are the processes of the job that average already. Either
+all members switch to new engines, which include the joining super learner, or all keep their old engines.
 
-    a member                                          the joining super learner
-    begins    all members are known, alike on all     offered   it is to make its engine
-    votes     whether its new engine is made          let_in    all members go over
-    goes_over all have voted yes, none was lost       received  it has the model, and trains
+    a member                                            the joining super learner
+    begins    every member knows the same member list   offered   it is asked to make its engine
+    votes     whether its new engine was made           let_in    all members switch
+    goes_over all voted yes, and no member was lost     received  it has the model, and trains
 """
 
 from __future__ import annotations
@@ -18,30 +19,32 @@ __all__ = ["Joiner", "JoinerStage", "Member", "MemberStage"]
 
 
 class MemberStage(Enum):
-    """What a member waits for."""
+    """What a member of the job waits for during an admission."""
 
-    RESTS = auto()  # the members: its engine is at rest
-    MAKES = auto()  # its new engine, and on one of the members that of the joining super learner
-    VOTED = auto()  # the votes of all
-    OVER = auto()  # nothing: it has gone over, or keeps the old engine
+    RESTS = auto()  # the member list; its engine is paused
+    MAKES = (
+        auto()
+    )  # its new engine; the member that talks with the joining super learner, for both engines
+    VOTED = auto()  # the votes of all members
+    OVER = auto()  # nothing: it has switched to the new engine, or keeps the old one
 
 
 class JoinerStage(Enum):
-    """What the joining super learner waits for."""
+    """What the joining super learner waits for during an admission."""
 
-    WAITS = auto()  # the offer
-    MAKES = auto()  # its engine, and to be let in
-    IN = auto()  # the model: all members have gone over
-    TRAINS = auto()  # nothing
-    OUT = auto()  # nothing: it has given up
+    WAITS = auto()  # a member's offer
+    MAKES = auto()  # its own engine, and the members' decision
+    IN = auto()  # the members' mean model: all members have switched to the new engines
+    TRAINS = auto()  # nothing: it has the model
+    OUT = auto()  # nothing: it has given up joining
 
 
 class Member:
-    """A member of the job, in one admission.
+    """State machine of one member of the job during one admission.
 
     Attributes:
         stage: see MemberStage.
-        members: those that are to go over together; empty until `begins`.
+        members: ranks of the members that are to switch together; empty until `begins`.
     """
 
     def __init__(self) -> None:
@@ -49,25 +52,27 @@ class Member:
         self.members: frozenset[int] = frozenset()
 
     def begins(self, members: Collection[int]) -> None:
-        """The members are known: it makes an engine for them and the joining super learner."""
+        """Note the member list: this member now makes an engine for these and the joining super learner."""
         self._move(MemberStage.RESTS, MemberStage.MAKES)
         self.members = frozenset(members)
 
     def votes(self, made: bool) -> bool:
-        """Its vote.
+        """Note that this member votes on the admission, and return its vote.
 
         Args:
-            made: its engine is, and on the member that talks with the joining super learner the one there.
+            made: whether this member's new engine was made; on the member that talks with the joining super
+                learner, whether that one's engine was made too.
         """
         self._move(MemberStage.MAKES, MemberStage.VOTED)
         return made
 
     def goes_over(self, all_made: bool, members: Collection[int]) -> bool:
-        """Whether it goes over to the new engine, alike on all members.
+        """Whether this member switches to the new engine; all members decide the same.
 
         Args:
             all_made: whether every vote was yes.
-            members: that have voted. If one was lost meanwhile, the new engines would wait for it.
+            members: ranks of the members that have voted. If one is missing, nobody switches, because the new
+                engines would wait for the lost member.
         """
         self._move(MemberStage.VOTED, MemberStage.OVER)
         return all_made and frozenset(members) == self.members
@@ -79,7 +84,7 @@ class Member:
 
 
 class Joiner:
-    """The joining super learner, in one admission.
+    """State machine of the joining super learner during one admission.
 
     Attributes:
         stage: see JoinerStage.
@@ -90,28 +95,28 @@ class Joiner:
 
     @property
     def is_out(self) -> bool:
-        """Whether it has given up; it does not change its mind."""
+        """Whether the joining super learner has given up; this is final."""
         return self.stage is JoinerStage.OUT
 
     def offered(self) -> None:
-        """A member asks it to make its engine."""
+        """Note that a member has asked the joining super learner to make its engine."""
         self._move(JoinerStage.WAITS, JoinerStage.MAKES)
 
     def let_in(self) -> None:
-        """All members go over."""
+        """Note that all members switch to the new engines."""
         self._move(JoinerStage.MAKES, JoinerStage.IN)
 
     def received(self) -> None:
-        """It has the members' mean model."""
+        """Note that the members' mean model has been received: the joining super learner trains."""
         self._move(JoinerStage.IN, JoinerStage.TRAINS)
 
     def times_out(self) -> None:
-        """Nobody has let it in for so long that no member will."""
+        """Give up, unless admitted already: after the caller's time limit no member admits it any more."""
         if self.stage in (JoinerStage.WAITS, JoinerStage.MAKES):
             self.stage = JoinerStage.OUT
 
     def is_abandoned(self) -> None:
-        """The member that it talks with, or receives the model from, is lost."""
+        """Give up, unless it trains already: its contact, or the member that sends the model, is lost."""
         if self.stage is not JoinerStage.TRAINS:
             self.stage = JoinerStage.OUT
 

@@ -1,13 +1,13 @@
-"""Opens the connections of a TcpWire, in a thread beside the engine's.
+"""Opens and accepts the TCP connections of a TcpWire, in a thread beside the engine's.
 
-The engine's thread runs without the GIL, and this one must not slow it down: they talk through two pipes.
-When the engine needs a connection to a peer, or one has ended, it asks for it, once per second again; a
-connection goes to it when both ends have proven that they belong to the job (handshake.py), and nothing that
-was received before that is kept. The engine decides which peers have failed; this thread tells it which hosts
-refuse a connection, and which answer.
+The engine's thread runs without the GIL, and this thread must not slow it down: the two talk through two
+pipes. When the engine needs a connection to a peer, or a connection has ended, the engine asks this thread
+for a new one, and asks again once per second. This thread hands a connection to the engine after both ends
+have proven that they belong to the job (handshake.py), and keeps no byte that was received before. The engine
+decides which peers have failed; this thread notifies it which hosts refuse a connection, and which answer.
 
-Strangers cost little: at most 64 connections are unproven at once, the oldest makes room; each has 5 seconds,
-and what is read of it is 130 bytes.
+Connections from strangers cost little: at most 64 are unproven at once, and one more closes the oldest; each
+has 5 seconds for its proof, and at most 130 bytes of it are read.
 """
 
 from __future__ import annotations
@@ -47,28 +47,33 @@ __all__ = ["Connections"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_HANDSHAKE_S = 5.0  # from the connection to its proof
-_UNPROVEN = 64
-_AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0  # between two attempts to reach a peer
+_HANDSHAKE_S = 5.0  # longest time from an open connection to its proof
+_UNPROVEN = 64  # most accepted connections without a proof
+_AGAIN_FIRST_S, _AGAIN_LAST_S = (
+    0.05,
+    2.0,
+)  # pause between two attempts to reach a peer: first, longest
 _TEND_S = 1.0
-_PIPE_S = 0.01  # until the next attempt, when the engine has not read what it was told
-_NO_DESCRIPTOR_S = 0.2  # until the next accept, when the process has no descriptor left
-_FLUSH_S = 0.5  # for what was not sent yet, at the end
+_PIPE_S = (
+    0.01  # pause before the next write to a pipe that is full because the engine has not read it
+)
+_NO_DESCRIPTOR_S = 0.2  # pause before the next accept when the process has no file descriptor left
+_FLUSH_S = 0.5  # longest time that close() spends on messages not sent yet
 _NEWS = struct.Struct("=iii")
 _RANK = struct.Struct("=i")
 
 
 class _Member(NamedTuple):
-    """What an engine says of itself when the engines meet, before they choose their addresses."""
+    """What each engine sends to all others in the first gather, before they choose their addresses."""
 
     network: str
     addresses: list[tuple[str, str]]
-    secret: str  # hexadecimal: a gather may go through JSON
+    secret: str  # hexadecimal, because a gather may go through JSON
     incarnation: int
 
 
 class _Address(NamedTuple):
-    """Where an engine listens; or why it cannot."""
+    """Host and port where an engine listens, or the error for which it cannot listen."""
 
     host: str
     port: int
@@ -77,16 +82,16 @@ class _Address(NamedTuple):
 
 
 class Connections:
-    """The connections between engines, or learners, all of which make theirs together.
+    """The TCP connections of one engine (or learner) to all others, which make theirs at the same time.
 
     Args:
-        rank, size: of these.
-        config: nics, connections, idle_connection_s, failure_timeout_s.
-        kind: what they are, for messages.
-        tend: called once per second on the thread beside the engine's; for a wire without an engine's thread.
+        rank, size: of this engine or learner, and how many there are.
+        config: the options nics, connections, idle_connection_s and failure_timeout_s are used.
+        kind: what the ends are in error messages: "super learner" or "learner".
+        tend: called once per second on this object's thread, for a wire that no engine's thread drives.
 
     Attributes:
-        wire: what the engine is handed.
+        wire: the TcpWire for the engine.
     """
 
     GATHERS = 2
@@ -107,9 +112,9 @@ class Connections:
         self._listener: socket.socket | None = None
         self._unproven: dict[asyncio.Task[Any], None] = {}  # oldest first
         self._dialing: dict[int, asyncio.Task[None]] = {}  # by peer
-        self._dialed: dict[int, float] = {}  # when it got its last connection
+        self._dialed: dict[int, float] = {}  # by peer: when this end last opened a connection to it
         self._ready = threading.Event()
-        self._broken: OSError | None = None  # why the thread has ended
+        self._broken: OSError | None = None  # the error that has ended the thread
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
         self._news_out, self._news_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -129,18 +134,19 @@ class Connections:
     # ---- meeting -------------------------------------------------------------------------
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Learn the addresses of the others, and listen.
+        """Listen on an address of this host, and learn the addresses of all other ends.
 
         Args:
             gather: see Engine.start.
 
         Raises:
-            TopologyError: on all, if one of them finds no address to listen on.
+            TopologyError: on all ends, if one of them finds no address to listen on.
+            TransportError: if the thread cannot start, as without a free file descriptor.
         """
         me = _Member(
             network_name(), addresses(), secrets.token_hex(SECRET_NBYTES), self._incarnation
         )
-        # what was gathered through JSON has lists in place of tuples
+        # a gather through JSON returns lists in place of tuples
         present = [_Member(*member) for member in gather(me) if member is not None]
         self._secret = bytes.fromhex(present[0].secret)
         known = [(m.network, [(name, at) for name, at in m.addresses]) for m in present]
@@ -161,13 +167,13 @@ class Connections:
 
     @property
     def address(self) -> str:
-        """On which this one listens, after `meet`."""
+        """The address on which this end listens; known after `meet`."""
         own = self._addresses[self._rank]
         assert own is not None
         return own.host
 
     def address_of(self, rank: int) -> str:
-        """Where another one listens, for messages."""
+        """Host and port on which the end with this rank listens, as text for messages."""
         other = self._addresses[rank]
         return f"{other.host} port {other.port}" if other is not None else "no address"
 
@@ -212,7 +218,7 @@ class Connections:
             self._tend()
 
     async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
-        """Give a proven connection to the engine, or tell it what is known of the peer."""
+        """Hand a proven connection to the engine through the pipe, or the news `kind` about the peer."""
         handle = -1 if connection is None else connection.detach()
         record = _NEWS.pack(kind, peer, handle)
         try:
@@ -235,7 +241,7 @@ class Connections:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
-            # handshakes read what has come: one that names both engines is kept
+            # lets waiting handshakes read: one whose Hello names both engines is no longer `_unproven`
             await asyncio.sleep(0)
             if len(self._unproven) >= _UNPROVEN:
                 oldest = next(iter(self._unproven))
@@ -246,14 +252,14 @@ class Connections:
             task.add_done_callback(lambda done: self._unproven.pop(done, None))
 
     async def _welcome(self, connection: socket.socket) -> None:
-        """Let the other end prove who it is; hand the connection over, or close it."""
+        """Demand a proof from the end that has connected; hand the connection to the engine, or close it."""
         loop = asyncio.get_running_loop()
         with connection:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
                     task = asyncio.current_task()
-                    if task is not None:  # strangers know no incarnations
+                    if task is not None:  # a stranger cannot know the engines' incarnations
                         self._unproven.pop(task, None)
                     reply = hello.reply(self._secret)
                     await loop.sock_sendall(connection, reply)
@@ -265,13 +271,13 @@ class Connections:
                         connection.send(error.pack())
                 return
             with contextlib.suppress(OSError):
-                # the engine must know the connection before the peer can use and end it
+                # before WELCOME: the engine must know the connection before the peer can use and close it
                 _prepare(connection, self._config.failure_timeout_s)
                 await self._tell(TcpWire.ACCEPTED, hello.caller, connection.dup())
                 await loop.sock_sendall(connection, WELCOME)
 
     def _checked(self, hello: Hello) -> Hello:
-        """The message, if it is for this engine and from one that is known."""
+        """Return the Hello if it is for this engine and from one of the job; raise Refused otherwise."""
         known = hello.caller < len(self._addresses) and hello.caller != self._rank
         caller = self._addresses[hello.caller] if known else None
         if caller is None or caller.incarnation != hello.caller_incarnation:
@@ -283,7 +289,7 @@ class Connections:
     # ---- dialing -------------------------------------------------------------------------
 
     def _take_dials(self) -> None:
-        """The engine wants connections; it asks again for those that it has not got yet."""
+        """Dial the peers that the engine asks for; it repeats each request until it has a connection."""
         with contextlib.suppress(BlockingIOError):
             while wanted := os.read(self._dials_out, _RANK.size):
                 (peer,) = _RANK.unpack(wanted)
@@ -293,26 +299,27 @@ class Connections:
                     task.add_done_callback(functools.partial(self._end_dial, peer))
 
     def _end_dial(self, peer: int, task: asyncio.Task[None] | None) -> None:
-        """What the engine asks for from now on is another connection."""
+        """Note that dialing `peer` is over: the engine's next request for it is for another connection."""
         if self._dialing.get(peer) is task:
             del self._dialing[peer]
 
     async def _dial(self, peer: int) -> None:
-        """Open a connection, with attempts until the peer refuses, or cannot be reached for too long."""
+        """Connect to a peer, again and again until it refuses or was unreachable for failure_timeout_s."""
         address = self._addresses[peer]
         if address is None:
             await self._tell(TcpWire.REFUSED, peer)
             return
         pause, again = _AGAIN_FIRST_S, self._dialed.get(peer, 0.0) + _AGAIN_FIRST_S
-        await asyncio.sleep(again - time.monotonic())  # a network may end each connection at once
+        # a network may end each connection as soon as it is open: no two within _AGAIN_FIRST_S
+        await asyncio.sleep(again - time.monotonic())
         ends = time.monotonic() + self._config.failure_timeout_s
         while time.monotonic() < ends:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     connection = await _connect(address)
             except ConnectionRefusedError:
-                # Nobody listens there any more: the process has ended. A host that is only busy drops
-                # what it has no room for, and answers no reset. A firewall that rejects looks the same.
+                # No socket listens there any more: the process has ended. A host that is only busy drops a
+                # SYN for which it has no room, and sends no reset. A firewall that rejects looks the same.
                 await self._tell(TcpWire.REFUSED, peer)
                 return
             except (OSError, TimeoutError) as error:
@@ -320,13 +327,13 @@ class Connections:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _AGAIN_LAST_S)
                 continue
-            ends = time.monotonic() + self._config.failure_timeout_s  # its host is there
+            ends = time.monotonic() + self._config.failure_timeout_s  # its host has answered
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._introduce(connection, peer, address)
                 _prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
-                # before DIALED is told: the engine may then ask for the next connection to this peer
+                # before DIALED is sent: after it the engine may ask for the next connection to this peer
                 self._end_dial(peer, asyncio.current_task())
                 await self._tell(TcpWire.DIALED, peer, connection)
                 return
@@ -343,25 +350,26 @@ class Connections:
             pause = min(2 * pause, _AGAIN_LAST_S)
 
     async def _introduce(self, connection: socket.socket, peer: int, address: _Address) -> None:
-        """Let the other end prove to be the peer, and prove who we are."""
+        """Shake hands as the side that dials: check the peer's proof, and send this engine's proof."""
         loop = asyncio.get_running_loop()
         hello = Hello.new(self._rank, peer, self._incarnation, address.incarnation)
         await loop.sock_sendall(connection, hello.pack())
         reply = await _read(connection, REPLY_NBYTES)
         await loop.sock_sendall(connection, hello.answer(self._secret, reply))
         if await _read(connection, len(WELCOME)) != WELCOME:
-            raise ConnectionResetError("the other end closes the connection")
+            raise ConnectionResetError("the other end has not accepted the handshake")
 
     # ---- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send what was not sent yet, for half a second at most, and close all.
+        """Send the remaining messages, for at most 0.5 s, then end the thread and close all connections.
 
-        Also what is sent again because its connection has ended. The engine's thread has ended.
+        Messages whose connection has ended, and which are sent again, count as remaining. Call it after the
+        engine's thread has ended.
         """
         ends = time.monotonic() + _FLUSH_S
         if self._thread is not None:
-            self.wire.progress()  # finds the connections that have ended
+            self.wire.progress()  # notices connections that have ended
         while self._thread is not None and self.wire.unfinished and time.monotonic() < ends:
             self.wire.progress()
             time.sleep(1e-3)
@@ -369,7 +377,7 @@ class Connections:
             self._stop()
             self._thread.join()
             self._thread = None
-            self.wire.progress()  # takes the connections that were handed over last
+            self.wire.progress()  # takes the last connections from the pipe, so that wire.close() closes them
         self.wire.close()
         if self._listener is not None:
             self._listener.close()
@@ -380,7 +388,7 @@ class Connections:
         _open.discard(self)
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors of the parent, else its peers would not see it end."""
+        """Close the parent's sockets in a forked child: open ones would hide the parent's end from peers."""
         self.wire.forget()
         if self._listener is not None:
             self._listener.close()
@@ -399,7 +407,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _is_written(pipe: int, record: bytes) -> bool:
-    """Whether the pipe has taken the record, whole."""
+    """Write the record to the pipe; return False if the pipe is full (a record is never written in part)."""
     try:
         return os.write(pipe, record) > 0
     except BlockingIOError:
@@ -419,10 +427,10 @@ async def _connect(address: _Address) -> socket.socket:
 
 
 async def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Exactly so many bytes.
+    """Receive exactly `nbytes` bytes.
 
     Raises:
-        ConnectionResetError: if the connection ends before.
+        ConnectionResetError: if the connection ends earlier.
     """
     loop = asyncio.get_running_loop()
     data = b""
@@ -435,7 +443,7 @@ async def _read(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _prepare(connection: socket.socket, failure_s: float) -> None:
-    """Small messages go at once; a host that is gone is noticed also where nothing is sent."""
+    """Set TCP options: send small messages at once, and detect a lost host on an idle connection too."""
     every = max(1, round(failure_s / 4))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

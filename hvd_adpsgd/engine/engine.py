@@ -3,7 +3,7 @@
 One step on a leader (L) and on the other learners of its super learner (O):
 
     L, O: publish()              the corrections gathered so far become the published slot
-    L, O: gradient all-reduce    after it all of them may read that slot
+    L, O: gradient all-reduce    after it all of these learners may read the published slot
     L, O: the user's optimizer
     L, O: memory.absorb()        parameter += correction; on the leader also mirror = parameter
     L, O: offer()                the engine may average the new model; returns at once
@@ -11,8 +11,8 @@ One step on a leader (L) and on the other learners of its super learner (O):
 The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
 the mirror, and what it returns is a correction, so concurrent local updates are kept.
 
-With shards (model_memory.py) every learner is the leader of its own: its thread averages that shard with the
-threads of its counterparts, the learners with the same place in the other super learners.
+With shards (model_memory.py) every learner is the leader of its own shard: its thread averages that shard
+with the threads of its counterparts, the learners with the same inner rank in the other super learners.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ __all__ = ["Engine"]
 log = logging.getLogger("hvd_adpsgd")
 
 _held_by_mpi: list[Loop] = []
-_LEFT_OUT, _NAMES = 8, 5  # exchanges in a row before a warning; tensors that it names
+# exchanges in a row that leave out a chunk before a warning; most tensors that the warning names
+_LEFT_OUT, _NAMES = 8, 5
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
 _FAULT_STATE, _FAULT_FENCED = 6, 7
 
@@ -62,29 +63,31 @@ _FAULT_STATE, _FAULT_FENCED = 6, 7
 class Engine:
     """Averages the model of one super learner with those of its peers.
 
-    All learners of all super learners make it together. The constructor only stores; call
-    `memory.extend`, then `start`.
+    All learners of all super learners make their engines together. The constructor only stores its arguments;
+    call `memory.extend`, then `start`.
 
     Args:
         inner: communicator of the super learner (mpi4py), None for a learner alone.
         outer: communicator of the leaders, with errors returned; None on learners that are not leaders.
-            Engines share it, and its tags but 0: all leaders make theirs in the same order. With shards that
-            of this learner and its counterparts; None on learners without a shard.
+            Several engines share it and divide all its tags but 0 among them, so all leaders make their
+            engines in the same order. With shards: the communicator of this learner and its counterparts;
+            None on learners without a shard.
         plan: which peers to ask, and with which weight.
         config: the options.
-        names: of each super learner in messages, by super_rank.
-        members: the super learners of `outer`, by their rank there; () means 0, 1, ..., all of them. All
-            other super learners count as failed.
-        has_neighbours: whether there may be other super learners on this host, which read the model where
-            it lies.
-        memory: of an earlier engine, paused, with the same tensors; None: new memory, see `memory.extend`.
-        shards: into how many the model is cut.
-        cores: for the thread; () means those of the thread that starts it.
+        names: the name of each super learner in messages, by super_rank.
+        members: super_rank of each rank of `outer`; () means 0, 1, ... Super learners that are not members
+            count as failed.
+        has_neighbours: whether other super learners may run on this host, which can read the model directly
+            in shared memory.
+        memory: memory of an earlier, paused engine with the same tensors; None: new memory, which
+            `memory.extend` fills.
+        shards: number of shards into which the model is cut.
+        cores: CPU cores for the engine's thread; () means the affinity of the thread that calls `start`.
 
     Attributes:
-        memory: the tensors.
-        loop: the thread; None on learners that are not leaders.
-        rounds: rounds and means in step with peers.
+        memory: the mirror and the corrections of the averaged tensors.
+        loop: the engine's thread; None on learners that are not leaders.
+        rounds: rounds of pairs and means of all, for which steps wait.
     """
 
     def __init__(
@@ -109,17 +112,17 @@ class Engine:
         )
         self._outer = outer
         self._plan = plan
-        self._connections: Connections | None = None  # of the wire, unless it is MPI's
-        self._neighbours: Neighbours | None = None  # kept for the thread
+        self._connections: Connections | None = None  # of a TCP wire; None over MPI
+        self._neighbours: Neighbours | None = None  # keeps mapped the memory that the thread reads
         self._announced = 0  # parts of the layout that the thread knows
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
         self._names = list(names) or [str(i) for i in self._members]
         self.loop = self._make_loop() if outer is not None else None
         self.rounds = StepRounds(plan, self.loop, self._comm_rank, self.check)
         self._seen_events = 0
-        self._reported = [PeerState.ALIVE] * len(self._members)  # when they were seen
-        self._seen_void = 0  # chunks
-        self._told_void: set[str] = set()  # names of tensors
+        self._reported = [PeerState.ALIVE] * len(self._members)  # states of peers at `_seen_events`
+        self._seen_void = 0  # chunks left out so far
+        self._told_void: set[str] = set()  # names of tensors that a warning has named
         self._told_malformed = False
         self._metrics = ExchangeMetrics(len(self._names))
         self._final: dict[str, Any] = {}
@@ -149,7 +152,7 @@ class Engine:
             self._plan.weight,
             config.exchanges_per_step,
             -1 if wire is None else DTYPE_CODES[wire],
-            self._plan.in_pairs,  # they follow the mixing matrix: from the models as offered
+            self._plan.in_pairs,  # rounds follow the mixing matrix: they average the models as offered
             config.deadline_s,
             config.leave_deadline_s,
             config.chunk_kib * 1024,
@@ -161,11 +164,11 @@ class Engine:
         return loop
 
     def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
-        """Start the thread (leader only). It answers peers, and asks them after the first offer.
+        """Start the engine's thread (leader only), which answers peers, and asks them after the first offer.
 
         Args:
-            gather: the values of all leaders, by rank in `outer`, None for one that has failed; all
-                learners call it as often as leaders do. By default an all-gather over `outer`.
+            gather: returns the values of all leaders, by rank in `outer`, with None for a failed leader; the
+                other learners call it as often as leaders do. By default an all-gather over `outer`.
 
         Raises:
             PeerFailedError: if a leader fails during the call.
@@ -181,24 +184,26 @@ class Engine:
         self._announce()
         with _on(self._cores):
             self.loop.start()
-        atexit.register(self.stop)  # else MPI_Finalize at exit runs under the thread
+        atexit.register(
+            self.stop
+        )  # otherwise MPI_Finalize runs at exit while the thread still calls MPI
 
     @property
     def _gathers(self) -> int:
-        """How often `_meet_leaders` gathers."""
+        """How often `_meet_leaders` calls `gather`."""
         neighbours = Neighbours.GATHERS if self.config.same_host == "memory" else 0
         return neighbours + (Connections.GATHERS if self.config.wire == "tcp" else 0)
 
     def _comm_rank(self, peer: int) -> int:
-        """The rank in `outer` of a super learner; NOBODY if it has none."""
+        """The rank in `outer` of the super learner `peer`; NOBODY if it is no member of this engine."""
         return self._members.index(peer) if peer in self._members else NOBODY
 
     def _super_rank(self, rank: int) -> int:
-        """The super learner of a rank in `outer`; NOBODY for NOBODY."""
+        """The super_rank of the leader with this rank in `outer`; NOBODY for NOBODY."""
         return self._members[rank] if rank != NOBODY else NOBODY
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
-        """Make shared memory and learn addresses, on all leaders together."""
+        """Exchange addresses and map shared memory with the other leaders; all of them call it together."""
         survives = self._connections is not None or ulfm_enabled()
         if self._plan.averages_all:
             loop.average_all(survives, self.config.all_reduce == "butterfly")
@@ -214,7 +219,7 @@ class Engine:
             self._neighbours = near
 
     def _announce(self) -> None:
-        """Add new parts of the layout to the thread, once their mirror is filled or nothing was offered."""
+        """Notify the thread of new layout parts; call it once their mirror is filled, or before any offer."""
         if self.loop is None:
             return
         with self._announcing:
@@ -223,11 +228,11 @@ class Engine:
             self._announced = len(self.memory.layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
-        """Finish running exchanges, tell the peers, end the thread. Bounded; idempotent; from any thread.
+        """Finish running exchanges, notify the peers, end the thread. Bounded, idempotent, thread-safe.
 
         Args:
-            broken: this super learner has failed, and its peers count it as failed.
-            within_s: if that is less than leave_deadline_s.
+            broken: whether this super learner has failed, so that its peers count it as failed, not as left.
+            within_s: longest time in seconds, if less than leave_deadline_s.
         """
         with self._stopping:
             if self.loop is not None:
@@ -238,10 +243,10 @@ class Engine:
                 self._connections = None
 
     def release(self, keeps_memory: bool = False) -> None:
-        """Free the memory, after `stop`: the thread writes to it. Buffers of open MPI requests are kept.
+        """Free the memory, after `stop`, as the thread writes to it; buffers of open MPI requests stay.
 
         Args:
-            keeps_memory: that of the model is another engine's too.
+            keeps_memory: whether another engine uses the memory of the model too, so that it stays shown.
         """
         self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
@@ -255,9 +260,9 @@ class Engine:
     # ---- the step --------------------------------------------------------------------------
 
     def publish(self, step: int) -> None:
-        """Make the corrections gathered so far readable, before the inner all-reduce; once per step.
+        """Publish the corrections gathered so far to this super learner's learners; once per step.
 
-        Waits for a round in progress first.
+        Call it before the inner all-reduce. A round in progress is waited for first.
 
         Raises:
             AdpsgdError: the first fatal failure of the engine.
@@ -276,11 +281,11 @@ class Engine:
     def offer(self, step: int, fit: bool = True) -> None:
         """Let the engine average the mirror; returns at once (leader only).
 
-        A model that is not `fit` is not sent to peers. In rounds, where peers wait for an answer, its
-        non-finite chunks are sent as empty messages.
+        A model with NaN or infinity (not `fit`) is not sent to peers. In rounds, where peers wait for an
+        answer, its non-finite chunks are sent as empty messages.
         """
         if self.loop is None or not self.memory.layout.nchunks:
-            return  # there may be fewer chunks than shards
+            return  # a shard may have no chunk: there may be fewer chunks than shards
         if self.memory.own.landing is None:
             self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)
@@ -292,12 +297,12 @@ class Engine:
             self._warn_malformed()
 
     def wants_copy(self, step: int) -> bool:
-        """See ModelMemory.wants."""
+        """Whether the parameters of step `step` should be copied to the mirror; see ShardMemory.wants."""
         due = self.loop is not None and self.loop.due()
         return self.memory.wants(step, due, self.config.exchanges_per_step)
 
     def _warn_left_out(self) -> None:
-        """Name the tensors that averaging leaves out again and again; each once."""
+        """Warn, once per tensor, of tensors whose chunks the last 8 exchanges left out."""
         chunks = self.memory.store.left_out(_LEFT_OUT)
         names = [
             name for name in self.memory.layout.names_in(chunks) if name not in self._told_void
@@ -330,7 +335,7 @@ class Engine:
         )
 
     def pause(self, seconds: float) -> bool:
-        """Begin no new exchange, and wait until none runs. Returns False after `seconds`."""
+        """Begin no new exchange, and wait until none runs; return False if one still runs after `seconds`."""
         if self.loop is None:
             return True
         self.loop.pause(True)
@@ -343,7 +348,7 @@ class Engine:
     # ---- failures ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the latched failure, if there is one."""
+        """Raise the fatal failure that the engine's thread has stored, if there is one."""
         if self.loop is None:
             return
         kind, code, rank = self.loop.fault()
@@ -358,7 +363,7 @@ class Engine:
         return self.loop is not None and bool(self.loop.fault()[0])
 
     def report(self) -> list[tuple[int, PeerState]]:
-        """Changed states of peers since the last report: (super_rank, state)."""
+        """Return (super_rank, state) of each peer whose state has changed since the last call."""
         loop = self.loop
         if loop is None or loop.peer_events() == self._seen_events:
             return []
@@ -368,23 +373,23 @@ class Engine:
         return [(peer, state) for peer, old, state in changes if state is not old]
 
     def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
-        """Values by rank in `outer`, reordered by super_rank; `absent` for the rest."""
+        """Reorder values by rank in `outer` to values by super_rank; `absent` for all that are no members."""
         spread = dict(zip(self._members, values, strict=True))
         return [spread.get(peer, absent) for peer in range(len(self._names))]
 
     # ---- reports -----------------------------------------------------------------------------
 
     def tell(self, text: bytes) -> None:
-        """Say this of the super learner, to all others, a little late (leader only).
+        """Send a report of this super learner to all others by gossip, so with a delay (leader only).
 
         Args:
-            text: at most 200 bytes (REPORT_NBYTES of reports.pxd); it takes the place of the one before.
+            text: the report, at most 200 bytes (REPORT_NBYTES of reports.pxd); replaces the previous one.
         """
         if (loop := self.loop) is not None:
             loop.report(text)
 
     def told(self) -> dict[int, tuple[int, bytes, float]]:
-        """What super learners have said last, by super_rank: (version, text, seconds since it came)."""
+        """The newest report of each super learner, by super_rank: (version, text, seconds since arrival)."""
         if (loop := self.loop) is None:
             return {}
         return {self._members[rank]: told for rank, told in loop.reports().items()}
@@ -392,14 +397,14 @@ class Engine:
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """See ExchangeMetrics; zeros on learners that are not leaders. After `release` the last values."""
+        """See ExchangeMetrics; zeros on learners that are not leaders, the last values after `release`."""
         if (loop := self.loop) is None:
             return self._final or self._metrics.read(None)
         return self._metrics.read(self._counted(loop), loop.cpu_s())
 
     def counters(self) -> dict[str, Any] | None:
-        """Those of the thread, exchanges by super_rank; None on learners that are not leaders."""
-        loop = self.loop  # once: `release` may forget it meanwhile, on another thread
+        """Counters of the engine's thread, exchanges by super_rank; None on learners that are not leaders."""
+        loop = self.loop  # read once: `release` on another thread may set it to None meanwhile
         return None if loop is None else self._counted(loop)
 
     def _counted(self, loop: Loop) -> dict[str, Any]:
@@ -408,14 +413,14 @@ class Engine:
         return counters
 
     def view(self) -> dict[str, Any]:
-        """The state of the engine for a state dump, read without locks."""
+        """The engine's state between two turns of its thread, for a state dump (SIGUSR1)."""
         if (loop := self.loop) is None:
             return {"leads": False}
         names = [self._names[peer] for peer in self._members]
         return {"leads": True, **loop.view(), "peer_names": names}
 
     def take_events(self) -> list[tuple[int, int, float, float, int, int]]:
-        """Timeline records since the last call; see loop.Loop.take_events."""
+        """Return and remove the timeline records since the last call; see Loop.take_events."""
         if (loop := self.loop) is None:
             return []
         return [
@@ -426,7 +431,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Inside, this thread, and those that it starts, run on these cores."""
+    """Context manager: the calling thread, and threads that it starts inside, run on these CPU cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -435,11 +440,11 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-_wires_made: Any = None  # key of a communicator's attribute
+_wires_made: Any = None  # key of the attribute in which a communicator counts its wires
 
 
 def _next_wire(comm: Any) -> int:
-    """How many wires were made over the communicator before: the same number on all ranks."""
+    """Return how many MPI wires were made over `comm` before: the same number on all ranks."""
     from mpi4py import MPI
 
     global _wires_made
@@ -452,7 +457,7 @@ def _next_wire(comm: Any) -> int:
 
 
 def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) -> AdpsgdError:
-    """The exception for a latched failure of the thread; `who` names the peer."""
+    """Return the exception for a fatal failure that the thread has stored; its text calls the peer `who`."""
     if kind == _FAULT_LAYOUT:
         return ModelMismatchError(
             f"{who} averages other tensors than this one (a parameter group was "
@@ -471,14 +476,14 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
     if kind == _FAULT_GONE:
         return PeerFailedError(
             f"{who} has left or has failed, and this strategy averages over all super "
-            "learners. Let all make as many steps, or use a gossip strategy (random_pairs), which waits "
-            f"for nobody. {ulfm_advice()}",
+            "learners. Run the same number of steps on all of them, or use a gossip strategy (random_pairs), "
+            f"which waits for no peer. {ulfm_advice()}",
             code=code,
             peer=peer,
         )
     if kind == _FAULT_FENCED:
         return PeerFailedError(
-            f"{who} has taken this one for failed, which had stopped for too long. Its model "
+            f"{who} has taken this one for failed, because it had stopped for too long. The model here "
             "may hold half of an exchange: load a checkpoint, or replace this super learner.",
             peer=peer,
         )

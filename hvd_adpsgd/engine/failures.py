@@ -1,4 +1,4 @@
-"""MPI's errors as ours, and whether learners survive the failure of a peer."""
+"""Turns MPI's exceptions into this library's, and tells whether processes survive a peer's failure (ULFM)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def ulfm_enabled() -> bool:
 
 
 def is_under_mpi() -> bool:
-    """Whether MPI joins the processes: without it mpi4py.MPI is not even imported, as that would start it."""
+    """Whether this job runs over MPI: a job without MPI never imports mpi4py.MPI, as that initialises MPI."""
     return "mpi4py.MPI" in sys.modules
 
 
 def mpi_exceptions() -> tuple[type[Exception], ...]:
-    """MPI's, to be caught: none without MPI."""
+    """The exception types of MPI for an `except` clause; () if the job runs without MPI."""
     if not is_under_mpi():
         return ()
 
@@ -33,7 +33,7 @@ def mpi_exceptions() -> tuple[type[Exception], ...]:
 
 
 def ulfm_advice() -> str:
-    """What to do about a failed learner, at the end of a message."""
+    """The last sentence of an error message about a failed learner: what the user should do."""
     if ulfm_enabled() or not is_under_mpi():
         return "Start the job again."
     return "Start the job again, under Open MPI's `--with-ft ulfm`, which lets the job continue without it."
@@ -41,10 +41,10 @@ def ulfm_advice() -> str:
 
 @contextlib.contextmanager
 def mpi_failures(doing: str) -> Iterator[None]:
-    """Turn MPI's exceptions into ours.
+    """Context manager that turns MPI's exceptions into PeerFailedError and TransportError.
 
     Args:
-        doing: what is done, for the message.
+        doing: what the body does, for the message.
 
     Raises:
         PeerFailedError: if a learner failed.

@@ -1,20 +1,20 @@
 """How the two ends of a new connection prove to each other that they belong to the job.
 
-Both know the engines' secret, 32 random bytes that were handed out when they met. The side that dials
-speaks first:
+Both ends know the engines' secret, 32 random bytes that all engines received in the gather at their start.
+The side that dials sends first:
 
     dials                                   accepts
-    Hello: magic, version, who calls whom,
+    Hello: magic, version, ranks of both,
         incarnations, nonce         ->
-                                    <-      nonce, proof over all that was said so far
-    proof over all of that          ->
+                                    <-      nonce, proof over the Hello and this nonce
+    proof over the same             ->
                                     <-      WELCOME
 
 If the Hello is of another version, or for another engine, the called side sends `Refused` in place of its
 proof, and the caller stops dialing. A refusal needs no proof: a live engine would listen at its own port.
 
-A proof is an HMAC-SHA256 with a word for the side that gives it, so that neither proof serves as the other.
-Fresh nonces make a recorded one worthless. Each message has a fixed length; nothing is read beyond it.
+A proof is an HMAC-SHA256 over a word for its side too, so that neither side's proof can serve as the other's.
+Fresh nonces make a recorded proof worthless. Each message has a fixed length; nothing is read beyond it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SECRET_NBYTES = 32
 WELCOME = b"+"
 
 _MAGIC = b"hvd_adpsgd"
-RELEASE = f"{__version__} (protocol {PROTOCOL})"  # of which all learners of a job must be
+RELEASE = f"{__version__} (protocol {PROTOCOL})"  # must be equal on all learners of a job
 _FORM = struct.Struct("!10sHIIQQ32s")
 _NONCE_NBYTES = 32
 
@@ -53,23 +53,23 @@ REPLY_NBYTES = _NONCE_NBYTES + PROOF_NBYTES
 
 
 class NotAMember(Exception):
-    """What the other end sent is not what a member of the job sends."""
+    """The other end of a connection sent what no member of the job sends."""
 
 
 class Refused(NotAMember):
-    """The Hello is of a member, but not meant for the engine that is called, which answers so."""
+    """A Hello of another protocol version, or for another engine; the caller receives the reason."""
 
     def pack(self) -> bytes:
-        """In place of a reply: REPLY_NBYTES bytes, with the reason."""
+        """The refusal with its reason as REPLY_NBYTES bytes, which are sent in place of a reply."""
         return (_MAGIC + str(self).encode())[:REPLY_NBYTES].ljust(REPLY_NBYTES, b"\0")
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message: who calls whom.
+    """The first message of a handshake: which engine calls which.
 
     Attributes:
-        caller, called: ranks of the engines.
+        caller, called: ranks of the two engines.
         caller_incarnation, called_incarnation: random numbers of 64 bits, one per start of an engine.
         nonce: 32 random bytes.
     """
@@ -84,16 +84,17 @@ class Hello:
     def new(
         cls, caller: int, called: int, caller_incarnation: int, called_incarnation: int
     ) -> Self:
-        """With a fresh nonce."""
+        """Make a Hello with a fresh random nonce."""
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         return cls(caller, called, caller_incarnation, called_incarnation, nonce)
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """The message in HELLO_NBYTES bytes.
+        """Parse a Hello from HELLO_NBYTES bytes.
 
         Raises:
-            NotAMember: if there is none. Refused: if it is of another version.
+            NotAMember: if the bytes are no Hello.
+            Refused: if the Hello is of another version of the protocol.
         """
         if len(data) != HELLO_NBYTES:
             raise NotAMember(f"{len(data)} bytes, not {HELLO_NBYTES}")
@@ -105,7 +106,7 @@ class Hello:
         return cls(*fields)
 
     def pack(self) -> bytes:
-        """The message, HELLO_NBYTES bytes."""
+        """Return the Hello as HELLO_NBYTES bytes."""
         return _FORM.pack(
             _MAGIC,
             PROTOCOL,
@@ -117,33 +118,33 @@ class Hello:
         )
 
     def reply(self, secret: bytes) -> bytes:
-        """The answer to this message, REPLY_NBYTES bytes: a fresh nonce and the proof of the called side."""
+        """The reply to this Hello, REPLY_NBYTES bytes: a fresh nonce and the proof of the called side."""
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         return nonce + self._proof(secret, b"accepts", nonce)
 
     def answer(self, secret: bytes, reply: bytes) -> bytes:
-        """The proof of the side that calls, PROOF_NBYTES bytes.
+        """Check the called side's reply, and return the proof of the calling side, PROOF_NBYTES bytes.
 
         Raises:
             NotAMember: if the reply does not prove that the called side knows the secret, or refuses.
         """
-        if reply.startswith(_MAGIC):  # no nonce does
+        if reply.startswith(_MAGIC):  # a refusal: a random nonce does not begin so
             reason = reply[len(_MAGIC) :].rstrip(b"\0").decode("ascii", "replace")
             raise NotAMember(f"the called side refuses: {reason!r}")
         nonce, proof = reply[:_NONCE_NBYTES], reply[_NONCE_NBYTES:]
         if not hmac.compare_digest(proof, self._proof(secret, b"accepts", nonce)):
-            raise NotAMember("the called side has not the job's secret")
+            raise NotAMember("the called side does not know the job's secret")
         return self._proof(secret, b"dials", nonce)
 
     def check(self, secret: bytes, reply: bytes, proof: bytes) -> None:
-        """Check the proof of the side that calls.
+        """Check the proof of the calling side.
 
         Raises:
-            NotAMember: if it does not prove that it knows the secret.
+            NotAMember: if the proof does not show that the calling side knows the secret.
         """
         nonce = reply[:_NONCE_NBYTES]
         if not hmac.compare_digest(proof, self._proof(secret, b"dials", nonce)):
-            raise NotAMember("the calling side has not the job's secret")
+            raise NotAMember("the calling side does not know the job's secret")
 
     def _proof(self, secret: bytes, side: bytes, nonce: bytes) -> bytes:
         return hmac.digest(secret, side + self.pack() + nonce, "sha256")

@@ -1,4 +1,4 @@
-"""Which address of this host other engines connect to."""
+"""Chooses the network address of this host to which other engines connect."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LOOPBACK = "127.0.0.1"
 
 
 def network_name() -> str:
-    """Names the system's network, the same in all processes that share its loopback interface.
+    """An identifier of the network namespace, equal in all processes that share its loopback interface.
 
-    Containers of one host share the kernel, and may each have a network of their own.
+    Containers of one host share the kernel, and may each have a network namespace of their own.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface, address) of each interface that is up: IPv4 first, no loopback, no link-local ones."""
+    """(interface, address) for each interface that is up: IPv4 first, no loopback or link-local address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [
         (name, address.address)
@@ -46,19 +46,19 @@ def _is_reachable(address: str) -> bool:
 def choose_address(
     nics: str | None, here: str, known: Sequence[tuple[str, Sequence[tuple[str, str]]]]
 ) -> str:
-    """The address on which this host listens.
+    """Return the address on which this engine listens.
 
-    The first interface of `nics` that has one. Without `nics`: loopback, if all are on this host; else the
-    address from which the system reaches the first other host, by the first of that host's addresses that
-    no third one has too (bridges of containers have the same address everywhere).
+    With `nics`: the address of the first of these interfaces that has one. Without: loopback if all engines
+    are on this host, else the address from which the system reaches the first other host, by the first of
+    that host's addresses that no third host has too (container bridges have the same address on every host).
 
     Args:
         nics: names of interfaces, separated by commas; None: choose.
-        here: name of this host's network (`network_name`).
-        known: of each engine, by rank: name of its network, and what `addresses` returned there.
+        here: this host's `network_name()`.
+        known: for each engine, by rank: its `network_name()` and its `addresses()`.
 
     Raises:
-        TopologyError: if there is none.
+        TopologyError: if no such address exists.
     """
     own = next(found for host, found in known if host == here)
     if nics is not None:
@@ -94,7 +94,7 @@ def _of_interface(names: Sequence[str], own: Sequence[tuple[str, str]]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this address; empty if none has."""
+    """The name of this host's interface that has `address`; empty if none has it."""
     for name, found in psutil.net_if_addrs().items():
         if address in (each.address for each in found):
             return str(name)
@@ -102,11 +102,11 @@ def interface_of(address: str) -> str:
 
 
 def _source_towards(address: str) -> str | None:
-    """The own address from which the system would send to another one; None if it has no route."""
+    """Return this host's address from which the system would send to `address`; None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
+            probe.connect((address, 9))  # a UDP connect sends no packet; it only chooses the route
             return str(probe.getsockname()[0])
     except OSError:
         return None

@@ -1,8 +1,8 @@
-"""Tensors of several element types as chunks of one memory.
+"""Lays out tensors of several element types as chunks of one contiguous memory.
 
-A layout grows by parts: the first is laid out when an optimizer is wrapped, one more follows each
-added parameter group. A part never changes the chunks of those before it, so two super learners of
-which one has more parts still share the chunks of the older ones.
+A layout grows by parts: the first part is laid out when an optimizer is wrapped, one more for each added
+parameter group. A new part never changes the chunks of earlier parts, so two super learners of which one has
+more parts can still average the chunks of the parts that both have.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hvd_adpsgd.errors import ModelMismatchError
 
 __all__ = ["DTYPE_CODES", "WHOLE", "ChunkSpec", "Layout", "LayoutPart", "Shard", "TensorSpec"]
 
-# Codes of ext/c/kernels.h.
+# Element types by name, with the codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 class Shard(NamedTuple):
-    """Part `number` of `of` parts of a model: whole chunks, about as many bytes as in the others."""
+    """Shard `number` of a model that is cut into `of` shards of about equal size, each of whole chunks."""
 
     number: int
     of: int
@@ -36,12 +36,12 @@ WHOLE = Shard(0, 1)
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What must be equal on all learners about one averaged tensor.
+    """Name, shape and dtype of one averaged tensor; must be equal on all learners.
 
     Attributes:
         name: unique in the optimizer.
         shape: as torch prints it, () for a scalar.
-        dtype: one of DTYPE_CODES.
+        dtype: a key of DTYPE_CODES.
     """
 
     name: str
@@ -57,12 +57,12 @@ class TensorSpec:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of the tensor in bytes."""
         return self.count * _ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A piece of the memory: `count` elements of one dtype from byte `offset` of its part."""
+    """A piece of the laid-out memory: `count` elements of one dtype from byte `offset` of its part."""
 
     offset: int
     count: int
@@ -79,22 +79,23 @@ class ChunkSpec:
 
     @property
     def slot_nbytes(self) -> int:
-        """Size of its corrections, which are float64 for float64 and float32 for other types; 64-aligned."""
+        """Bytes of the chunk's corrections in a slot: float64 for float64, else float32; a multiple of 64."""
         return -(-self.count * max(4, _ITEMSIZE[self.dtype]) // 64) * 64
 
 
 @dataclass(frozen=True)
 class LayoutPart:
-    """One group of tensors laid out together.
+    """One group of tensors that were laid out together.
 
     Attributes:
-        chunks: pieces, each of one dtype, none longer than the chunk size.
-        nbytes: size of the part in memory.
-        spans: shape (n, 5), int64; row: tensor, first element in it, chunk, first element there,
-            count. Tensors and chunks count through all parts; sorted by chunk.
-        last_chunk: number of chunks up to and with this part.
-        fingerprint: 63 bits over the chunk size, the shard, and names, shapes and dtypes of all parts up to
-            this one.
+        chunks: the pieces of the part, each of one dtype, none longer than the chunk size.
+        nbytes: size of the part in bytes.
+        spans: which elements of which tensor lie in which chunk: shape (n, 5), int64, sorted by chunk; row:
+            tensor, first element in the tensor, chunk, first element in the chunk, count. Tensors and chunks
+            are numbered through all parts.
+        last_chunk: number of chunks of all parts up to and including this one.
+        fingerprint: 63-bit hash of the chunk size, the shard, and the names, shapes and dtypes of all parts
+            up to and including this one.
     """
 
     chunks: tuple[ChunkSpec, ...]
@@ -105,11 +106,11 @@ class LayoutPart:
 
 
 class Layout:
-    """Where each element of each tensor lies.
+    """Where each element of each averaged tensor lies in the chunks of the memory.
 
     Args:
-        chunk_nbytes: largest size of a chunk.
-        shard: chunks of the other shards of each part are left out.
+        chunk_nbytes: largest size of a chunk in bytes.
+        shard: lay out only this shard of each part.
     """
 
     def __init__(self, chunk_nbytes: int, shard: Shard = WHOLE):
@@ -125,20 +126,20 @@ class Layout:
 
     @property
     def spans(self) -> NDArray[np.int64]:
-        """The spans of all parts, shape (n, 5)."""
+        """The spans of all parts in one array, shape (n, 5); see LayoutPart."""
         return np.ascontiguousarray(np.concatenate([_no_spans(), *(p.spans for p in self.parts)]))
 
     def names_in(self, chunks: Collection[int]) -> list[str]:
-        """The tensors that lie in these chunks, wholly or in part."""
+        """The names of the tensors that lie in these chunks, wholly or in part."""
         spans = self.spans
         found = np.unique(spans[np.isin(spans[:, 2], list(chunks)), 0])
         return [self.tensors[i].name for i in found]
 
     def extend(self, tensors: Sequence[TensorSpec]) -> LayoutPart:
-        """Lay out one more group of tensors, dtype by dtype.
+        """Lay out one more group of tensors, dtype by dtype, as a new part.
 
         Raises:
-            ModelMismatchError: if a name is used twice.
+            ModelMismatchError: if a tensor's name is used already.
         """
         self._check_names(tensors)
         chunks: list[ChunkSpec] = []
@@ -167,7 +168,7 @@ class Layout:
     def _mine(
         self, chunks: list[ChunkSpec], spans: list[tuple[int, int, int, int, int]], nbytes: int
     ) -> tuple[list[ChunkSpec], list[tuple[int, int, int, int, int]], int]:
-        """Of the chunks of a part those of the shard, and its spans and bytes, as if there were no others.
+        """Reduce a part's chunks, spans and bytes to those of this shard, renumbered as if it were alone.
 
         A chunk belongs to the shard in which its first byte lies.
         """
@@ -207,7 +208,7 @@ class Layout:
         chunks: list[ChunkSpec],
         spans: list[tuple[int, int, int, int, int]],
     ) -> int:
-        """Append the chunks and spans of one dtype. Returns the next free byte, 64-aligned."""
+        """Append the chunks and spans of one dtype; return the next free byte, a multiple of 64."""
         size = _ITEMSIZE[dtype]
         room = self.chunk_nbytes // size
         filled = room  # so that the first element opens a chunk

@@ -1,7 +1,6 @@
-"""Numbers about a run: where the time of a step goes, and staleness.
+"""Metrics of a run: seconds by part of a step; exchanges, staleness and consensus distance of an engine.
 
-No MPI, no torch, and no clock of its own: a clock (seconds as a float, like time.monotonic) is an
-argument.
+This module needs neither MPI nor torch; the clock (seconds as a float, like time.monotonic) is an argument.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Counters:
     from the first `end_step`, without set-up and the first, slow step.
 
     Args:
-        clock: seconds.
-        decay: of the moving averages, per step, in [0, 1).
+        clock: returns seconds, like time.monotonic.
+        decay: factor in [0, 1) by which the weight of a past step in the moving averages shrinks per step.
     """
 
     def __init__(self, clock: Clock, decay: float = 0.98) -> None:
@@ -61,11 +60,11 @@ class Counters:
         self._last_end: float | None = None
 
     def add(self, part: str, seconds: float) -> None:
-        """Count seconds of one part of the step under way."""
+        """Add seconds to one part of the current step."""
         self._this_step[part] += seconds
 
     def end_step(self) -> None:
-        """The step under way is done."""
+        """Note the end of the current step: update sums and moving averages, and begin the next step."""
         now = self.clock()
         if self._last_end is not None:
             self._average("step", now - self._last_end)
@@ -79,11 +78,11 @@ class Counters:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second over all steps but the first; NaN before the second."""
+        """Steps per second over all steps but the first; NaN before the second step."""
         return (self.steps - 1) / self.seconds if self.seconds > 0 else math.nan
 
     def to_dict(self) -> dict[str, float]:
-        """All numbers, flat: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
+        """All counters as one flat dict: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
         numbers: dict[str, float] = {
             "steps": self.steps,
             "seconds": self.seconds,
@@ -104,7 +103,7 @@ class Counters:
 
 
 class ExchangeMetrics:
-    """Numbers of an engine, from the counters of its thread.
+    """Metrics of one engine, computed from the counters of its thread.
 
     Args:
         super_size: number of super learners.
@@ -112,11 +111,11 @@ class ExchangeMetrics:
 
     def __init__(self, super_size: int):
         self._n = super_size
-        self._square, self._compared = 0.0, 0  # as of the last `read`
+        self._square, self._compared = 0.0, 0  # counters at the last `read` that compared models
         self._distance = math.nan
 
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
-        """All numbers; without counters 0, and NaN for means."""
+        """All metrics by name; without counters 0 for counts, and NaN for means."""
         found = counters or {**dict.fromkeys(_COUNTED, 0), "staleness": [0] * 64, "met": []}
         staleness = np.array(found["staleness"])
         total = int(staleness.sum())
@@ -133,9 +132,9 @@ class ExchangeMetrics:
         }
 
     def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
-        """From the exchanges since the last `read`; the last value if none compared models.
+        """Estimate the consensus distance from the exchanges since the last `read`, else keep the last value.
 
-        Without any exchange, the distance of this model from the last mean of all.
+        In a run with means of all and without exchanges: the distance of this model from the last mean.
         """
         if counters["compared"] == 0 and counters["means"]:
             return math.sqrt(counters["mean_square"])

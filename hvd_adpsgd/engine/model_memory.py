@@ -1,4 +1,4 @@
-"""The memory of a model: one shard, or several, each averaged by another learner of the super learner."""
+"""The memory of a model: one shard, or several, each averaged by a different learner of the super learner."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ModelMemory"]
 
 
 class ModelMemory:
-    """The memory shared by trainer and engine, one ShardMemory for each shard of the model.
+    """The memory that trainer and engine share, one ShardMemory for each shard of the model.
 
-    Learner i of the super learner has the mirror of shard i; by default one shard, of the leader, is the
-    whole model. A learner with a shard publishes it and copies its part of the parameters to the mirror; all
-    learners apply the corrections of all shards. Layout, store and chunks are those of the own shard.
+    Learner i of the super learner has the mirror of shard i; by default one shard, the leader's, is the whole
+    model. A learner with a shard publishes that shard and copies its part of the parameters to the mirror;
+    all learners apply the corrections of all shards. `layout` and `store` are those of this learner's shard.
 
     Args:
-        chunk_nbytes: largest chunk.
+        chunk_nbytes: largest size of a chunk in bytes.
         inner: communicator of the super learner (mpi4py), None for a learner alone.
         leads: whether this learner has a mirror.
-        shows: see ShardMemory; that of a shard's learner counts.
-        shards: how many; more than one: at most as many as there are learners.
+        shows: see ShardMemory; for each shard the value on the learner that has its mirror counts.
+        shards: number of shards; if more than one, at most the number of learners.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ModelMemory:
             ShardMemory(chunk_nbytes, inner, leads and number == mine, shows, Shard(number, shards))
             for number in range(shards)
         ]
-        # a learner without a shard has the mirror of none
+        # a learner without a shard gets shard 0, of which it has no mirror
         self.own = self.shards[mine if mine < shards else 0]
 
-    # ---- of the own shard ----------------------------------------------------------------------
+    # ---- this learner's shard ------------------------------------------------------------------
 
     @property
     def layout(self) -> Layout:
@@ -67,7 +67,7 @@ class ModelMemory:
     def wants(self, step: int, due: bool, rate: float) -> bool:
         return self.own.wants(step, due, rate)
 
-    # ---- of all, alike ---------------------------------------------------------------------------
+    # ---- all shards ------------------------------------------------------------------------------
 
     @property
     def inner(self) -> Any:
@@ -87,7 +87,7 @@ class ModelMemory:
         return self.shards[0].readable
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Each shard gets its part of them."""
+        """Average these tensors too: add to each shard its part of them."""
         for shard in self.shards:
             shard.extend(tensors)
 
@@ -106,6 +106,6 @@ class ModelMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """As of ShardMemory. Every learner looks at all parameters: all of them find the same ones."""
+        """ShardMemory.absorb for all shards; each learner checks all parameters, so all return the same."""
         found = [shard.absorb(addresses, step, threads) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)

@@ -1,4 +1,4 @@
-"""What the leaders on one host map of each other: outboxes, and models."""
+"""Shared memory between the leaders on one host: each maps the outboxes and models of the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Neighbours", "OutboxShape", "ShownModel"]
 
 
 class ShownModel(NamedTuple):
-    """A model in memory that peers on the host may map.
+    """A model in a shared-memory file that peers on the host may map.
 
     Attributes:
-        file: its memory.
-        nbytes: all of it.
-        area: where mirror and slots begin.
-        fingerprint: of the layout, which says where each chunk lies.
+        file: the file.
+        nbytes: size of the file.
+        area: byte of the file at which mirror and slots begin.
+        fingerprint: hash of the layout, which determines where each chunk lies.
     """
 
     file: File
@@ -31,11 +31,11 @@ class ShownModel(NamedTuple):
 
 
 class OutboxShape(NamedTuple):
-    """Memory of a leader that peers on the host map: chunks, which they read, and a doorbell to ring.
+    """Sizes of a leader's outbox: chunks, which peers on the host read, and a doorbell, which they ring.
 
     Attributes:
-        nbytes: all of it.
-        doorbell_at: where its doorbell begins, with a page.
+        nbytes: size of the outbox, the doorbell included.
+        doorbell_at: byte at which the doorbell begins, a multiple of the page size.
     """
 
     nbytes: int
@@ -43,7 +43,7 @@ class OutboxShape(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a leader lets others map."""
+    """The host, outbox and model that a leader offers to the others for mapping."""
 
     host: str
     outbox: File | None
@@ -54,24 +54,24 @@ _NOTHING = _Offer("", None, None)
 
 
 class Neighbours:
-    """The memory of leaders on the same host.
+    """Outboxes and models of the leaders on this host, mapped into this process.
 
-    All leaders make it together: each gathers GATHERS times. Two leaders that cannot map each other's
-    outboxes (different hosts or containers, no room) send their chunks; two that cannot map each other's
-    models, or whose models differ, exchange snapshots through the outboxes.
+    All leaders make their Neighbours together: each calls `gather` GATHERS times. Two leaders that cannot map
+    each other's outboxes (different hosts or containers, no room) send their chunks as messages; two that
+    cannot map each other's models, or whose layouts differ, exchange snapshots through the outboxes.
 
     Args:
-        shape: of each leader's outbox.
+        shape: sizes of each leader's outbox.
         me: rank of this leader.
-        gather: the values of all leaders, by rank; None for one that has failed.
-        model: this leader's, if it shows one.
+        gather: returns the values of all leaders, by rank, with None for a failed leader.
+        model: this leader's model, if peers may map it.
 
     Attributes:
         own: address of this leader's outbox, 0 if no peer maps it.
-        outboxes: address of each leader's outbox here, 0 if the two do not share. They can only be read.
-        doorbell, doorbells: addresses of the doorbells in them.
-        models: address of each leader's model here, 0 if the two do not show each other theirs.
-        areas: ... of where mirror and slots begin.
+        outboxes: by rank, the address at which that leader's outbox is mapped read-only; 0 if not shared.
+        doorbell, doorbells: address of this leader's doorbell, and by rank of the others'; 0 if not shared.
+        models: by rank, the address at which that leader's model is mapped; 0 unless both map the other's.
+        areas: by rank, the address at which mirror and slots of that model begin; 0 without it.
     """
 
     GATHERS = 2
@@ -107,7 +107,7 @@ class Neighbours:
                 )
             ]
         )
-        # closed after that gather: before it, a peer may still have to open the file by its descriptor
+        # close the file only after that gather: before it, a peer may still open the file by its descriptor
         if outbox is not None:
             os.close(outbox.handle)
         both = [
@@ -125,7 +125,7 @@ class Neighbours:
 
 
 def _alike(model: ShownModel, other: ShownModel) -> bool:
-    """Whether each chunk lies at the same place in both."""
+    """Whether each chunk lies at the same place in both models."""
     return (model.fingerprint, model.area) == (other.fingerprint, other.area)
 
 

@@ -1,4 +1,4 @@
-"""The states of a peer."""
+"""The states of a peer super learner: alive, suspect, left, failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["PeerState"]
 
 
 class PeerState(enum.IntEnum):
-    """As in ext/hvd_adpsgd/engine/membership.pxd.
+    """State of a peer super learner; the values are those of ext/hvd_adpsgd/engine/membership.pxd.
 
-    ALIVE    --silent-->    SUSPECT    passed over, but served when it answers
+    ALIVE    --silent-->    SUSPECT    no new exchange is started with it, but its requests are answered
     SUSPECT  --answers-->   ALIVE
-    either   --leaves-->    LEFT       final: done, and its process may exit
+    either   --leaves-->    LEFT       final: it has finished, and its process may exit
     either   --fails-->     FAILED     final: its process has exited, or cannot be reached
     """
 

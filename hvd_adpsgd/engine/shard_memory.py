@@ -1,4 +1,4 @@
-"""The tensors of one super learner as its engine averages them: a mirror, and slots of corrections."""
+"""The memory in which an engine averages one shard of a model: a mirror, and slots of corrections."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from hvd_adpsgd.engine.store import Store
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
-_CACHES_NBYTES = 8 * 2**20  # above this, a step's own tensors leave nothing of the model in cache
-THREAD_NBYTES = 4 * 2**20  # a pass over less is not worth a thread, which is started for it
-_MOST_THREADS = 8  # RUNS of store.pyx
-_ROWS = 4  # notes of that many publications: no learner is more than one all-reduce behind
+_CACHES_NBYTES = (
+    8 * 2**20
+)  # a larger model is out of the CPU caches after a step: write it past them
+THREAD_NBYTES = (
+    4 * 2**20
+)  # bytes of the model per thread of `absorb`: starting one for less costs more
+_MOST_THREADS = 8  # as RUNS of store.pyx
+_ROWS = 4  # rows of `_notes`, one per publication: no learner is more than one all-reduce behind the leader
 NO_SLOT = -1
 
 
 class Area(NamedTuple):
-    """Where one part of the layout lies.
+    """The memory of one part of the layout.
 
     Attributes:
-        shared: with the slots.
-        mirror: on the leader, else None.
+        shared: shared memory with the slots of corrections.
+        mirror: the mirror of the part on the leader, else None.
         places: first byte of each chunk in a slot.
     """
 
@@ -41,8 +45,9 @@ class Landing(NamedTuple):
     """A copy of parameters on its way to the mirror.
 
     Attributes:
-        slot: the correction that those parameters lack and that the devices add meanwhile, or NO_SLOT.
-        step: of the parameters.
+        slot: slot of the correction that the copied parameters lack and that the devices add meanwhile, or
+            NO_SLOT.
+        step: the trainer's step of these parameters.
     """
 
     slot: int
@@ -50,7 +55,7 @@ class Landing(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How many publications a learner has met; see ShardMemory."""
+    """A learner's publications: `published` as in ShardMemory, calls of publish(), calls not deferred."""
 
     published: bool
     calls: int
@@ -58,33 +63,34 @@ class Place(NamedTuple):
 
 
 class ShardMemory:
-    """The memory of one shard, shared by trainer and engine. Its super learner makes it together.
+    """The memory of one shard, shared by trainer and engine; a super learner's learners make it together.
 
     Corrections reach the tensors in three steps, each on every learner:
 
         publish    the corrections gathered so far become the published slot
-        all_met    after an operation of the whole super learner: all may read it
+        all_met    after an operation of all learners of the super learner: all may read the published slot
         absorb     parameter += correction; on the leader also mirror = parameter
 
     Parameters on devices are copied beside the training (training/staging.py), so their absorb is split:
 
-        take       the slot that the devices add now
+        take       return the slot of corrections that the devices add now
         depart     on the leader: a copy of the parameters, without that slot, is on its way to the mirror
-        land       it has come: mirror += correction
+        land       the copy is complete: mirror += correction
 
-    Between depart and land nothing is published: `publish` puts it off, on all learners alike. So the mirror
-    lacks the published correction, if there is one, and no other, at every moment, also while only a part of
-    the copy is there: what was there before and what comes have the same corrections in them, and differ by
-    local updates.
+    Between depart and land nothing is published: `publish` defers the publication, on all learners alike. So
+    at every moment the mirror lacks the published correction, if there is one, and no other. This holds also
+    while only a part of the copy has arrived: the old and the new content of the mirror contain the same
+    corrections, and differ by local updates only.
 
     Args:
-        chunk_nbytes: largest chunk.
+        chunk_nbytes: largest size of a chunk in bytes.
         inner: communicator of the super learner (mpi4py), None for a learner alone; `extend` uses it.
         leads: whether this learner has the mirror.
-        shows: whether peers on the host may read the model where it lies (the leader's choice counts): the
-            tensors of the first `extend`, if there is room for them in shared memory.
-        shard: the chunks of it only; the learner with its number is what is called the leader here.
-        thread_nbytes: of the model, for each thread of `absorb`.
+        shows: whether peers on the host may map the model and read it directly (the leader's value counts):
+            the tensors of the first `extend`, if there is room for them in shared memory.
+        shard: this memory holds the chunks of this shard only; the learner with the shard's number is what
+            is called the leader here.
+        thread_nbytes: bytes of the model for which `absorb` uses one more thread.
 
     Attributes:
         layout: where each element lies.
@@ -93,9 +99,9 @@ class ShardMemory:
         published: `publish` was called since the last `absorb`; the publication may be deferred.
         areas: the memory of each part of the layout.
         landing: a copy of the parameters that is on its way to the mirror (leader only).
-        put_off: a publication with corrections was deferred, and none was made since.
-        step: the trainer's step of the mirror, -1 before the first one.
-        filled: parts of the layout whose mirror has been filled.
+        put_off: a publication with corrections was deferred, and nothing has been published since.
+        step: the trainer's step of the parameters in the mirror, -1 before the first copy.
+        filled: number of parts of the layout whose mirror has been filled.
     """
 
     def __init__(
@@ -118,19 +124,20 @@ class ShardMemory:
         self._shows = shows
         self._thread_nbytes = thread_nbytes
         self._shown: tuple[SharedSlots, int, int] | None = None
-        self.areas: list[Area] = []  # keeps alive what the store points to
+        self.areas: list[Area] = []  # keeps alive the memory to which the store points
         self.landing: Landing | None = None
         self.put_off = False
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
-        self._slot = NO_SLOT  # readable by all and not applied
+        self._slot = (
+            NO_SLOT  # published slot that all learners may read and this one has not applied
+        )
         self._met = False
-        self._calls = 0  # of publish, alike on all learners
-        self._publications = 0  # those of them that were not deferred
-        self._notes = np.zeros(
-            _ROWS, np.uint8
-        )  # were they not? Shared in the super learner once there is memory
+        self._calls = 0  # calls of publish, equal on all learners
+        self._publications = 0  # calls of publish that were not deferred
+        # by call of publish: 1 if not deferred, 0 if deferred; shared by the super learner after `extend`
+        self._notes = np.zeros(_ROWS, np.uint8)
 
     @property
     def leads(self) -> bool:
@@ -139,11 +146,11 @@ class ShardMemory:
 
     @property
     def readable(self) -> bool:
-        """Whether a published slot may be read by all learners of the super learner, and is not applied."""
+        """Whether all learners of the super learner may read a publication that this one has not applied."""
         return self._met
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Average these tensors too, from the next offer on. All learners of the super learner call it."""
+        """Average these tensors too, from the next offer on; all learners of the super learner call it."""
         part = self.layout.extend(tensors)
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
@@ -177,40 +184,37 @@ class ShardMemory:
 
     @property
     def shown(self) -> ShownModel | None:
-        """What peers on the host may map, until `hide`; None if there is nothing.
-
-        Also those that come later: its file stays open.
-        """
+        """The model that peers on the host, also later ones, may map until `hide`; None if not shown."""
         if self._shown is None or (file := self._shown[0].file) is None:
             return None
         shared, area, fingerprint = self._shown
         return ShownModel(file, shared.memory.size, area, fingerprint)
 
     def hide(self) -> None:
-        """Close the file of the shown model. A peer that has not mapped it by now cannot map it any more."""
+        """Close the file of the shown model: peers that have not mapped it yet cannot map it any more."""
         if self._shown is not None:
             self._shown[0].close()
 
     def add_pending(self, copies: NDArray[np.uintp]) -> None:
-        """Add to copies of the tensors the corrections that these lack, which stay pending (leader only).
+        """Add to copies of the tensors the corrections that these lack and still get later (leader only).
 
         Args:
-            copies: address of a contiguous copy of each tensor, in the order of `extend`, float64 for float64
-                tensors, float32 for all others; 0: no copy.
+            copies: for each tensor, in the order of `extend`, the address of a contiguous copy: float64 for
+                float64 tensors, float32 for all others; 0: no copy.
         """
         chosen = copies[self._spans[:, 0]] != 0
         self.store.add_pending(np.ascontiguousarray(self._spans[chosen]), copies)
 
     def forget(self, tensors: Sequence[int]) -> None:
-        """Drop what rounding to 16 bits holds back of these tensors (by their order in `extend`).
+        """Discard the residuals of rounding to 16 bits of these tensors (numbers in the order of `extend`).
 
-        For tensors that were replaced while averaging is paused and every correction is applied: the rest of
-        the old values would be added to the new ones.
+        Call it for tensors that were replaced while averaging is paused and every correction is applied:
+        otherwise the residuals of the old values would be added to the new ones.
         """
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish the open slot, unless a copy is on its way. A learner alone may read it at once."""
+        """Publish the open slot, unless a copy to the mirror runs; a learner alone may read it at once."""
         if self._leads:
             goes = self.landing is None
             if goes:
@@ -222,18 +226,18 @@ class ShardMemory:
             self.all_met()
 
     def _gathered(self) -> bool:
-        """Whether the open slot holds anything."""
+        """Whether the open slot holds any correction."""
         opened = (self.store.published + 1) % self._nslots
         return any(area.shared.flags[opened].any() for area in self.areas)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
-        """Call after a gradient all-reduce or a barrier of the super learner.
+        """Make the published slot readable, after a gradient all-reduce or barrier of the super learner.
 
-        Earlier, the leader may not have published, and the slot would still be filled.
+        Before that, the leader may not have published yet, and its engine would still be filling the slot.
 
         Args:
-            has_joined: whether the learner of that rank was not there, but contributed zeros. If that is the
-                leader, it has not published either.
+            has_joined: whether the learner with this inner rank was in join() and contributed only zeros to
+                the all-reduce. If the leader was, it has not published either.
         """
         if self.published and not self._met:
             if has_joined(self._leader):
@@ -246,16 +250,20 @@ class ShardMemory:
             self._calls += 1
 
     def place(self) -> Place:
-        """Where this learner is among the publications, with nothing readable."""
+        """Return this learner's counters of publications; call it while no published slot is readable."""
         assert not self._met
         return Place(self.published, self._calls, self._publications)
 
     def go_to(self, places: Sequence[Place]) -> None:
-        """Be where the leader is, of all learners' places: this one was away while others published."""
+        """Take over the leader's counters, for a learner that was in join() while others published.
+
+        Args:
+            places: `place()` of all learners, by inner rank.
+        """
         self.published, self._calls, self._publications = places[self._leader]
 
     def take(self) -> int:
-        """The readable slot, which is applied now, or NO_SLOT."""
+        """Return the readable slot and mark it as applied; NO_SLOT if there is none."""
         slot, self._slot = self._slot, NO_SLOT
         if self._met:
             self._met = self.published = False
@@ -267,9 +275,9 @@ class ShardMemory:
         """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
 
         Args:
-            addresses: first element of each tensor in the order of `extend`; contiguous memory.
+            addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.
             step: the trainer's step of these parameters.
-            threads: that may compute; a small model needs one.
+            threads: most threads that may compute; a small model uses one.
 
         Returns:
             Whether every parameter is finite, and whether a correction was applied.
@@ -280,7 +288,7 @@ class ShardMemory:
         return found
 
     def _starts(self, threads: int) -> list[int]:
-        """The first spans of runs of equally many chunks, one for each thread."""
+        """Divide the chunks equally among threads; return the first span of each thread's run."""
         nbytes = sum(part.nbytes for part in self.layout.parts)
         runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
         chunks = [self.layout.nchunks * i // runs for i in range(runs)]
@@ -288,14 +296,15 @@ class ShardMemory:
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
-        """Whether the parameters of a step without corrections are worth a copy from their device.
+        """Whether a step without corrections should copy the parameters from their device to the mirror.
 
-        They are if the next offer makes the engine ask a peer, and as often as exchanges begin, for a peer
-        may ask. They are not if corrections had to wait for a copy: another one would put them off again.
+        It should if the next offer makes the engine ask a peer, and otherwise as often as exchanges begin,
+        because a peer may ask. It should not if corrections had to wait for a copy: another copy would defer
+        them again.
 
         Args:
-            step: of the parameters.
-            due: the next offer makes the engine ask.
+            step: the trainer's step of the parameters.
+            due: whether the next offer makes the engine ask a peer.
             rate: exchanges per step.
         """
         if self.filled < len(self.layout.parts):
@@ -303,16 +312,21 @@ class ShardMemory:
         return not self.put_off and (due or (step - self.step) * rate >= 1)
 
     def depart(self, slot: int, step: int) -> None:
-        """The parameters, before `slot` is added, go to the mirror; `land` follows (leader only)."""
+        """Note that a copy of the parameters to the mirror begins; `land` ends it (leader only).
+
+        Args:
+            slot: the correction that the copied parameters lack, or NO_SLOT.
+            step: the trainer's step of the parameters.
+        """
         assert self.landing is None
         self.landing = Landing(slot, step)
 
     def land(self) -> None:
-        """They are there: add the correction to the mirror too. From any thread."""
+        """Note that the copy is complete, and add its correction to the mirror too. On any thread."""
         assert self.landing is not None
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)
-        self.landing = None  # last: from now on publications are possible
+        self.landing = None  # must come last: from now on `publish` publishes again
 
     def _has_landed(self, step: int) -> None:
         self.step, self.filled = step, len(self.layout.parts)

@@ -1,13 +1,11 @@
-"""Memory shared by processes of one host.
+"""Memory shared by processes of one host: above all the slots of corrections of a super learner.
 
-A shared holds slots of corrections in memory that all learners of a super learner share.
+The leader's engine fills one slot while all learners of the super learner read another one, without a lock or
+an extra barrier. The leader publishes before it submits its last gradient of a step, and learners read after
+that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
 
-The leader's engine fills one slot while the learners of the super learner read another, without a lock or an
-extra barrier. The leader publishes before it submits its last gradient of a step, and learners read
-after that step's all-reduce. If a learner read earlier, it could read the slot that is being filled.
-
-The memory is an unnamed file in /dev/shm. Other learners map it through the descriptor of its creator,
-which closes it once every learner has mapped it. A killed process therefore leaves no file behind.
+The memory is an unnamed file in /dev/shm. Other learners map it through the descriptor of its creator, which
+closes it once every learner has mapped the file. A killed process therefore leaves no file behind.
 """
 
 from __future__ import annotations
@@ -34,54 +32,54 @@ __all__ = [
 ]
 
 SHARED_FOLDER = "/dev/shm"
-NOTES = 64  # bytes
+NOTES = 64  # bytes for the leader's notes on its publications
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23  # MADV_* of Linux that Python does not name
 
 
 def private_memory(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed, page-aligned memory of this process, in huge pages where the system has them.
+    """Allocate zeroed, page-aligned memory of this process, in huge pages where the system has them.
 
-    It is there at once, not when it is first touched: that would be in the first steps. A forked child (a
-    worker of a data loader) finds zeros there: else each page that this process writes while the child lives
-    would be copied.
+    Its pages are allocated at once, not when they are first touched, which would slow the first steps. A
+    forked child (a worker of a data loader) finds zeros there: otherwise each page that this process writes
+    while the child runs would be copied.
     """
     # Python's default is MAP_SHARED: memory of a file, for which most systems have no huge pages.
     area = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK, _POPULATE_WRITE):
-        with contextlib.suppress(
-            OSError
-        ):  # no huge pages in this kernel; before Linux 4.14; before 5.14
+        # refused by kernels without huge pages, before Linux 4.14, and before 5.14
+        with contextlib.suppress(OSError):
             area.madvise(advice)
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 
 def slots_of(inner: Any) -> int:
-    """Slots of corrections of a super learner: see store.pyx.
+    """Return the number of slots of corrections that a super learner needs; store.pyx explains why.
 
     Args:
-        inner: its communicator (mpi4py); None for a learner alone.
+        inner: communicator of the super learner (mpi4py); None for a learner alone.
     """
     return 2 if inner is None or inner.Get_size() == 1 else 3
 
 
 class SharedSlots:
-    """Slots of `nbytes`, each with a row of `nflags` flags: three, or two for a learner alone.
+    """Slots of corrections that all learners of a super learner map: three, or two for a learner alone.
 
     Args:
-        nbytes: size of one slot.
-        nflags: chunks in one slot.
-        inner: communicator of the super learner (mpi4py); all of its learners make the shared
+        nbytes: size of one slot in bytes.
+        nflags: flags of one slot, one per chunk.
+        inner: communicator of the super learner (mpi4py); all of its learners make their SharedSlots
             together. None for a learner alone.
-        front: bytes before the slots; with them the leader's `file` is kept for peers on the host that map
-            it. The leader's choice counts, and the room in SHARED_FOLDER: all takes at most half of it.
-        leader: its rank in `inner`.
+        front: bytes before the slots; if not 0, the leader keeps `file` open so that peers on the host can
+            map it. The leader's value counts; it becomes 0 if all would take more than half of the free
+            space in SHARED_FOLDER.
+        leader: rank of the leader in `inner`.
 
     Attributes:
         slots: the memory of each slot.
-        flags: its flags.
-        notes: NOTES bytes, for what the leader says of its publications.
-        front: the memory before them, None without it.
-        file: that of all this memory, on the leader, if there is a front; until `close`.
+        flags: the flags of each slot.
+        notes: NOTES bytes, in which the leader notes which calls of publish were not deferred.
+        front: the memory before the slots, None without it.
+        file: the file of all this memory, on the leader, if there is a front; until `close`.
 
     Raises:
         WorldError: on every learner, if the shared memory cannot be allocated or mapped.
@@ -108,7 +106,7 @@ class SharedSlots:
         self.notes = flags[n * row :][:NOTES]
 
     def _map_alone(self, front: int, total: int) -> int:
-        """Memory of this process, or that peers may map. Returns the bytes before the slots."""
+        """Allocate the memory of a learner alone, as a file if peers may map it; return the front's bytes."""
         self.file = try_file(front + total) if front else None
         area = try_map(self.file, front + total) if self.file else None
         if area is None:
@@ -119,27 +117,27 @@ class SharedSlots:
         return front
 
     def close(self) -> None:
-        """Close the file. A peer that has not mapped it by now cannot map it any more."""
+        """Close the file: peers that have not mapped it yet cannot map it any more."""
         if self.file is not None:
             os.close(self.file.handle)
             self.file = None
 
 
 def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
-    """Counters of the learners of a super learner, 0: each learner writes its own row, all read all rows.
+    """Allocate counters that a super learner's learners share: each writes its own row, and reads all rows.
 
     A load or store of one counter is atomic.
 
     Args:
-        columns: counters of a learner.
+        columns: number of counters of each learner.
         inner: communicator of the super learner (mpi4py); all of its learners call this together. None for
             a learner alone.
 
     Returns:
-        Shape (learners, columns).
+        The counters, all 0, shape (learners, columns).
 
     Raises:
-        WorldError: as of SharedSlots.
+        WorldError: on every learner, if the shared memory cannot be allocated or mapped.
     """
     if inner is None or inner.Get_size() == 1:
         return np.zeros((1, columns), np.int64)
@@ -149,13 +147,13 @@ def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
 
 
 def host_name() -> str:
-    """An identifier of the running system, the same in all its processes."""
+    """An identifier of the running kernel (its boot id), the same in all processes of the host."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
 class File(NamedTuple):
-    """An unnamed file, as its creator sees it: descriptor, process, device and inode."""
+    """Where other processes find an unnamed file: its creator's descriptor and pid, its device and inode."""
 
     handle: int
     pid: int
@@ -164,7 +162,7 @@ class File(NamedTuple):
 
 
 def try_file(nbytes: int) -> File | None:
-    """A new file in shared memory, or None if it would take more than half of the free space."""
+    """Create a file in shared memory; None if that fails or would take more than half of the free space."""
     try:
         return _reserve(nbytes) if _has_room(nbytes) else None
     except OSError:
@@ -172,9 +170,9 @@ def try_file(nbytes: int) -> File | None:
 
 
 def try_map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap | None:
-    """The file of a process of this host; None if it is not reachable from here, or too short.
+    """Map `nbytes` bytes of a process's file; None if the file cannot be reached from here, or is too short.
 
-    Or that part of it; `offset`: whole pages.
+    `offset`, where the mapped bytes begin in the file, is a multiple of the page size.
     """
     try:
         return _map(file, nbytes, writes, offset)
@@ -183,7 +181,7 @@ def try_map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mm
 
 
 def _pages(nbytes: int) -> int:
-    """As many bytes in whole pages."""
+    """Round up to whole pages; bytes."""
     return -(-nbytes // 4096) * 4096
 
 
@@ -198,7 +196,7 @@ def _has_room(nbytes: int) -> bool:
 def _shared_memory(
     nbytes: int, inner: Any, keep: bool, leader: int
 ) -> tuple[NDArray[np.uint8], File | None]:
-    """Map the same zeroed memory in all processes of `inner`. The leader may `keep` its file open."""
+    """Map the same zeroed memory in all processes of `inner`; return it, and the leader's file if `keep`."""
     file, error = None, None
     if inner.Get_rank() == leader:
         try:
@@ -219,14 +217,14 @@ def _shared_memory(
         own = None
     if errors or area is None:
         raise WorldError(
-            f"{errors[0]}. The learners of a super learner share their corrections there: enlarge "
-            "it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
+            f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: "
+            "enlarge it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
         )
     return np.frombuffer(area, dtype=np.uint8, count=nbytes), own
 
 
 def _reserve(nbytes: int) -> File:
-    """A new file with allocated pages, so that no later write fails."""
+    """Create an unnamed file in SHARED_FOLDER with allocated pages, so that no later write fails."""
     handle = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(handle, 0, nbytes)
@@ -238,15 +236,18 @@ def _reserve(nbytes: int) -> File:
 
 
 def _map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap:
-    """Map the file of any process of this host that shares our SHARED_FOLDER.
+    """Map the file of a process that has the same SHARED_FOLDER as this one.
 
-    A process id of another container may belong to a different process here, and a process with its own
-    SHARED_FOLDER does not share memory with this one.
+    The checks are needed because a process id of another container may belong to a different process here,
+    and because a process with its own SHARED_FOLDER does not share memory with this one.
+
+    Raises:
+        OSError: if the file cannot be reached from this process.
     """
     path = f"/proc/{file.pid}/fd/{file.handle}"
     found = os.stat(path)
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
-        raise OSError(f"process {file.pid} is another one here")
+        raise OSError(f"process id {file.pid} belongs to another process here")
     if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
         raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
     handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Averaging in step with peers: rounds of pairs, or means of all."""
+"""Averaging for which steps wait: rounds of pairs, or means of all super learners."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["StepRounds"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_PATIENCE_S = 60.0  # wait of a step before it logs a warning, as in Horovod's stall check
+_PATIENCE_S = 60.0  # a step that waits longer logs a warning, as in Horovod's stall check
 
 
 class StepRounds:
-    """The rounds of one super learner.
+    """Begins and finishes the rounds of one super learner, which average in step with peers.
 
     Args:
-        plan: of this super learner, with rounds.
-        loop: its engine's thread; None on learners that are not leaders, which do nothing.
-        comm_rank: of a super learner in the engine's communicator; NOBODY if it has none.
+        plan: this super learner's plan.
+        loop: the engine's thread; None on learners that are not leaders, whose methods do nothing.
+        comm_rank: returns the rank of a super learner in the engine's communicator, NOBODY if it has none.
         check: raises the engine's failure, if there is one.
 
     Attributes:
-        look: called while a step waits, with the super learners that it waits for, None for all; may raise.
+        look: called while a step waits, with the super learners for which it waits (None: all); may raise.
     """
 
     def __init__(
@@ -43,17 +43,21 @@ class StepRounds:
         self._loop = loop
         self._comm_rank = comm_rank
         self._check = check
-        self._over: Callable[[float], bool] | None = None  # of the round begun last
-        self._met: dict[int, int] = {}  # exchanges with its peers before that, by super_rank
+        # waits up to so many seconds, and returns whether the round begun last is over
+        self._over: Callable[[float], bool] | None = None
+        self._met: dict[
+            int, int
+        ] = {}  # exchanges with the round's peers before the round, by super_rank
         self.look: Callable[[Collection[int] | None], object] = lambda peers: None
 
     def begin(self, number: int) -> None:
-        """Begin a round of the plan with the models offered last.
+        """Begin a round of the plan, which averages the models offered last.
 
-        Gossip beside it is paused first, until the engine's `resume`, so the mean includes all corrections.
+        A mean of all first pauses the plan's gossip, until the engine's `resume`, so that the mean includes
+        all corrections.
 
         Args:
-            number: of the round, the same on all super learners.
+            number: number of the round, the same on all super learners.
 
         Raises:
             AdpsgdError: the first fatal failure of the engine.
@@ -66,7 +70,7 @@ class StepRounds:
             self._met = {peer: loop.met(rank) for peer, rank in ranks.items() if rank != NOBODY}
             self._over = functools.partial(self._pairs_over, loop)
             asked = ranks[rounds.row(number)[0]]
-            loop.begin_round(number + 1, asked)  # 0 is for gossip without rounds
+            loop.begin_round(number + 1, asked)  # number 0 stands for gossip without rounds
             return
         if self._plan.width:
             loop.pause(True)
@@ -74,10 +78,10 @@ class StepRounds:
         self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
 
     def finish(self) -> None:
-        """Wait until the correction of the round, if one runs, is in the open slot.
+        """Wait until the current round, if there is one, is over and its correction is in the open slot.
 
-        Does not wait for peers that have left or failed. A mean of all continues without failed peers
-        (under ULFM), and without peers that have left once their processes have exited.
+        Peers that have left or failed are not waited for. A mean of all continues without failed peers (under
+        ULFM), and without peers that have left once their processes have exited.
 
         Raises:
             PeerFailedError: if a mean of all needs a super learner that has left or has failed.
@@ -105,7 +109,7 @@ class StepRounds:
         ]
 
     def _wait(self, loop: Loop, over: Callable[[float], bool]) -> None:
-        """Wait in slices, so that signals and failures are noticed."""
+        """Wait until `over` returns True, in slices of 0.1 s, so that signals and failures are noticed."""
         tell, in_pairs = time.monotonic() + _PATIENCE_S, self._plan.in_pairs
         while not over(0.1):
             self._check()
@@ -114,7 +118,7 @@ class StepRounds:
                 tell = math.inf
                 log.warning(
                     "a step has waited %g s for other super learners. They are slow, or have made fewer "
-                    "steps and wait somewhere else: with this strategy all must make the same steps. "
+                    "steps and wait elsewhere: with this strategy all must run the same number of steps. "
                     "SIGUSR1 makes every learner write where it is.",
                     _PATIENCE_S,
                 )

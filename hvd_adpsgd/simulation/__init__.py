@@ -1,1 +1,1 @@
-"""Many engines in one process, in virtual time."""
+"""Simulation of whole jobs: many real engines in one process, over a simulated network, in virtual time."""

@@ -1,4 +1,4 @@
-"""Numbers of simulated jobs against their bounds: beyond them the simulator would break, not a promise."""
+"""Checks the numbers of simulated jobs against bounds beyond which the simulator itself would fail."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hvd_adpsgd.errors import ConfigError
 
 __all__ = ["SEED", "Bound", "check_fields", "in_bound", "in_bounds"]
 
-Bound = tuple[float, float]  # least and most; two integers allow whole numbers only
+Bound = tuple[float, float]  # least and largest value; two integers allow whole numbers only
 SEED: Bound = (0, 2**62 - 1)
 
 
 def in_bound(what: str, value: object, bound: Bound, cure: str = "Pass such a number.") -> None:
-    """Check a number.
+    """Raise ConfigError unless a number is within its bound.
 
     Args:
-        what: of the number, for the error.
+        what: name of the number, with which the error message begins.
         value: the number.
-        bound: least and most.
-        cure: the last sentence of the error.
+        bound: least and largest allowed value.
+        cure: last sentence of the error message.
 
     Raises:
-        ConfigError: if it is out of its bound, not finite, or no number.
+        ConfigError: if the value is out of its bound, not finite, or no number.
     """
     whole = isinstance(bound[0], int)
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -37,32 +37,32 @@ def in_bound(what: str, value: object, bound: Bound, cure: str = "Pass such a nu
 
 
 def in_bounds(where: str, values: object, bounds: Mapping[str, Bound], cure: str) -> None:
-    """Check attributes of an object, each by in_bound.
+    """Raise ConfigError unless the named attributes of an object are within their bounds.
 
     Args:
-        where: the object, for the error.
+        where: name of the object, with which the error message begins.
         values: the object.
-        bounds: by attribute.
-        cure: the last sentence of the error.
+        bounds: bound of each checked attribute, by its name.
+        cure: last sentence of the error message.
 
     Raises:
-        ConfigError: for the first that is out of its bound.
+        ConfigError: for the first attribute that is out of its bound.
     """
     for name, bound in bounds.items():
         in_bound(f"{where}: {name}", getattr(values, name), bound, cure)
 
 
 def check_fields(what: str, values: object, kind: type[Any], cure: str) -> None:
-    """Check that an object of JSON has the fields of a dataclass, and no others.
+    """Raise ConfigError unless a value parsed from JSON is an object with the fields of a dataclass only.
 
     Args:
-        what: of the object, for the error.
-        values: the object.
+        what: name of the object, with which the error message begins.
+        values: the parsed value.
         kind: the dataclass.
-        cure: the last sentence of the error.
+        cure: last sentence of the error message.
 
     Raises:
-        ConfigError: if it is no object, a field that has no default is missing, or there is another one.
+        ConfigError: if the value is no object, lacks a field that has no default, or has an unknown field.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{what}: {str(values)[:40]!r} is no JSON object. {cure}")

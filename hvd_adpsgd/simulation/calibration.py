@@ -1,4 +1,4 @@
-"""What averaging costs on one machine, as `bench calibrate` measures it and the planner uses it."""
+"""The cost of averaging on one machine, which `bench calibrate` measures and the planner uses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Calibration"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs in seconds per byte of a float32 model; a file of it is a JSON object.
+    """Costs of averaging in seconds per byte of a float32 model; written to a file as a JSON object.
 
     Attributes:
-        step_s_per_byte: of the leader in a step: publish, apply the corrections, fill the mirror.
-        chunk_s_per_byte: of the engine's thread in an exchange: a snapshot, and a merge.
-        machine: where it was measured.
-        model_nbytes, chunk_nbytes: with which it was measured.
+        step_s_per_byte: time of the leader in a step: publish, apply the corrections, fill the mirror.
+        chunk_s_per_byte: time of the engine's thread in an exchange: a snapshot, and a merge.
+        machine: the machine on which the costs were measured.
+        model_nbytes, chunk_nbytes: bytes of the model, and of its chunks, with which the costs were measured.
     """
 
     step_s_per_byte: float
@@ -42,10 +42,10 @@ class Calibration:
                 )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file.
+        """Write the calibration to a file.
 
         Raises:
-            ConfigError: if it cannot be written.
+            ConfigError: if the file cannot be written.
         """
         try:
             Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -56,10 +56,10 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Calibration:
-        """The calibration in a file.
+        """Read the calibration from a file.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if the file cannot be read, or holds no calibration.
         """
         cure = "Write one with `python -m hvd_adpsgd bench calibrate --out FILE`."
         try:

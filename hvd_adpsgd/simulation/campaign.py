@@ -1,4 +1,4 @@
-"""Many seeds: run them, on all cores if wished, and report what was met."""
+"""Runs the simulated jobs of many seeds, on all cores on request, and reports coverage and failures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hvd_adpsgd.simulation.scenario import Scenario, run
 
 __all__ = ["IMPOSSIBLE", "Failure", "Report", "explore", "run_block"]
 
-BLOCK = 250  # seeds of one task
+BLOCK = 250  # seeds that a worker process runs as one task
 
-# (state, message) that cannot meet, and why.
+# Pairs of (state of an exchange, message that arrives in it) that cannot occur, with the reason.
 IMPOSSIBLE: dict[tuple[str, str], str] = {
     ("none", "silence"): "there is nobody to be silent",
     **{
@@ -41,7 +41,7 @@ IMPOSSIBLE: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that breaks a promise."""
+    """A seed whose simulated job breaks a promise of the library, and what the job has broken."""
 
     seed: int
     what: str
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What runs of the seeds from `first` on have met; the sum of two is that of all of their runs."""
+    """Counts over the runs of the seeds from `first` on: events, faults, coverage, broken promises."""
 
     first: int = 0
     runs: int = 0
@@ -66,7 +66,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Count its runs too."""
+        """Add the counts of another report to this one."""
         self.runs += other.runs
         self.events += other.events
         self.exchanges += other.exchanges
@@ -78,17 +78,17 @@ class Report:
         self.failures += other.failures
 
     def to_json(self) -> str:
-        """All of it, for `from_json`."""
+        """Return the report as JSON, which `from_json` reads."""
         pairs = [[*pair, count] for pair, count in self.coverage.items()]
         failures = [vars(failure) for failure in self.failures]
         return json.dumps({**vars(self), "coverage": pairs, "failures": failures})
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """The report that `to_json` wrote.
+        """Return the report that `to_json` wrote.
 
         Raises:
-            ConfigError: if it wrote another text.
+            ConfigError: if the text was not written by `to_json`.
         """
         try:
             values = json.loads(text)
@@ -117,7 +117,7 @@ class Report:
         return found
 
     def never_met(self) -> list[tuple[str, str]]:
-        """Pairs of state and message that could meet and did not."""
+        """Return the pairs of state and message that no run has reached and that are not IMPOSSIBLE."""
         pairs = [(state, message) for state in STATES for message in MESSAGES]
         return [pair for pair in pairs if pair not in self.coverage and pair not in IMPOSSIBLE]
 
@@ -132,12 +132,12 @@ class Report:
             *_coverage_table(self.coverage),
         ]
         never = ", ".join(f"{message} in {state}" for state, message in self.never_met())
-        lines += ["", f"never met, and not known to be impossible: {never or 'none'}"]
+        lines += ["", f"never reached, and not known to be impossible: {never or 'none'}"]
         return "\n".join([*lines, *map(str, self.failures)])
 
 
 def _fault_table(faults: Counter[str]) -> list[str]:
-    """Faults by kind, and by what the engine was in the middle of."""
+    """Return the lines of a table: faults by kind, and by what the engine was doing when they struck."""
     by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
     for name, count in faults.items():
         kind, _, phase = name.partition(" | ")
@@ -164,7 +164,7 @@ def _coverage_table(coverage: Counter[tuple[str, str]]) -> list[str]:
 
 
 def run_block(seeds: Iterable[int]) -> Report:
-    """Run the scenarios of these seeds, one after the other."""
+    """Run the scenarios of these seeds, one after the other, and return their report."""
     report = Report()
     for seed in seeds:
         scenario = Scenario.random(seed)
@@ -193,20 +193,23 @@ def explore(
     progress: Callable[[Report], None] | None = None,
     kept: Path | None = None,
 ) -> Report:
-    """Run the seeds from `first` up to but not including `last`, on all cores.
+    """Run the scenarios of the seeds from `first` up to but not including `last`, on all cores.
 
-    With `kept`, the report is written there after every block, and a later call with the same `first`
-    continues behind the last block that is in it.
+    With `kept`, the report is written to that file after every block, and a later call with the same `first`
+    continues after the last block in it.
 
     Args:
-        first: seed.
-        last: the seed behind the last one.
-        workers: processes; None: one per core.
-        progress: told after every block.
-        kept: file.
+        first: first seed.
+        last: the seed after the last one.
+        workers: number of worker processes; None: one per core.
+        progress: called with the report so far after every block.
+        kept: file for the report; None: no file.
+
+    Returns:
+        The report of all these seeds.
 
     Raises:
-        ConfigError: if there are no such seeds, or if the file cannot be written or is of other seeds.
+        ConfigError: if a seed is out of range, or the file cannot be written or is of other seeds.
     """
     in_bound("--seeds: the first one", first, SEED)
     in_bound("--seeds: the one behind the last", last, (first + 1, SEED[1] + 1))
@@ -215,7 +218,7 @@ def explore(
     total = Report(first)
     if kept is not None:
         total = _begun(kept, first, last)
-        _keep(kept, total)  # a file that cannot be written is found before the first run
+        _keep(kept, total)  # so that a file that cannot be written raises before the first run
     starts = range(first + total.runs, last, BLOCK)
     blocks = (range(at, min(at + BLOCK, last)) for at in starts)
     for report in _reports(blocks, min(workers or os.cpu_count() or 1, len(starts))):
@@ -228,7 +231,7 @@ def explore(
 
 
 def _begun(kept: Path, first: int, last: int) -> Report:
-    """The report in a file, one without runs if there is none yet."""
+    """Return the report in the file `kept`, or one without runs if there is no such file yet."""
     try:
         text = kept.read_text()
     except FileNotFoundError:
@@ -248,7 +251,7 @@ def _begun(kept: Path, first: int, last: int) -> Report:
 
 
 def _keep(kept: Path, report: Report) -> None:
-    """Write the report; the file is whole, whenever the run is interrupted."""
+    """Write the report by a rename, so that the file is complete whenever the run is interrupted."""
     new = kept.with_name(f"{kept.name}.new")
     try:
         new.write_text(report.to_json())
@@ -261,7 +264,7 @@ def _keep(kept: Path, report: Report) -> None:
 
 
 def _reports(blocks: Iterator[range], workers: int) -> Iterator[Report]:
-    """In the order of the blocks, of which only a few are under way or wait for a worker."""
+    """Yield the reports in the order of the blocks; at most four blocks per worker are submitted at once."""
     if workers <= 1:
         yield from map(run_block, blocks)
         return

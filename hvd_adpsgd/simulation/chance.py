@@ -1,4 +1,4 @@
-"""Random numbers that are the same on every machine and with every version of a library: splitmix64."""
+"""Random numbers (splitmix64) that are the same on every machine and with every version of any library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BITS = 2**64 - 1
 
 
 class Chance:
-    """A stream of numbers from a seed."""
+    """A reproducible stream of random numbers from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _BITS
 
     def draw(self) -> int:
-        """64 bits."""
+        """Return the next 64 random bits as an integer."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _BITS
         z = self._state
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
@@ -26,21 +26,24 @@ class Chance:
         return z ^ (z >> 31)
 
     def between(self, low: float, high: float) -> float:
-        """Uniform, with four digits: a scenario can be read, and typed."""
+        """Return a uniform number between low and high, with four digits, so that scenarios are readable."""
         return low + (high - low) * ((self.draw() >> 11) % 10_000) / 10_000
 
     def magnitude(self, low: float, high: float) -> float:
-        """10**x with x uniform, to three digits, so that no library's rounding of powers shows."""
+        """Return 10**x with x uniform between low and high, rounded to three digits.
+
+        The rounding hides differences between libraries in the last bits of powers.
+        """
         return float(f"{10 ** self.between(low, high):.3g}")
 
     def integer(self, low: int, high: int) -> int:
-        """Uniform among low, ..., high."""
+        """Return a uniform integer from low to high, both included."""
         return low + self.draw() % (high - low + 1)
 
     def choose(self, values: Sequence[T]) -> T:
-        """One of them."""
+        """Return a uniformly random one of the values."""
         return values[self.integer(0, len(values) - 1)]
 
     def happens(self, probability: float) -> bool:
-        """True with that probability."""
+        """Return True with the given probability."""
         return self.draw() < probability * 2.0**64

@@ -1,4 +1,4 @@
-"""What happened in a run: the messages as a sequence chart in text, and the trace of real runs."""
+"""Shows a simulated run: as a sequence chart of its messages in text, or as a timeline as of real runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hvd_adpsgd.watching.trace import Timeline
 
 __all__ = ["chart", "write_timeline"]
 
-WIDTH = 16  # of a column
+WIDTH = 16  # characters of a super learner's column
 NAMES = ("", "ASK", "YES", "NO", "BYE", "NEWS", "BYE_SEEN", "CUT", "CUT_SEEN", "REPORT")
 CONTROL, AGREEMENT, SUMS = 1, 2, 3 + 16384  # channels, as in engine/wire.pxd
 AGREEMENT_NAMES = ("", "VOTE", "ASK", "ANSWER", "PREPARE", "ACK", "COMMIT")
 
 
 def chart(job: Job, n: int, last: int | None = None) -> str:
-    """The run of a traced job, one line per message (when it is sent) and per deed of an engine.
+    """Return a sequence chart of a traced job: a line per message, when it is sent, and per engine action.
 
     Args:
-        job: after its run.
-        n: super learners, one column each.
-        last: only so many lines, those at the end.
+        job: the job, after its run.
+        n: number of super learners, each of which gets a column.
+        last: return only the last so many lines; None: all.
     """
     lines = sorted([*_messages(job), *_deeds(job)], key=lambda line: line[0])
     shown = lines[-last:] if last else lines
@@ -34,7 +34,7 @@ def chart(job: Job, n: int, last: int | None = None) -> str:
 
 
 def _messages(job: Job) -> Iterator[tuple[float, int, int, str]]:
-    """Seconds, from, to, what."""
+    """Yield each message as (seconds, sender, receiver, text)."""
     for at, arrives, src, dst, channel, nbytes, kind, number in job.network.messages():
         name = _name(channel, nbytes, kind, number)
         yield at - 1.0, src, dst, f"{name} ({(arrives - at) * 1e3:.3g} ms)"
@@ -74,12 +74,12 @@ def _drawn(line: tuple[float, int, int, str], n: int) -> str:
 
 
 def write_timeline(job: Job, n: int, path: str | os.PathLike[str]) -> None:
-    """Write what engines and trainers of a traced job did, in the format of HVD_ADPSGD_TIMELINE.
+    """Write a timeline of the engines and trainers of a traced job, in the format of HVD_ADPSGD_TIMELINE.
 
     Args:
-        job: after its run.
-        n: super learners.
-        path: of the file.
+        job: the job, after its run.
+        n: number of super learners.
+        path: the file.
 
     Raises:
         ConfigError: if the file cannot be written.

@@ -1,6 +1,6 @@
-"""Every interleaving of a few engines: the small jobs that are explored exhaustively, and the report.
+"""The small jobs whose interleavings of events are explored exhaustively, and a table of the results.
 
-`ext/hvd_adpsgd/simulation/explore.pyx` says what is explored, and how.
+`ext/hvd_adpsgd/simulation/explore.pyx` explains what is explored, and how.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class Exploration:
     """A job of two to four super learners, of which every interleaving is explored.
 
     Attributes:
-        name: of the job.
-        scripts: what each trainer does, as of Explorer: `o` offers a step, `p` publishes (the all-reduce
-            of its super learner begins), `z` pauses, `r` continues, `l` leaves, `b` leaves as failed.
-        chunks: of the model.
-        crashes, suspicions: at most so many; a suspicion takes a living peer for failed.
-        deadlines, retries: how often deadlines, and pauses before retries, pass while something else can
-            happen.
+        name: name of the job, for `--explore`.
+        scripts: actions of each trainer: `o` offers a step, `p` publishes (the all-reduce of its super
+            learner begins), `z` pauses, `r` resumes, `l` leaves, `b` leaves as failed.
+        chunks: number of chunks of the model.
+        crashes, suspicions: most crashes, and most suspicions, in a run; a suspicion takes a living peer for
+            failed.
+        deadlines, retries: how often deadlines, and pauses before retries, may elapse while other events are
+            still possible.
         completion: when sends are complete: AT_ONCE, WITH_RECEIPT or AT_ANY_TIME.
-        shared: the super learners are on one host.
-        shown: ... and read each other's models where they lie.
-        ends: the end of a super learner that has left is reported to the others.
-        ring: each asks its successor first; else the one of the lowest rank, so that questions cross.
+        shared: whether the super learners are on one host and share memory.
+        shown: whether they also read each other's models directly in that memory.
+        ends: whether the end of a super learner's process is reported to the others after it has left.
+        ring: each super learner asks its successor first; else the lowest other rank, so that asks cross.
     """
 
     name: str
@@ -51,19 +52,19 @@ class Exploration:
     ring: bool = False
 
     def schedules(self) -> list[list[int]]:
-        """Whom each asks."""
+        """The peers that each super learner asks, in this order."""
         n = len(self.scripts)
         order = [[(i + k) % n for k in range(1, n)] for i in range(n)]
         return order if self.ring else [sorted(peers) for peers in order]
 
     def run(self, progress: Callable[[int], None] | None = None) -> Explored:
-        """Explore every state.
+        """Explore every state that the job can reach, and return what was found.
 
         Args:
-            progress: called with the number of states so far.
+            progress: called now and then with the number of states so far.
 
         Raises:
-            BrokenPromise: if a promise or an invariant does not hold somewhere, with the way there.
+            BrokenPromise: if a promise or invariant does not hold in a state, with the choices leading to it.
         """
         explorer = Explorer(
             self.scripts,
@@ -92,12 +93,14 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Explored:
-    """What an exploration has met.
+    """Result of an exploration.
 
     Attributes:
-        states, transitions: how many differ, and how many ways lead from one to the next.
-        deepest: choices on the longest way.
-        coverage: (state of an exchange, message) -> how often.
+        job: the explored job.
+        states, transitions: number of different states, and of transitions between them.
+        deepest: number of choices on the longest path.
+        seconds: duration of the exploration.
+        coverage: how often each message arrived in each state of an exchange, by (state, message).
     """
 
     job: Exploration
@@ -115,7 +118,7 @@ COLUMNS = (
 
 
 def table(explored: Iterable[Explored]) -> str:
-    """One row of Markdown per exploration."""
+    """Return a Markdown table with one row per exploration."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for found in explored:
         job = found.job
@@ -138,7 +141,7 @@ def table(explored: Iterable[Explored]) -> str:
 
 TRIO = ("o", "o", "o")
 
-# Seconds each.
+# Jobs whose exploration takes seconds each.
 IN_BRIEF = (
     Exploration("two", ("ool", "ool")),
     Exploration("two-crash", ("ol", "ol"), chunks=2, crashes=1),
@@ -150,7 +153,7 @@ IN_BRIEF = (
     Exploration("three", TRIO),
 )
 
-# Minutes.
+# Jobs whose exploration takes minutes each.
 AT_LENGTH = (
     Exploration("two-cut-and-crash", ("ol", "ol"), chunks=2, crashes=1, deadlines=2),
     Exploration("two-node", ("opol", "opol"), chunks=2, crashes=1),
@@ -177,10 +180,10 @@ AT_LENGTH = (
 
 
 def chosen(names: Iterable[str]) -> list[Exploration]:
-    """Those of these names; all for none.
+    """Return the explorations with these names; all of them if no name is given.
 
     Raises:
-        ConfigError: for a name that there is not.
+        ConfigError: for an unknown name.
     """
     jobs = {job.name: job for job in (*IN_BRIEF, *AT_LENGTH)}
     for name in names:

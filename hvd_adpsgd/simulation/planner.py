@@ -1,8 +1,8 @@
-"""What a cluster would do: the same engines, with the sizes, times and failures of a job that is planned.
+"""Predicts how a planned job would run on a cluster: real engines, with its sizes, times and failures.
 
-A few numbers stand for all parameters (`Network.bytes_scale`). Trainers change nothing, so that
-the distance of the models shows the exchanges alone. Each super learner sends over one link; the receiver's
-link is not modelled; the work of averaging on a host is, with a calibration.
+A few numbers stand for all parameters (`Network.bytes_scale`). Simulated trainers do not change the models,
+so that the distance of the models shows the effect of exchanges alone. Each super learner sends over one
+link; the receiver's link is not modelled; the work of averaging on a host is modelled with a calibration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvd_adpsgd.strategies import parse
 
 __all__ = ["Cluster", "Outcome", "draw", "plan", "synchronous_goodput", "theoretical_decay"]
 
-ELEMENTS = 8  # of a chunk
+ELEMENTS = 8  # elements of a simulated chunk
 NEVER = 10**9
 BOUNDS: dict[str, Bound] = {
     "super_learners": (1, 2**16),
@@ -49,7 +49,7 @@ BOUNDS: dict[str, Bound] = {
     "detect_s": (0.0, 1e6),
     "seed": SEED,
 }
-OPTIONS = {  # of `simulate`, by attribute
+OPTIONS = {  # command-line option of `simulate` for each attribute of Cluster
     "super_learners": "--super-learners",
     "parameters": "--model",
     "step_s": "--step",
@@ -67,24 +67,25 @@ OPTIONS = {  # of `simulate`, by attribute
 
 @dataclass(frozen=True)
 class Cluster:
-    """A job that is planned.
+    """A planned job, and the cluster on which it would run.
 
     Attributes:
-        super_learners: how many.
-        parameters: of the model, of 4 bytes each.
-        step_s: of a super learner that is not slow; each step differs by up to `spread` of it.
-        bytes_per_s, latency_s: of the link of each super learner.
-        strategy: a spec, as of the option `averaging`.
-        minutes: of training.
+        super_learners: number of super learners.
+        parameters: number of parameters of the model, of 4 bytes each.
+        step_s: mean seconds per step of a super learner that is not slow.
+        bytes_per_s, latency_s: bandwidth and latency of each super learner's link.
+        strategy: spec of the strategy, as of the option `averaging`.
+        minutes: duration of the training.
         rate: exchanges per step.
-        share: of the model that an exchange moves.
-        slow: how many super learners are slow, `slow_factor` times.
-        failures_per_hour: of one super learner; who fails is not replaced.
-        chunks: that stand for the model, at least 1 / share.
-        deadline_s: of silent peers.
-        detect_s: within which a failure is noticed.
-        seed: of all that is random.
-        calibration: what averaging costs on a host; None: nothing.
+        share: share of the model that an exchange moves.
+        slow: number of super learners whose steps take `slow_factor` times as long.
+        failures_per_hour: failure rate of one super learner; a failed super learner is not replaced.
+        spread: largest relative difference of a step from `step_s`.
+        chunks: number of chunks that stand for the model; raised to 1 / share if smaller.
+        deadline_s: silence after which exchanges with a peer stop until it answers.
+        detect_s: a failure is noticed by each peer within this time.
+        seed: seed of all random numbers.
+        calibration: the cost of averaging on a host; None: averaging takes no time there.
     """
 
     super_learners: int
@@ -126,38 +127,41 @@ class Cluster:
 
     @property
     def model_nbytes(self) -> float:
-        """Of the model on the wire."""
+        """Bytes of the model in messages."""
         return 4 * self.parameters
 
     @property
     def averaging_step_s(self) -> float:
-        """What averaging adds to a step."""
+        """Seconds that averaging adds to a step; 0 without a calibration."""
         return self.calibration.step_s_per_byte * self.model_nbytes if self.calibration else 0.0
 
     @property
     def averaging_chunk_s(self) -> float:
-        """Of the engine for one of the chunks that stand for the model."""
+        """Seconds of the engine's thread per chunk of those that stand for the model; 0 uncalibrated."""
         per_byte = self.calibration.chunk_s_per_byte if self.calibration else 0.0
         return per_byte * self.model_nbytes / self.chunks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it; a JSON object by `to_json`.
+    """Result of the simulation of a planned job.
 
     Attributes:
-        steps_kept: steps of all super learners, beside those of as many that never wait, slow down or fail.
-        steps: of each super learner.
-        exchanges_per_step: per super learner, asked and served.
-        staleness_mean, staleness_99: steps between a snapshot and the merge of its exchange.
-        decay: of the squared distance from the mean, per exchange of a super learner; None if unknown.
-        decay_in_theory: for random pairs, see theoretical_decay; None where no closed form is known.
+        steps_kept: steps of all super learners, as a share of those if none waited, slowed down or failed.
+        steps: number of steps of each super learner.
+        exchanges_per_step: exchanges per super learner and step, active and passive.
+        staleness_mean, staleness_99: steps between a snapshot and the merge of its exchange: mean, and 99th
+            percentile.
+        staleness: number of merged chunks by their staleness in steps.
+        decay: decay rate of the squared distance from the mean, per exchange of a super learner; None if
+            unknown.
+        decay_in_theory: for random pairs, see theoretical_decay; None if no closed form is known.
         distances: (exchanges per super learner, squared distance from the mean as a share of the first).
-        bytes_per_s: that a super learner sends while it lives, mean and most.
-        peers: that a super learner has exchanged with, mean and most: its connections.
-        failed: super learners.
-        synchronous_kept: the same share for synchronous training with restarts, see synchronous_goodput.
-        seconds_of_simulation, turns, us_per_turn: what the simulation cost.
+        bytes_per_s: bytes per second that a super learner sends until it fails: mean and largest.
+        peers: number of peers with which a super learner has exchanged (its connections): mean and largest.
+        failed: number of super learners that have failed.
+        synchronous_kept: steps_kept of synchronous training with restarts, see synchronous_goodput.
+        seconds_of_simulation, turns, us_per_turn: time that the simulation took, and its engine turns.
     """
 
     steps_kept: float
@@ -178,21 +182,21 @@ class Outcome:
     us_per_turn: float
 
     def to_json(self, cluster: Cluster) -> str:
-        """With what was asked."""
+        """Return the outcome, together with the planned job, as a JSON object."""
         return json.dumps(
             {"cluster": dataclasses.asdict(cluster), **dataclasses.asdict(self)}, indent=1
         )
 
 
 def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> Outcome:
-    """Simulate the training of a cluster, and say what averaging costs and achieves there.
+    """Simulate a planned job, and return what averaging costs and achieves in it.
 
     Args:
-        cluster: what is planned.
-        progress: told now and then the share of its minutes that is over.
+        cluster: the planned job.
+        progress: called now and then with the share of the job's duration that is over.
 
     Raises:
-        AdpsgdError: if the strategy cannot serve so many.
+        AdpsgdError: if the strategy does not work with so many super learners.
     """
     began = time.perf_counter()
     job, lived_s = _job(cluster)
@@ -211,7 +215,7 @@ def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> O
 
 
 def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
-    """The job, not begun, and how long each super learner will live."""
+    """Build the simulated job, not started, and return with it the seconds until each super learner fails."""
     nbytes = c.chunks * ELEMENTS * 8
     network = Network(
         c.super_learners,
@@ -259,7 +263,7 @@ def _add(job: Job, c: Cluster, in_pairs: bool) -> None:
 
 
 def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
-    """Failures at the times of a Poisson process: how long each super learner lives."""
+    """Add crashes at the times of a Poisson process; return the seconds until each super learner's end."""
     chance, lived_s = Chance(c.seed), np.full(c.super_learners, 60.0 * c.minutes)
     for i in range(c.super_learners):
         if c.failures_per_hour > 0:
@@ -274,7 +278,7 @@ def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
 
 
 def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
-    """Seconds of the simulation, part by part: forty steps in which the decay is measured, and the rest."""
+    """Yield (seconds, whether to measure the decay) for each part of the run: 40 steps, then the rest."""
     seconds = 60 * c.minutes
     measured_s = min(40 * c.step_s, seconds)
     yield from [(measured_s / 20, True)] * 20
@@ -283,20 +287,20 @@ def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
 
 
 def _distance(job: Job, n: int) -> tuple[float, float]:
-    """Exchanges per super learner so far, and the squared distance from the mean."""
+    """Return the exchanges per super learner so far, and the models' squared distance from their mean."""
     models = np.array([job.model(i).ravel() for i in range(n)])
     square = float(((models - models.mean(axis=0)) ** 2).sum())
     return float(np.mean(job.exchanges_of())), square
 
 
 def _relative(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The distances as shares of the first."""
+    """Return the distances as shares of the first one."""
     first = distances[0][1]
     return [(count, square / first if first > 0 else 0.0) for count, square in distances]
 
 
 def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
-    """The slope of the logarithm, while it is above rounding."""
+    """Fit the decay rate, minus the slope of log distance above rounding errors; None with too few points."""
     used = [(x, math.log(y)) for x, y in distances if y > 1e-20]
     if len(used) < 3 or used[-1][0] <= used[0][0]:
         return None
@@ -305,13 +309,13 @@ def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
 
 
 def theoretical_decay(n: int, share: float = 1.0) -> tuple[float, float] | None:
-    """Decay of random pairs per exchange of a super learner; None for fewer than three.
+    """Decay rate of random pairs per exchange of a super learner; None for fewer than three super learners.
 
-    With d = n / (2 (n - 1)): d if every pair exchanges at times of its own (a Poisson process), and
-    -log(1 - d) if all exchange at once in perfect matchings. One per step lies between.
+    Returns two bounds, with d = n / (2 (n - 1)): d if every pair exchanges at its own times (a Poisson
+    process), and -log(1 - d) if all exchange at once in perfect matchings. One exchange per step is between.
 
-    Where an exchange moves a share of the chunks, each chunk takes part in that share of the exchanges: both
-    are `share` times as large. So a byte brings models together as much as one of whole exchanges.
+    If an exchange moves a share of the chunks, each chunk takes part in that share of the exchanges, so both
+    bounds are `share` times as large: a byte sent reduces the distance as much as with whole exchanges.
 
     Source: Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
     """
@@ -333,10 +337,11 @@ def _outcome(
     staleness: npt.NDArray[Any] = np.array(job.staleness())
     total = max(int(staleness.sum()), 1)
     sent, _, peers = np.array(job.traffic(), dtype=np.float64).T
-    rates = sent / np.maximum(lived_s, 1e-9)  # one may fail at once
+    rates = sent / np.maximum(lived_s, 1e-9)  # a super learner may fail at time 0
     n = c.super_learners
     return Outcome(
-        steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),  # the first is shorter
+        # the first step is shorter, so the quotient may exceed 1
+        steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),
         steps=steps.tolist(),
         exchanges_per_step=float(sum(job.exchanges_of()) / max(steps.sum(), 1)),
         staleness_mean=float(np.arange(staleness.size) @ staleness / total),
@@ -360,17 +365,17 @@ def _outcome(
 def synchronous_goodput(
     c: Cluster, *, checkpoint_s: float = 30.0, restart_s: float = 300.0
 ) -> float:
-    """The share of steps that synchronous training keeps, with checkpoints and restarts.
+    """The share of its steps that synchronous training would keep, with checkpoints and restarts.
 
-    A step lasts as long as that of the slowest, with a ring all-reduce of 2 (n - 1) / n models behind it. A
-    failure of
-    any super learner, at n times its rate, costs the restart and on average half of the interval between
-    checkpoints, which is Young's, sqrt(2 checkpoint_s / (n rate)). All are replaced at once.
+    A step lasts as long as that of the slowest super learner, plus a ring all-reduce of 2 (n - 1) / n models.
+    A failure of any super learner, at n times the rate of one, costs the restart and on average half of the
+    interval between checkpoints, which is Young's, sqrt(2 checkpoint_s / (n rate)). Failed super learners are
+    replaced at once.
 
     Args:
-        c: the cluster.
-        checkpoint_s: to write a checkpoint.
-        restart_s: from a failure to the next step.
+        c: the planned job.
+        checkpoint_s: seconds to write a checkpoint.
+        restart_s: seconds from a failure to the next step.
 
     Source: Young, A first order approximation to the optimum checkpoint interval, CACM 1974.
     """
@@ -389,7 +394,7 @@ def synchronous_goodput(
 
 
 def draw(outcome: Outcome, path: str | Path) -> None:
-    """The decay of the models' distance beside theory, staleness, and the steps of each super learner."""
+    """Write a figure: decay of the models' distance with theory, staleness, and steps per super learner."""
     import matplotlib
 
     matplotlib.use("Agg")

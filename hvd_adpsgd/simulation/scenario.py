@@ -1,7 +1,7 @@
-"""A job to simulate, as data: everything that a run needs, and a run of it.
+"""Scenarios: a simulated job, its network and its faults as data, and a function that runs them.
 
-`Scenario.random(seed)` draws one from a seed; `run` lets real engines go through it in virtual time and
-checks the promises. A scenario that breaks one does so again, on every machine.
+`Scenario.random(seed)` draws a scenario from a seed; `run` lets real engines go through it in virtual time
+and checks the library's promises. A scenario that breaks a promise does so in every run, on every machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 STRATEGIES = (
     *GOSSIP,
-    "random_pairs",  # the default, twice as often
+    "random_pairs",  # once more, so that the default is drawn twice as often
     "a2cid2",
     "noloco:period=2",
     "delay_by_one",
@@ -52,18 +52,17 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
-_RARE = ("suspect", "join", "break")  # `_with_rare_things` and `_with_connections` draw these
+# faults that `_with_rare_things` and `_with_connections` draw, not `_random_faults`
+_RARE = ("suspect", "join", "break")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_DIALED_S, _NEVER_DIALED_S = (
-    (-3.0, 0.3),
-    3.0,
-)  # until a connection that ended is opened: powers of ten; too long
+# seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
+_DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
 WIRES = {"": -1, "bfloat16": 2, "float16": 3}
 Table = list[tuple[int, int]]
 Engaged = tuple[list[int], float, Table | None]
-LONGEST_S = 200.0  # of a run, in virtual time
+LONGEST_S = 200.0  # longest run, in virtual time
 TIME: Bound = (0.0, LONGEST_S)
 BOUNDS: dict[str, Bound] = {
     "seed": SEED,
@@ -96,15 +95,16 @@ REPLAYED = "Pass what `simulate` has printed, or correct it."
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one super learner; the meaning of `peers` and `value` is that of Job.strike.
+    """A fault that strikes one super learner; `peers` and `value` are arguments of Job.strike.
 
     Attributes:
-        at_s: seconds after the start.
+        at_s: seconds after the start of the run.
         kind: one of FAULTS.
-        who: the super learner; of join the number of the newcomer, of a failed super learner or the next one.
-            The newcomer's process is the one behind the last super learner.
-        peers: of cut, sever, suspect and break: the other one; of partition: those on its side.
-        value: of stop, cut, sever, partition and break: seconds; of slow: how many times slower.
+        who: number of the super learner. For join: the number that the joining super learner takes, that of a
+            failed super learner or the next free one; its process is the one after the last super learner.
+        peers: for cut, sever, suspect and break: the other super learner; for partition: the super learners
+            on the same side as `who`.
+        value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower.
     """
 
     at_s: float
@@ -114,7 +114,7 @@ class Fault:
     value: float = 0.0
 
     def arguments(self) -> tuple[Any, ...]:
-        """As Job.strike takes them."""
+        """Return the arguments of this kind of fault, as Job.strike takes them."""
         if self.kind in ("cut", "sever", "break"):
             return (self.peers[0], self.value)
         if self.kind == "partition":
@@ -126,13 +126,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Learner:
-    """One super learner.
+    """Settings of one simulated super learner.
 
     Attributes:
         rate: exchanges per step.
-        step_s: of a step; each one differs by up to `spread` of it.
-        node_s: of its all-reduce, 0 for a learner alone.
-        deadline_s: after which a silent peer is parked.
+        step_s: mean seconds of a step.
+        spread: largest relative difference of a step from `step_s`.
+        node_s: seconds of the super learner's all-reduce, 0 for a learner alone.
+        deadline_s: seconds of silence after which the exchange with a peer is parked.
     """
 
     rate: float
@@ -144,25 +145,30 @@ class Learner:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job, its network and what happens to it.
+    """A simulated job, its network, and the faults that strike it.
 
     Attributes:
-        seed: of all that the wire's contract and the trainers leave open.
-        strategy: a spec, as of the option `averaging`.
-        steps: of each super learner.
-        chunks, elements: of the model; `later` more chunks come with a parameter group.
-        dtype, wire: of the parameters and, "" for the same, of chunks on their way.
-        latency_s: of a message, times 1 to 1 + jitter.
+        seed: seed of all that the wire's contract and the trainers leave open.
+        strategy: spec of the strategy, as of the option `averaging`.
+        steps: number of steps of each super learner.
+        chunks, elements: number of chunks of the model, and of elements per chunk.
+        later: number of chunks that are added later, with a parameter group.
+        dtype, wire: element type of the parameters, and of chunks in messages ("": the same).
+        latency_s: smallest latency of a message, in seconds.
+        jitter: a latency is `latency_s` times a number from 1 to 1 + jitter.
         late: probability that a message takes up to 200 latencies.
-        late_control: probability that a control message does, while chunks pass it.
-        bytes_per_s: of each super learner's link.
-        slack: an engine's polls are up to this many times later than it wants.
-        detect_s: the end of a process is noticed by each peer within that time.
-        hosts: the host of each super learner; those of one share memory. () for no shared memory.
-        shown: those of one host read each other's models where they lie.
-        max_staleness: the option, 0 for none.
+        late_control: probability that a control message takes so long, while chunks overtake it.
+        bytes_per_s: bandwidth of each super learner's link.
+        slack: an engine's polls are up to this many times later than it asks for.
+        detect_s: the end of a process is noticed by each peer within this time.
+        leave_deadline_s: the option of this name.
+        learners: the super learners.
+        hosts: the host of each super learner; those of one host share memory. () for no shared memory.
+        faults: the faults, in any order.
+        max_staleness: the option of this name, 0 for None.
         share: the option exchange_share.
-        reports_s: seconds between the messages with which each tells a peer what is reported; 0: none.
+        shown: whether super learners of one host read each other's models directly in shared memory.
+        reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
     """
 
     seed: int
@@ -208,12 +214,12 @@ class Scenario:
 
     @property
     def size(self) -> int:
-        """How many super learners."""
+        """Number of super learners, without a joining one."""
         return len(self.learners)
 
     @property
     def processes(self) -> int:
-        """One for each super learner, and one for a newcomer."""
+        """Number of simulated processes: one per super learner, and one for a joining super learner."""
         return self.size + any(fault.kind == "join" for fault in self.faults)
 
     @property
@@ -223,7 +229,7 @@ class Scenario:
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
-        """The scenario of a seed, the same on every machine."""
+        """Draw a scenario from a seed: the same scenario on every machine."""
         c = Chance(seed)
         strategy = c.choose(STRATEGIES)
         n = c.integer(4 if strategy == "a2cid2" else 2, 8)
@@ -231,7 +237,9 @@ class Scenario:
         chunks, later, elements = c.integer(1, 21), c.integer(0, 2), c.integer(1, 3)
         latency_s, bytes_per_s = c.magnitude(-5, -3), c.magnitude(3, 9)
         leave_deadline_s = c.magnitude(-2, 0.5)
-        if c.happens(0.3):  # exchanges last for steps, and the last ones are cut short
+        if c.happens(
+            0.3
+        ):  # exchanges take several steps, and the deadline cuts the last ones short
             exchange_s = step_s * c.between(0.5, 10)
             bytes_per_s = float(f"{8 * elements * chunks / exchange_s:.3g}")
             leave_deadline_s = float(f"{exchange_s * c.between(0.3, 2):.3g}")
@@ -262,15 +270,15 @@ class Scenario:
         )
 
     def to_json(self) -> str:
-        """In one line; the inverse of from_json."""
+        """Return the scenario as one line of JSON, which `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Scenario:
-        """The scenario in a line of to_json.
+        """Return the scenario in a line that `to_json` wrote.
 
         Raises:
-            ConfigError: if it is none.
+            ConfigError: if the text is no scenario.
         """
         what = f"not a scenario: {text[:80]!r}"
         try:
@@ -292,7 +300,7 @@ class Scenario:
             raise ConfigError(f"{what} ({error}). {REPLAYED}") from error
 
     def __str__(self) -> str:
-        """A description in a few lines."""
+        """Describe the scenario in a few lines of text."""
         shared = f", hosts {list(self.hosts)}" if self.hosts else ", no shared memory"
         shared += ", models read where they lie" if self.shown else ""
         lines = [
@@ -332,7 +340,7 @@ def _one_of(what: str, name: str, names: Iterable[str]) -> None:
 
 
 def _check_fault(where: str, fault: Fault, n: int) -> None:
-    """It strikes one of n, at a time within the run, with the arguments of its kind."""
+    """Raise ConfigError unless the fault strikes one of n processes during the run, with proper arguments."""
     _one_of(f"{where}: kind", fault.kind, FAULTS)
     value: Bound = (1e-3, 1e6) if fault.kind == "slow" else TIME
     in_bounds(where, fault, {"at_s": TIME, "who": (0, n - 1), "value": value}, REPLAYED)
@@ -378,11 +386,11 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 
 
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
-    """Situations that independent draws seldom bring.
+    """Change some scenarios so that situations occur which independent draws seldom produce.
 
-    Staleness that is bounded; a second crash in the same decision; answers later than a whole exchange; a
-    living super learner that is taken for failed; several that leave together; a newcomer; exchanges that are
-    cut short.
+    These are: a bounded staleness; a second crash during the agreement on the first; answers later than a
+    whole exchange; a running super learner that is taken for failed; several that leave together; a joining
+    super learner; exchanges that are cut short.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)
@@ -414,7 +422,7 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
 
 
 def _with_connections(s: Scenario, c: Chance) -> Scenario:
-    """In some jobs connections end: of a pair, or of all pairs; often again as soon as they are open."""
+    """Add faults to some scenarios: connections of one pair, or all, end, often again once they are open."""
     if not c.happens(0.15):
         return s
     until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
@@ -436,7 +444,7 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:
-    """The last exchanges have chunks left that are not begun when there is no more time for them."""
+    """Change the scenario so that the leave deadline cuts the last exchanges short, with chunks not begun."""
     chunks = c.integer(12, 24)
     exchange_s = min(learner.step_s for learner in s.learners) * c.between(2, 8)
     return dataclasses.replace(
@@ -449,11 +457,14 @@ def _cut_short(s: Scenario, c: Chance) -> Scenario:
 
 
 def _answers_late(s: Scenario, c: Chance) -> Scenario:
-    """Chunks overtake control messages: asks and answers meet what has come of other exchanges since.
+    """Change the scenario so that chunks overtake control messages, which arrive during later exchanges.
 
-    Pairs without rounds ask at about the same times, in short exchanges; some leave, or are silent, early.
+    Pairs without rounds ask at about the same times, in short exchanges; some super learners leave, or are
+    silent, early.
     """
-    kept = min(s.size, c.integer(3, 4))  # each is often asked again, and learns of others
+    kept = min(
+        s.size, c.integer(3, 4)
+    )  # few, so that each is often asked again, and is notified of others
     latency_s = s.latency_s
     faults = [f for f in s.faults if f.kind in ("leave", "fail", "stop", "crash") and f.who < kept]
     step_s = latency_s * c.between(5, 40)
@@ -484,7 +495,7 @@ def _answers_late(s: Scenario, c: Chance) -> Scenario:
 
 
 def _one_joins(s: Scenario, c: Chance) -> Scenario:
-    """A newcomer is let in, in place of one that fails or as one more; often something strikes just then."""
+    """Let a super learner join, in place of a failed one or as one more, often with a fault at that time."""
     step_s = max(learner.step_s for learner in s.learners)
     steps = max(s.steps, 10)
     at_s = c.between(0, 0.5) * steps * step_s
@@ -502,7 +513,7 @@ def _one_joins(s: Scenario, c: Chance) -> Scenario:
 
 
 def _several_leave(s: Scenario, c: Chance) -> Scenario:
-    """Most end together, while the news of each travels; the others stay long enough to learn of all."""
+    """Let most super learners leave together; the others stay long enough to learn of all departures."""
     step_s = min(learner.step_s for learner in s.learners)
     at_s = step_s * c.between(2, 6)
     kinds = (*("leave",) * 8, "fail", "crash")
@@ -524,7 +535,7 @@ def _several_leave(s: Scenario, c: Chance) -> Scenario:
 
 @functools.lru_cache(maxsize=256)
 def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]:
-    """The rounds of a strategy, and of each super learner whom it asks and who asks it, by round."""
+    """Return a strategy's rounds, and for each super learner (peer to ask, peer that asks) by round."""
     steps = [parse(strategy).plan(i, n).in_step for i in range(n)]
     if steps[0] is None or steps[0].peers is None:
         return steps[0], None
@@ -537,23 +548,23 @@ def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]
 
 @functools.lru_cache(maxsize=256)
 def schedules(strategy: str, n: int) -> list[npt.NDArray[np.intc]]:
-    """Whom each super learner asks, in this order."""
+    """Return for each super learner the peers that it asks, in this order."""
     kind = parse(strategy)
     return [np.ascontiguousarray(kind.plan(i, n).schedule.ravel(), dtype=np.intc) for i in range(n)]
 
 
 @functools.lru_cache(maxsize=256)
 def pair_weight(strategy: str, n: int) -> float:
-    """The weight of the peer in a pair's mean."""
+    """Return the share of the difference by which an exchange moves each side, among n super learners."""
     return parse(strategy).plan(0, n).weight
 
 
 def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
-    """The job of a scenario, not begun.
+    """Build the simulated job of a scenario, not started.
 
     Args:
-        scenario: what it is.
-        trace: keep messages and what happens, for a chart.
+        scenario: the scenario.
+        trace: keep messages and events, for a chart or a timeline.
     """
     s, n = scenario, scenario.size
     network = Network(
@@ -598,7 +609,10 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
 
 
 def _plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]:
-    """Of these super learners among n, by place: whom each asks, the weight, its table of rounds."""
+    """Return, for each of the super learners `numbers` among n: peers to ask, weight, table of rounds.
+
+    Peers are given by their place in `numbers`; -1 for a round's peer that is not among them.
+    """
     place = {number: i for i, number in enumerate(numbers)}
     tables = rounds_of(strategy, n)[1]
     return [
@@ -639,13 +653,13 @@ def _add_learners(job: Job, s: Scenario) -> None:
 
 
 def run(scenario: Scenario, *, trace: bool = False) -> Job:
-    """Let the job run to its end.
+    """Run the simulated job of a scenario to its end.
 
     Returns:
-        The job, for its numbers.
+        The job, with its counters.
 
     Raises:
-        BrokenPromise: if it breaks one.
+        BrokenPromise: if the job breaks a promise of the library.
     """
     job = job_of(scenario, trace=trace)
     job.run(LONGEST_S)
@@ -653,7 +667,7 @@ def run(scenario: Scenario, *, trace: bool = False) -> Job:
 
 
 def digest(jobs: Sequence[Job]) -> str:
-    """Of the numbers of runs, times to the microsecond: the same on every machine."""
+    """Return a hash of the counters of runs, with times in whole microseconds: the same on every machine."""
     numbers = [
         {**job.summary(), "seconds": math.floor(job.summary()["seconds"] * 1e6)} for job in jobs
     ]

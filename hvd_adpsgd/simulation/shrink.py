@@ -1,4 +1,4 @@
-"""The smallest scenario that still breaks a promise: drop faults, steps, super learners, chunks."""
+"""Shrinks a scenario that breaks a promise, by dropping faults, steps, super learners and chunks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MOST_RUNS = 400
 
 
 def broken_by(scenario: Scenario) -> BrokenPromise | None:
-    """The promise that a scenario breaks, None if it keeps all."""
+    """Run a scenario; return the promise that it breaks, None if it breaks none."""
     try:
         run(scenario)
     except BrokenPromise as broken:
         return broken
-    except AdpsgdError:  # no plan for so few
+    except AdpsgdError:  # the strategy has no plan for so few super learners
         return None
     return None
 
@@ -30,15 +30,15 @@ def shrink(
     broken: Callable[[Scenario], BrokenPromise | None] = broken_by,
     runs: int = MOST_RUNS,
 ) -> Scenario:
-    """A scenario that breaks the same promise and from which no one thing can be dropped.
+    """Return a minimal scenario that breaks the same promise: none of its parts can be dropped.
 
     Args:
-        scenario: one that breaks a promise.
-        broken: which one a scenario breaks.
-        runs: at most so many; the smallest found so far is returned then.
+        scenario: a scenario that breaks a promise.
+        broken: returns the promise that a scenario breaks, or None.
+        runs: most scenarios to run; after them the smallest found so far is returned.
 
     Returns:
-        The scenario itself if it breaks none.
+        The minimal scenario; `scenario` itself if it breaks no promise.
     """
     first = broken(scenario)
     if first is None:
@@ -58,7 +58,7 @@ def shrink(
 
 
 def _smaller(s: Scenario) -> Iterator[Scenario]:
-    """Scenarios with one thing less, the largest cuts first."""
+    """Yield scenarios that lack one part of `s`, the largest cuts first."""
     for kept in (s.faults[: len(s.faults) // 2], s.faults[len(s.faults) // 2 :]):
         if len(kept) < len(s.faults):
             yield dataclasses.replace(s, faults=kept)
@@ -77,7 +77,7 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
 
 
 def _plainer(s: Scenario) -> Iterator[Scenario]:
-    """The same with less of everything that is not needed."""
+    """Yield copies of `s` in each of which one setting has its simplest value, such as no jitter."""
     plain = {
         "later": 0,
         "elements": 1,
@@ -101,7 +101,7 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
 
 
 def _without(s: Scenario, gone: int) -> Scenario:
-    """Without one super learner, and without what happens to it."""
+    """Return the scenario without the super learner `gone`, and without the faults that concern it."""
 
     def now(i: int) -> int:
         return i - (i > gone)

@@ -72,14 +72,14 @@ _FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 @functools.lru_cache(maxsize=64)
 def parse(spec: str) -> Strategy:
-    """The strategy that a spec string names; the inverse of `Strategy.spec`. A spec is read once.
+    """Return the strategy that a spec string describes; the inverse of `Strategy.spec`. Results are cached.
 
     Args:
         spec: for instance "random_pairs", "random_pairs:seed=3", "synchronous",
             "periodic_averaging:period=20,block_momentum=0.75", "synchronous_gossip:order=atc+fixed_ring".
 
     Raises:
-        ConfigError: for an unknown name or key, or an unreadable or bad value.
+        ConfigError: for an unknown strategy name or key, or an unreadable or bad value.
     """
     *upper, lowest = spec.split("+")
     strategy = _one(spec, lowest)
@@ -89,9 +89,9 @@ def parse(spec: str) -> Strategy:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two specs are of equal strategies; a key that one leaves out has its default there.
+    """Whether two spec strings describe equal strategies; a key that a spec leaves out has its default.
 
-    A spec that cannot be read is the same as itself only.
+    A spec that cannot be parsed equals only the identical string.
     """
     try:
         return parse(one) == parse(other)
@@ -100,7 +100,7 @@ def same(one: str, other: str) -> bool:
 
 
 def _one(spec: str, piece: str, base: Strategy | None = None) -> Strategy:
-    """The strategy of one piece of a spec, on top of `base`."""
+    """Parse one part of a spec, such as "gossip_pga:period=50", and build its strategy on top of `base`."""
     name, _, tail = piece.strip().partition(":")
     kind: Any = STRATEGIES.get(name)
     if kind is None:
@@ -121,7 +121,7 @@ def _one(spec: str, piece: str, base: Strategy | None = None) -> Strategy:
 
 
 def _arguments(spec: str, kind: Any, tail: str) -> dict[str, Any]:
-    """The keyword arguments in the part of a spec behind the colon."""
+    """Parse the part of a spec after the colon into keyword arguments of the strategy class `kind`."""
     known = {f.name: f.type for f in dataclasses.fields(kind) if f.name != "base"}
     arguments: dict[str, Any] = {}
     for item in filter(None, (piece.strip() for piece in tail.split(","))):

@@ -19,23 +19,24 @@ __all__ = ["A2CiD2"]
 
 @dataclass(frozen=True)
 class A2CiD2(Strategy):
-    """Gossip on a ring with a second model per super learner, coupled to the first.
+    """Gossip on a ring, accelerated by a second model per super learner that is coupled to the first.
 
-    Time t counts steps. Between events dx = eta (xt - x) dt, dxt = eta (x - xt) dt; a gradient moves
-    both alike; an exchange with j moves x by -(x - x_j)/2 and xt by -alpha_tilde (x - x_j). eta and
-    alpha_tilde follow from the ring's Laplacian (gossip.acceleration). The mean of (x + xt)/2 moves by
-    gradients only, and hvd.average_model and hvd.averaging_paused take both models there; while only one
-    side has applied an exchange, the mean of x may differ slightly from it.
+    x is the model, xt the second model, and time t counts steps. Between events dx = eta (xt - x) dt,
+    dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with peer j moves x by -(x - x_j)/2 and
+    xt by -alpha_tilde (x - x_j). eta and alpha_tilde follow from the ring's Laplacian (gossip.acceleration).
+    The mean of (x + xt)/2 over all super learners moves by gradients only, so hvd.average_model and
+    hvd.averaging_paused first set both models to their middle (x + xt)/2. While only one side has applied an
+    exchange, the mean of x may differ slightly from the mean of the middles.
 
-    It helps where averaging is slow: rings of 8 and more, with momentum or different shards.
-    It does not help plain SGD on shuffled data. Exchanges take the mean of the pair
-    (weight 1/2). Needs memory for two more models on every learner.
+    A2CiD2 helps where averaging is slow: on rings of 8 and more super learners, with momentum or different
+    data shards. It does not help plain SGD on shuffled data. Exchanges take the mean of the pair (weight
+    1/2). It needs memory for two more models on every learner.
 
     Args:
         base: FixedRing().
 
     Raises:
-        ConfigError: for another strategy: on random pairs and random rings all pairs meet, so there is
+        ConfigError: for another base: on random pairs and random rings all pairs exchange, so there is
             nothing to accelerate.
 
     Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
@@ -54,7 +55,7 @@ class A2CiD2(Strategy):
             )
 
     def pair_weight(self, n: int) -> float:
-        """The mean of a pair."""
+        """Return 1/2: both sides take the mean of the pair."""
         return 1 / 2
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -65,5 +66,5 @@ class A2CiD2(Strategy):
         return Plan(schedule, 1 / 2, rule=rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """That of the ring, for the model alone."""
+        """The ring's mixing matrix, for the model without its second model."""
         return self.base.mixing_matrix(n, round)

@@ -16,9 +16,9 @@ __all__ = ["DelayByOne"]
 
 @dataclass(frozen=True)
 class DelayByOne(Strategy):
-    """The mean of all models, computed while the next gradient is.
+    """Average all models in every step, while the next gradient is computed.
 
-    With g_l the gradient of super learner l:
+    With w_l the model and g_l the gradient of super learner l:
 
         w_l' = mean(w) - lr g_l(w_l)
 
@@ -35,5 +35,5 @@ class DelayByOne(Strategy):
         return Plan.nobody(Rounds(order=DURING))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The exact mean."""
+        """The matrix of the exact mean of all models: every entry 1/n."""
         return mixing.uniform_matrix(n)

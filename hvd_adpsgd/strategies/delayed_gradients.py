@@ -21,10 +21,10 @@ _INSTEAD = "or use delay_by_one"
 
 @dataclass(frozen=True)
 class DelayedGradients(Strategy):
-    """Steps with the mean gradient of the step before: w' = w - lr mean(g of step k - 1).
+    """Every step k uses the mean gradient of the step before: w' = w - lr mean(g of step k - 1).
 
-    The mean is computed during the next gradient. All models are equal; the first step changes
-    no parameter. Every step waits for the slowest super learner.
+    That mean is computed while the next gradient is. All models are equal; the first step changes no
+    parameter. Every step waits for the slowest super learner.
 
     Source: Zhang et al., arXiv:2002.01119 and arXiv:2110.11199 (delay by one), whose text allows
         this reading beside DelayByOne.
@@ -46,5 +46,5 @@ class DelayedGradients(Strategy):
         return Plan.nobody(Rounds(order=DURING, still=True), rule=LateGradients())
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The exact mean."""
+        """The matrix of the exact mean of all super learners: every entry 1/n."""
         return mixing.uniform_matrix(n)

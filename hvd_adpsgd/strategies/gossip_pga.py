@@ -18,14 +18,14 @@ __all__ = ["GossipPGA"]
 
 @dataclass(frozen=True)
 class GossipPGA(Strategy):
-    """Gossip, and after every `period` steps the exact mean of all, for which all super learners wait.
+    """Gossip, and after every `period` steps the exact mean of all models, for which all super learners wait.
 
     Args:
-        period: steps, >= 1.
-        base: the gossip: RandomPairs, FixedRing or RandomRing.
+        period: steps between two exact means, >= 1.
+        base: the gossip strategy: RandomPairs, FixedRing or RandomRing.
 
     Raises:
-        ConfigError: for a bad number, or another strategy.
+        ConfigError: for a bad period, or another base.
 
     Source: Chen et al., Gossip-PGA, arXiv:2105.09080.
     """
@@ -43,7 +43,7 @@ class GossipPGA(Strategy):
         return Plan(gossip.schedule, gossip.weight, Rounds(self.period, AFTER))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """That of the gossip; every `period`-th round is the exact mean."""
+        """The mixing matrix of the gossip; in every `period`-th round that of the exact mean."""
         if (round + 1) % self.period == 0:
             return mixing.uniform_matrix(n)
         return self.base.mixing_matrix(n, round)

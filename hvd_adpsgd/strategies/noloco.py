@@ -20,19 +20,20 @@ NOLOCO_ROUNDS = 1024
 
 @dataclass(frozen=True)
 class NoLoCo(Strategy):
-    """After every `period` steps random disjoint pairs average; no super learner waits for all.
+    """After every `period` steps, random disjoint pairs of super learners average; none waits for all.
 
-    w is the model that is trained, p the slow one, bar the mean of a pair:
+    w is the model that is trained, p the slow model, m its momentum, bar the mean of a pair:
 
         m' = mu m + eta bar(w - p) + eta (bar(p) - p);   p' = p + m';   w' = p'
 
-    The last term keeps the slow models together. With n odd one sits out each time.
+    The last term of m' keeps the slow models together. With an odd number of super learners, one is without a
+    pair each time.
 
     Args:
-        period: steps, >= 1.
-        rate: eta > 0.
+        period: steps between two averages, >= 1.
+        rate: eta, in (0, 10).
         momentum: mu in [0, 1).
-        seed: of the pairs.
+        seed: seed of the random pairs, the same on every learner.
 
     Raises:
         ConfigError: for a value out of range.
@@ -49,14 +50,14 @@ class NoLoCo(Strategy):
     def __post_init__(self) -> None:
         require_integer(self.name, "period", self.period)
         rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
-        object.__setattr__(self, "rate", rate)  # 1 and 1.0 are one spec
+        object.__setattr__(self, "rate", rate)  # as float, so that 1 and 1.0 give the same spec
         object.__setattr__(
             self, "momentum", require_number(self.name, "momentum", self.momentum, 0, 1)
         )
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def pair_weight(self, n: int) -> float:
-        """The mean of a pair."""
+        """Return 1/2: both sides take the mean of the pair."""
         return 1 / 2
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -65,9 +66,9 @@ class NoLoCo(Strategy):
         return Plan.nobody(rounds, 1 / 2, SlowModel(self.momentum, self.rate))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of this round's perfect matching."""
+        """The mixing matrix of the round's random perfect matching."""
         return RandomPairs(self.seed).mixing_matrix(n, round)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer of this round's perfect matching; the lower rank asks."""
+        """The peer that i asks, and the one that asks i, in the round's matching: the lower rank asks."""
         return RandomPairs(self.seed).round_peers(n, i, round)

@@ -1,4 +1,4 @@
-"""Periodic model averaging, with block momentum if wished (BMUF)."""
+"""Periodic model averaging, optionally with block momentum (BMUF)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PeriodicAveraging"]
 
 @dataclass(frozen=True)
 class PeriodicAveraging(Strategy):
-    """Model averaging: the exact mean of all after every `period` steps; all wait for it.
+    """Model averaging: after every `period` steps the exact mean of all models; all super learners wait.
 
     With block momentum (BMUF) the update is different. For block t of `period` steps, which all super
     learners start from the model s(t):
@@ -26,17 +26,17 @@ class PeriodicAveraging(Strategy):
         G(t) = mean(w) - s(t);   D(t) = eta D(t-1) + zeta G(t);   w(t) = w(t-1) + D(t)
         s(t+1) = w(t), with nesterov w(t) + eta D(t)
 
-    The usual choice is eta = 1 - 1/n, zeta = 1. eta = 0, zeta = 1 is plain model averaging. All must
-    start from the same model (broadcast_parameters).
+    The usual choice for n super learners is eta = 1 - 1/n, zeta = 1. eta = 0, zeta = 1 is plain model
+    averaging. All super learners must start from the same model (broadcast_parameters).
 
     Args:
-        period: steps, >= 1.
+        period: steps between two averages, >= 1.
         block_momentum: eta in [0, 1).
-        block_rate: zeta > 0.
-        nesterov: whether a block starts ahead.
+        block_rate: zeta, in (0, 10).
+        nesterov: whether a block starts from w(t) + eta D(t) instead of w(t).
         warm_up: steps at the beginning without averaging, >= 0, because models that change fast average
-            badly. The first block ends at the first multiple of `period` after it, and block momentum
-            includes its whole update.
+            badly. The first block ends at the first multiple of `period` after the warm-up, and its block
+            momentum includes the whole update since the start.
 
     Raises:
         ConfigError: for a value out of range.
@@ -60,7 +60,9 @@ class PeriodicAveraging(Strategy):
         rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
         require_flag(self.name, "nesterov", self.nesterov)
         object.__setattr__(self, "nesterov", bool(self.nesterov))
-        object.__setattr__(self, "block_momentum", momentum)  # 0 and 0.0 are one spec
+        object.__setattr__(
+            self, "block_momentum", momentum
+        )  # as float: 0 and 0.0 give the same spec
         object.__setattr__(self, "block_rate", rate)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -70,5 +72,5 @@ class PeriodicAveraging(Strategy):
         return Plan.nobody(rounds, rule=None if plain else rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The exact mean."""
+        """The matrix of the exact mean of all models: every entry 1/n."""
         return mixing.uniform_matrix(n)

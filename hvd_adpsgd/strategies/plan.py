@@ -1,4 +1,4 @@
-"""The interface of strategies, and the plans that they give to the engine: data, no callbacks."""
+"""The interface of strategies, and the plans that strategies give to the engine: data, no callbacks."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ __all__ = [
 
 SEED_BOUND = 2**32
 NOBODY = -1
-DURING, AFTER = "awc", "atc"  # adapt while combining; adapt, then combine
+DURING, AFTER = "awc", "atc"  # orders of a round: adapt while combining; adapt, then combine
 Averaged = Literal["models", "gradients", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What super learners do in step with each other; each waits for its peers of the round.
+    """Averaging in step with peers: in each round a super learner waits for its peers of that round.
 
     A round follows every `period`-th step and averages the models after that step.
 
     Attributes:
         period: steps between rounds, >= 1.
         order: DURING: the round runs while the next gradient is computed, and its correction is
-            added at the end of that step, W' = W T - lr g(W). AFTER: the step waits for it,
+            added at the end of that step, W' = W T - lr g(W). AFTER: the step waits for the round,
             W' = (W - lr g(W)) T.
-        peers: shape (rounds, 2), int32: the peer that this super learner asks in round r modulo
-            rounds, and the peer that asks it; NOBODY for none. None: the exact mean of all super learners.
+        peers: shape (rounds, 2), int32; row r modulo rounds: the peer that this super learner asks in round
+            r, and the peer that asks it; NOBODY for none. None: the exact mean of all super learners.
         warm_up: steps at the beginning without rounds, >= 0.
-        still: the averaged tensors do not change during a round, also with order DURING.
+        still: whether the averaged tensors do not change during a round, even with order DURING.
 
     Raises:
         ConfigError: for a bad period, order, table or warm-up.
@@ -92,20 +92,20 @@ class Rounds:
 
     @property
     def waits(self) -> bool:
-        """Whether the step that a round follows waits for it."""
+        """Whether a step waits for the round that follows it (order AFTER)."""
         return self.order == AFTER
 
     @property
     def replaces(self) -> bool:
-        """Whether a mean of all replaces the model bitwise; else its difference is added."""
+        """Whether a mean of all replaces the model bitwise; otherwise it is added as a correction."""
         return self.waits or self.still
 
     def is_due(self, step: int) -> bool:
-        """Whether a round follows step number `step`; the first is 0."""
+        """Whether a round follows step number `step`; the first step is 0."""
         return (step + 1) % self.period == 0 and step >= self.warm_up
 
     def row(self, number: int) -> tuple[int, int]:
-        """The peer to ask in round `number`, and the peer that asks; NOBODY for none."""
+        """The peer that this super learner asks in round `number`, and the one that asks it, or NOBODY."""
         assert self.peers is not None
         asked, asker = self.peers[number % len(self.peers)]
         return int(asked), int(asker)
@@ -118,10 +118,10 @@ class Plan:
     At its r-th ask (r = 0, 1, ...) the super learner asks the peers of row r modulo rounds.
 
     Attributes:
-        schedule: outer ranks, shape (rounds, width), int32, C-contiguous, read-only. With
-            width 0 it asks no peer.
-        weight: share w of the difference that each side moves, 0 < w <= 1/2; 0 for no exchanges. With
-            width 0 it applies to exchanges that peers ask for.
+        schedule: outer ranks of the peers to ask, shape (rounds, width), int32, C-contiguous, read-only.
+            With width 0 the super learner asks no peer.
+        weight: share w of the models' difference by which an exchange moves each side, 0 < w <= 1/2; 0 for
+            no exchanges. With width 0 the weight applies to exchanges that peers ask for.
             With w <= 1/2 an exchange never moves a model past the middle, so that one active and
             one passive exchange at the same time cannot enlarge the disagreement.
         in_step: rounds in step with peers, beside the exchanges of the schedule or, with width 0, in
@@ -143,33 +143,33 @@ class Plan:
         _require_schedule(table)
         _require_plan_weight(self.weight, table.shape[1] or int(self.in_pairs))
         table.setflags(write=False)
-        object.__setattr__(self, "schedule", table)  # frozen: the plan's own, read-only copy
+        object.__setattr__(self, "schedule", table)  # the dataclass is frozen; a read-only copy
 
     @classmethod
     def nobody(
         cls, in_step: Rounds | None = None, weight: float = 0.0, rule: Rule | None = None
     ) -> Plan:
-        """The plan that asks no peer, or only in rounds: one row of width 0."""
+        """Make a plan without a schedule, so that the super learner asks peers in rounds only, or never."""
         return cls(np.empty((1, 0), dtype=np.int32), weight, in_step, rule)
 
     @property
     def rounds(self) -> int:
-        """Rows of the schedule, after which it repeats."""
+        """Number of rows of the schedule, after which it repeats."""
         return int(self.schedule.shape[0])
 
     @property
     def in_pairs(self) -> bool:
-        """Whether there are rounds of pairs. They start from the models as offered."""
+        """Whether the plan has rounds of pairs, which average the models as offered."""
         return self.in_step is not None and self.in_step.peers is not None
 
     @property
     def averages_all(self) -> bool:
-        """Whether there are exact means of all super learners."""
+        """Whether the plan has rounds that compute the exact mean of all super learners."""
         return self.in_step is not None and self.in_step.peers is None
 
     @property
     def width(self) -> int:
-        """Peers asked per ask."""
+        """Number of peers asked at each ask."""
         return int(self.schedule.shape[1])
 
 
@@ -180,7 +180,7 @@ class Strategy(ABC):
         name: the name in a spec string.
         averages: what super learners average: "models", "gradients", or "nothing": then all learners
             form one super learner, as in plain Horovod.
-        is_gossip: pairs of models are averaged asynchronously, and nothing else is done.
+        is_gossip: whether the strategy only averages pairs of models asynchronously.
         refuses: uses that have no meaning with this strategy, each with the reason and the cure.
     """
 
@@ -190,14 +190,14 @@ class Strategy(ABC):
     refuses: ClassVar[Mapping[str, str]] = {}
 
     def refuse(self, use: str, error: type[AdpsgdError] = ConfigError) -> None:
-        """Raise the error if this strategy refuses the use."""
+        """Raise `error` if `use`, a key such as "buffers=", is in `refuses`."""
         if use in self.refuses:
             raise error(f"{use} with averaging={self.spec()}: {self.refuses[use]}")
 
     def pair_weight(self, n: int) -> float:
-        """Share of the difference that each side of an exchange moves, among n super learners.
+        """Share of the models' difference by which an exchange among n super learners moves each side.
 
-        That of the base; 0 without exchanges.
+        By default the pair weight of the base strategy; 0 without a base.
         """
         base: Strategy | None = getattr(self, "base", None)
         return 0.0 if base is None else base.pair_weight(n)
@@ -207,7 +207,7 @@ class Strategy(ABC):
 
         A strategy with a base is `name:key=value+other`.
 
-        Two super learners average in the same way exactly if their specs are equal.
+        Two super learners average in the same way if and only if their specs are equal.
         """
         base = getattr(self, "base", None)
         values = [
@@ -219,24 +219,24 @@ class Strategy(ABC):
         return mine if base is None else f"{mine}+{base.spec()}"
 
     def plan(self, super_rank: int, super_size: int) -> Plan:
-        """The plan of one super learner among `super_size`; made once, then remembered.
+        """Return the plan of one super learner among `super_size`; plans are cached.
 
         Raises:
             TopologyError: if super_size < 1 or super_rank is not in [0, super_size).
-            ConfigError: if the strategy cannot serve so many.
+            ConfigError: if the strategy does not work with `super_size` super learners.
         """
         topology.require_rank(super_size, super_rank)
         return _planned(self, super_rank, super_size)
 
     @abstractmethod
     def _plan(self, super_rank: int, super_size: int) -> Plan:
-        """The plan of one among two or more."""
+        """Make the plan of one super learner; super_size is at least 2."""
 
     @abstractmethod
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The matrix T of one lock-step round, as in the papers' synchronous analysis.
 
-        Engines of asynchronous strategies run in no such rounds; the matrix is for theory and for tests.
+        Engines of asynchronous strategies do not run in lock-step rounds; the matrix is for theory and tests.
 
         Args:
             n: number of super learners.
@@ -250,7 +250,7 @@ class Strategy(ABC):
         """
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer that super learner i asks in one lock-step round, and that asks it; NOBODY for none.
+        """The peer that super learner i asks in a lock-step round, and the peer that asks i; NOBODY for none.
 
         Raises:
             ConfigError: if the strategy has no rounds of pairs.
@@ -266,7 +266,7 @@ def _planned(strategy: Strategy, super_rank: int, super_size: int) -> Plan:
 
 
 def require_gossip(name: str, base: Any) -> None:
-    """Raise ConfigError unless `base` is plain gossip."""
+    """Raise ConfigError unless `base`, of the strategy called `name`, is plain gossip."""
     require_strategy(name, base)
     if not base.is_gossip:
         raise ConfigError(
@@ -276,7 +276,7 @@ def require_gossip(name: str, base: Any) -> None:
 
 
 def require_strategy(name: str, base: Any) -> None:
-    """Raise ConfigError unless `base` is a strategy, on top of which `name` can be."""
+    """Raise ConfigError unless `base`, of the strategy called `name`, is a Strategy."""
     if not isinstance(base, Strategy):
         raise ConfigError(
             f"bad base for {name}: got {base!r}, allowed is a strategy. Pass hvd.FixedRing(), for "
@@ -289,10 +289,10 @@ def _plain(value: Any) -> Any:
 
 
 def checked_seed(strategy: str, seed: Any) -> int:
-    """The seed as a plain int.
+    """Return the seed of a strategy as a plain int.
 
     Raises:
-        ConfigError: if it is not an integer in [0, 2**32).
+        ConfigError: if the seed is not an integer in [0, 2**32).
     """
     try:
         plain = -1 if isinstance(seed, bool) else operator.index(seed)
@@ -307,7 +307,7 @@ def checked_seed(strategy: str, seed: Any) -> int:
 
 
 def _instance(strategy: Strategy) -> Any:
-    """The strategy as what dataclasses.fields accepts; every concrete one is a dataclass."""
+    """Return the strategy typed as dataclasses.fields needs it; every concrete strategy is a dataclass."""
     return strategy
 
 

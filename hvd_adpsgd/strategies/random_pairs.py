@@ -18,10 +18,10 @@ RANDOM_PAIRS_ROUNDS = 4096
 
 @dataclass(frozen=True)
 class RandomPairs(Strategy):
-    """One uniformly random peer per ask, weight 1/2: both take the mean of the pair.
+    """Gossip: each super learner asks one uniformly random peer at a time, and both take the pair's mean.
 
-    Each super learner asks from a table of its own, drawn from (seed, outer rank). In lock step
-    a round is a random perfect matching, drawn from (seed, round); with n odd one sits out.
+    Each super learner has its own table of peers to ask, drawn from (seed, outer rank). A lock-step round is
+    a random perfect matching, drawn from (seed, round); with n odd one super learner has no peer in it.
 
     Args:
         seed: 0 <= seed < 2**32, the same on every learner.
@@ -40,7 +40,7 @@ class RandomPairs(Strategy):
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def pair_weight(self, n: int) -> float:
-        """The mean of a pair."""
+        """Return 1/2: both sides take the mean of the pair."""
         return 1 / 2
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -48,11 +48,11 @@ class RandomPairs(Strategy):
         return Plan(peers[:, np.newaxis], 1 / 2)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of this round's perfect matching."""
+        """The mixing matrix of the round's random perfect matching."""
         return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), 1 / 2)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer of this round's perfect matching; the lower rank asks."""
+        """The peer that i asks, and the one that asks i, in the round's matching: the lower rank asks."""
         topology.require_rank(n, i)
         peer = topology.perfect_matching(n, self.seed, round)[i]
         if peer is None:

@@ -1,4 +1,4 @@
-"""The ring, fixed or permuted anew for each round: ADPSGD with left and right neighbour."""
+"""Gossip on a ring, fixed or permuted anew for each round: ADPSGD with left and right neighbour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANDOM_RING_ROUNDS = 1024
 
 @dataclass(frozen=True)
 class FixedRing(Strategy):
-    """Left and right neighbour on the ring 0, 1, ..., n-1, weight 1/3 each.
+    """Gossip with the left and right neighbour on the ring 0, 1, ..., n-1 of super learners, weight 1/3 each.
 
     A ring of two has a single edge and takes weight 1/2: the pair's mean. With n = 3 a lock-step
     round is the exact mean of all.
@@ -30,7 +30,7 @@ class FixedRing(Strategy):
     is_gossip: ClassVar[bool] = True
 
     def pair_weight(self, n: int) -> float:
-        """1/3, on the single edge of a ring of two 1/2."""
+        """Return 1/3, or 1/2 for the single edge of a ring of two."""
         return 1 / 2 if n == 2 else 1 / 3
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -38,20 +38,20 @@ class FixedRing(Strategy):
         return Plan(np.array([row], dtype=np.int32), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The ring's matrix, the same for every round."""
+        """The mixing matrix of the ring, the same for every round."""
         return mixing.ring_matrix(n)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The right neighbour is asked, the left one asks."""
+        """The peer that i asks, right of it on the ring, and the one that asks i, left of it."""
         return _asked_and_asker(topology.ring_neighbours(n, i), i)
 
 
 @dataclass(frozen=True)
 class RandomRing(Strategy):
-    """The two neighbours on a ring permuted anew for each round, weight 1/3 each.
+    """Gossip with the two neighbours on a ring that is permuted anew for each round, weight 1/3 each.
 
-    All draw the permutation of row r from (seed, r), so that a neighbour's neighbour is oneself;
-    the table repeats after 1024 rows. Two super learners take weight 1/2, as on the fixed ring.
+    All super learners draw the permutation of row r from (seed, r), so that i is a neighbour of its
+    neighbours; the table repeats after 1024 rows. Two super learners take weight 1/2, as on the fixed ring.
 
     Args:
         seed: 0 <= seed < 2**32, the same on every learner.
@@ -71,7 +71,7 @@ class RandomRing(Strategy):
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def pair_weight(self, n: int) -> float:
-        """As on the fixed ring."""
+        """Return 1/3, or 1/2 for two super learners, as FixedRing."""
         return FixedRing().pair_weight(n)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
@@ -82,16 +82,16 @@ class RandomRing(Strategy):
         return Plan(np.array(rows, dtype=np.int32), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of this round's ring; the table's period does not apply to it."""
+        """The mixing matrix of the round's ring; it does not repeat after 1024 rounds, unlike the plan."""
         return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The right neighbour on the ring of the round is asked, the left one asks."""
+        """The peer that i asks, right of it on the round's ring, and the one that asks i, left of it."""
         return _asked_and_asker(topology.permuted_ring_neighbours(n, i, self.seed, round), i)
 
 
 def _asked_and_asker(neighbours: tuple[int, ...], i: int) -> tuple[int, int]:
-    """On a ring of two the lower rank asks."""
+    """Return (right, left) of i's `neighbours` (left, right); on a ring of two the lower rank asks."""
     if len(neighbours) == 2:
         return neighbours[1], neighbours[0]
     if not neighbours:

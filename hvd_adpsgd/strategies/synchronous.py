@@ -16,9 +16,9 @@ __all__ = ["Synchronous"]
 
 @dataclass(frozen=True)
 class Synchronous(Strategy):
-    """Gradients of all learners are averaged each step; no models are exchanged.
+    """Gradients of all learners are averaged in each step, as in plain Horovod; no models are exchanged.
 
-    All models are equal at all times. In lock step this is mixing with T = 11^T/n.
+    All models are equal at all times. As a lock-step round this is mixing with T = 11^T/n.
     """
 
     name: ClassVar[str] = "synchronous"
@@ -28,5 +28,5 @@ class Synchronous(Strategy):
         return Plan.nobody()
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The exact mean."""
+        """The matrix of the exact mean of all models: every entry 1/n."""
         return mixing.uniform_matrix(n)

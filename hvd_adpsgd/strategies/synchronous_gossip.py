@@ -1,4 +1,4 @@
-"""Gossip in rounds, all in step: the synchronous form of the decentralized strategies."""
+"""Gossip in rounds that steps wait for: the synchronous form of the decentralized strategies."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class SynchronousGossip(Strategy):
         "awc":  W' = W T_k - lr g(W)        the round runs while the gradient is computed
         "atc":  W' = (W - lr g(W)) T_k      the step waits for the round
 
-    Each super learner waits for its peers of the round, so a slow one slows its neighbours.
+    Each super learner waits for its peers of the round, so a slow super learner slows its neighbours.
     Trajectories are reproducible. "awc" is less stable: on a quadratic of curvature h it needs
-    lr h < 1 + (smallest eigenvalue of T), "atc" lr h < 2 (hvd_adpsgd.theory.limits).
+    lr h < 1 + (smallest eigenvalue of T), "atc" lr h < 2.
 
     Args:
         order: "awc" or "atc".
-        base: whose mixing matrices T_k: FixedRing, RandomRing or RandomPairs (perfect matchings).
+        base: the gossip strategy that gives the mixing matrices T_k: FixedRing, RandomRing or RandomPairs
+            (perfect matchings).
 
     Raises:
-        ConfigError: for another order or strategy.
+        ConfigError: for another order or base.
 
     Source: Lian et al., D-PSGD, arXiv:1705.09056.
     """
@@ -57,10 +58,10 @@ class SynchronousGossip(Strategy):
         return Plan.nobody(Rounds(1, self.order, table), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """That of the gossip; rounds repeat after 1024."""
+        """The mixing matrix of the gossip; rounds repeat after 1024."""
         return self.base.mixing_matrix(n, round % ROUNDS_OF_PEERS)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """That of the gossip; rounds repeat after 1024."""
+        """The round peers of the gossip; rounds repeat after 1024."""
         topology.require_rank(n, i)
         return self.base.round_peers(n, i, round % ROUNDS_OF_PEERS)

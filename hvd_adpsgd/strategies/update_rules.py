@@ -1,4 +1,4 @@
-"""How a super learner updates its own model after averaging: data, applied by torch.update_rules."""
+"""Rules by which a super learner updates its model after averaging: data for training/update_rules.py."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Accelerate:
     """A second model coupled to the first; see strategies.A2CiD2.
 
     Attributes:
-        eta: pull between the two, per step at one exchange per step.
-        alpha_tilde: share of a difference by which an exchange moves the second one.
+        eta: rate at which the two models pull each other together, per step at one exchange per step.
+        alpha_tilde: share of the difference from the peer by which an exchange moves the second model.
     """
 
     eta: float
@@ -39,7 +39,7 @@ class Accelerate:
 
 @dataclass(frozen=True)
 class LateGradients:
-    """Gradients are averaged instead of models, and used one step later; see DelayedGradients."""
+    """Gradients are averaged instead of models, and used one step later; see strategies.DelayedGradients."""
 
 
 Rule = BlockMomentum | SlowModel | Accelerate | LateGradients

@@ -1,4 +1,4 @@
-"""Checks of the arguments of strategies."""
+"""Checks that raise ConfigError for bad arguments of strategies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require_integer(strategy: str, argument: str, value: Any, low: int = 1) -> N
 def require_number(
     strategy: str, argument: str, value: Any, low: float, high: float, low_open: bool = False
 ) -> float:
-    """The value as a float; ConfigError unless low <= value < high (low < value if `low_open`)."""
+    """Return the value as float; raise ConfigError unless low <= value < high (low < value if `low_open`)."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     good = number and math.isfinite(value) and low <= value < high
     if not good or (low_open and value == low):

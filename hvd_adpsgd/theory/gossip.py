@@ -1,11 +1,11 @@
-"""Gossip in continuous time, plain and accelerated by A2CiD2: its constants, and how fast it decays.
+"""Gossip in continuous time, plain and accelerated by A2CiD2: constants, and the decay rate of disagreement.
 
-Every edge of a graph exchanges at the times of a Poisson process of its own. Closed forms and the
-equation of second moments, to set against a run. Everything is float64 and small; nothing here runs
-inside training.
+Every edge of a graph exchanges at the times of its own Poisson process. The closed forms and the equation of
+second moments are meant for comparison with a run. Everything is float64 and small; nothing here runs inside
+training, except A2CiD2's constants, which a plan needs.
 
-Legend: n super learners, models x_i, mean m, weights 1/2; time in units in which each takes part in
-`rate` exchanges.
+Legend: n super learners, models x_i, mean m, weights 1/2; in one unit of time each super learner takes part
+in `rate` exchanges.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Edges = Iterable[tuple[int, int]]
 class Acceleration:
     """Constants of A2CiD2, the continuous momentum that accelerates gossip on sparse graphs.
 
-    Each learner keeps a second model xt. Between events dx = eta (xt - x) dt and
-    dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with j moves x by -(x - x_j)/2
+    Each super learner keeps a second model xt beside its model x. Between events dx = eta (xt - x) dt and
+    dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with peer j moves x by -(x - x_j)/2
     and xt by -alpha_tilde (x - x_j).
 
     Attributes:
         chi1: 1 / (smallest eigenvalue > 0 of the Laplacian), in units of time.
-        chi2: largest effective resistance of an edge, halved, in units of time; chi2 <= chi1.
+        chi2: half of the largest effective resistance of an edge, in units of time; chi2 <= chi1.
         eta: 1 / (2 sqrt(chi1 chi2)), per unit of time.
         alpha_tilde: sqrt(chi1 / chi2) / 2, a pure number >= 1/2.
 
@@ -61,17 +61,17 @@ class Acceleration:
 
 
 def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
-    """Expected pull of random exchanges: dE[x]/dt = -(1/2) Lap x for weights 1/2.
+    """Laplacian of random exchanges on a graph: dE[x]/dt = -(1/2) Lap x for weights 1/2.
 
     Lap = sum over edges of r_ij (e_i - e_j)(e_i - e_j)^T with r_ij = (rate/2)(1/deg_i + 1/deg_j):
-    each node asks a uniformly random neighbour, at such a rate that it takes part in `rate` exchanges per
-    unit of time on average. If all nodes have equally many neighbours, Lap = rate (I - W) with W
+    each super learner asks a uniformly random neighbour, at such a rate that it takes part in `rate`
+    exchanges per unit of time on average. If all have equally many neighbours, Lap = rate (I - W) with W
     uniform over the neighbours.
 
     Args:
         n: number of super learners, n >= 2.
-        edges: pairs that may exchange.
-        rate: exchanges per super learner and unit of time, asked and answered together, > 0.
+        edges: pairs of super learners that may exchange.
+        rate: exchanges per super learner and unit of time, active and passive ones together, > 0.
 
     Returns:
         Lap, shape (n, n), symmetric, of zero row sums.
@@ -87,7 +87,7 @@ def laplacian(n: int, edges: Edges, rate: float = 1.0) -> Matrix:
 
 
 def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
-    """Constants of A2CiD2 on a graph, from its `laplacian`, where arguments are explained.
+    """Return the constants of A2CiD2 on a graph, from its Laplacian; the arguments are those of `laplacian`.
 
     chi1 = 1 / lambda_2(Lap), chi2 = (1/2) max over edges of (e_i - e_j)^T Lap^+ (e_i - e_j).
 
@@ -105,7 +105,8 @@ def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
             f"not connected: the {len(edges)} edges given leave {n} super learners in several "
             "parts, needed is one. Pass topology.ring_edges(n)."
         )
-    # shifting the mean's eigenvalue from 0 to 1 makes Lap invertible and changes no e_i - e_j
+    # adding 1/n to all entries shifts the mean's eigenvalue from 0 to 1: Lap becomes invertible, and its
+    # inverse acts on e_i - e_j as Lap^+ does
     inverse = np.linalg.inv(pull + 1 / n)
     vectors, _ = _rated(n, edges, rate)
     chi1, chi2 = 1 / slowest, float(np.sum(vectors * (inverse @ vectors), axis=0).max()) / 2
@@ -113,10 +114,10 @@ def acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
 
 
 def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleration:
-    """The constants of `acceleration`, if there is anything to gain from them: chi1 > chi2.
+    """Return the constants of `acceleration`; raise ConfigError unless they accelerate gossip: chi1 > chi2.
 
-    Both are equal where every exchange helps every mode alike, as on complete graphs (the ring of
-    three among them).
+    chi1 = chi2 on graphs where every exchange shrinks every mode alike, as on complete graphs, to which the
+    rings of two and three belong.
 
     Raises:
         ConfigError: if chi1 = chi2, as on complete graphs: accelerated gossip is then no faster
@@ -136,16 +137,16 @@ def require_acceleration(n: int, edges: Edges, rate: float = 1.0) -> Acceleratio
 
 
 def drift_gain(constants: Acceleration) -> float:
-    """How much less squared disagreement a constant drift leaves with acceleration.
+    """How many times less squared disagreement A2CiD2 leaves under a constant drift than plain gossip.
 
-    Under a drift b_i of each learner (data that differ), the expected models rest at
-    2 Lap^+ b / (1/2 + alpha_tilde) from their mean, plain ones (alpha_tilde = 1/2) at 2 Lap^+ b:
-    the ratio of squares is (1/2 + alpha_tilde)^2.
+    Under a constant drift b_i of each super learner (because their data differ), the expected distance of the
+    models from their mean converges to 2 Lap^+ b / (1/2 + alpha_tilde), with plain gossip (alpha_tilde = 1/2)
+    to 2 Lap^+ b: the ratio of squares is (1/2 + alpha_tilde)^2.
 
     Returns:
         The ratio, >= 1.
 
-    Source: derived here; the tests hold it against brute force.
+    Source: derived here; the tests compare it with brute force.
     """
     return (0.5 + constants.alpha_tilde) ** 2
 
@@ -158,14 +159,14 @@ def gossip_decay(n: int, edges: Edges, constants: Acceleration | None = None) ->
 
     E[sum_i |x_i - m|^2] ~ exp(-decay t), where every edge exchanges at the times of a Poisson
     process, at the rates of `laplacian` for rate 1, with weights 1/2. Plain gossip on complete graphs
-    has n / (2 (n - 1)). A single run decays at least as fast, and on small rings a tenth faster:
-    the expectation is carried by the unlucky ones.
+    has decay n / (2 (n - 1)). A typical single run decays at least as fast, and on small rings a tenth
+    faster, because rare slow runs dominate the expectation.
 
     Args:
-        n: number of super learners, 2 <= n <= 24, or up to 64 if the graph is circulant (the
-            same after turning the ring of ranks, as the ring itself).
-        edges: pairs that may exchange.
-        constants: those of A2CiD2 for rate 1; None: plain gossip.
+        n: number of super learners, 2 <= n <= 24, or up to 64 if the graph is circulant (unchanged when
+            every rank i becomes i + 1 mod n, as the ring is).
+        edges: pairs of super learners that may exchange.
+        constants: constants of A2CiD2 for rate 1; None: plain gossip.
 
     Returns:
         The decay per unit of time; 0 if the graph is not connected, negative if the constants make
@@ -181,10 +182,10 @@ def gossip_decay(n: int, edges: Edges, constants: Acceleration | None = None) ->
 
 
 def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = None) -> Matrix:
-    """Second moments of disagreement that keep their shape: E M(t) = exp(-gossip_decay t) M.
+    """Return the slowest mode of gossip: second moments of disagreement with E M(t) = exp(-gossip_decay t) M.
 
-    Started from them, `gossip_decay` shows in a short time; elsewhere faster modes come first.
-    Arguments and errors are those of `gossip_decay`.
+    A run that starts with these moments decays with `gossip_decay` from the beginning; from other starts
+    faster modes decay first. Arguments and errors are those of `gossip_decay`.
 
     Returns:
         M, shape (copies, copies, n, n), M[a, b] = E[z_a z_b^T] with z_0 = x, and z_1 = xt with
@@ -199,9 +200,9 @@ def slowest_disagreement(n: int, edges: Edges, constants: Acceleration | None = 
 def _slowest(
     n: int, edges: list[tuple[int, int]], constants: Acceleration | None
 ) -> tuple[float, Matrix]:
-    """Minus the largest eigenvalue of `_moment_rates` on disagreement, and its eigenvector.
+    """Return minus the largest eigenvalue of `_moment_rates` on disagreement, and its eigenvector.
 
-    The eigenvalue is real, with a positive semidefinite eigenvector. That one may be averaged over
+    The eigenvalue is real, with a positive semidefinite eigenvector. The eigenvector may be averaged over
     the symmetries of the graph, so on circulant graphs only moments that depend on i - j matter.
     """
     coupling, weights = np.zeros((1, 1)), np.array([0.5])
@@ -217,7 +218,7 @@ def _slowest(
         )
     patterns = list(_patterns(n, len(weights), circulant))
     away = np.eye(n) - 1 / n
-    # what is not disagreement would stay, and hide the decay: let it decay faster than anything
+    # moments other than disagreement (the mean's) would not decay, and hide the decay: give them the fastest
     sink = 10 * (rates.sum() * (1 + weights @ weights) + np.abs(coupling).sum())
     columns = []
     for pattern in patterns:
@@ -233,7 +234,7 @@ def _slowest(
 def _moment_rates(
     moments: Matrix, vectors: Matrix, rates: Matrix, coupling: Matrix, weights: Matrix
 ) -> Matrix:
-    """dM/dt of the second moments M[a, b] = E[z_a z_b^T] of copies z_a of all models.
+    """Return dM/dt of the second moments M[a, b] = E[z_a z_b^T] of copies z_a of all models.
 
     Copies drift by dz_a = sum_b coupling_ab z_b dt; at rate r_e the exchange over e = e_i - e_j
     moves z_a by -weights_a e (e^T z_0). With U_a = M[a, 0] e and q = e^T M[0, 0] e,
@@ -244,8 +245,8 @@ def _moment_rates(
         moments: M, shape (copies, copies, n, n).
         vectors: e as columns, shape (n, edges).
         rates: r_e, shape (edges,).
-        coupling: shape (copies, copies).
-        weights: shape (copies,).
+        coupling: coupling_ab, shape (copies, copies).
+        weights: weights_a, shape (copies,).
     """
     drift = np.einsum("ac,cbij->abij", coupling, moments)
     seen = moments[:, 0] @ vectors
@@ -261,7 +262,7 @@ def _turned(moments: Matrix) -> Matrix:
 
 
 def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
-    """A basis of the symmetric moments, of zeros and ones without overlap."""
+    """Yield a basis of the symmetric second moments: matrices of zeros and ones that do not overlap."""
     placement = np.arange(n)
     turns = (placement[:, None] - placement) % n
     if circulant:
@@ -279,7 +280,7 @@ def _patterns(n: int, copies: int, circulant: bool) -> Iterator[Matrix]:
 
 
 def _is_circulant(n: int, edges: Sequence[tuple[int, int]]) -> bool:
-    """Whether every rank sees the same graph by turning the ring of ranks."""
+    """Whether the graph is unchanged when every rank i becomes i + 1 mod n."""
     here, turned = ([sorted((i + k) % n for i in edge) for edge in edges] for k in (0, 1))
     return sorted(here) == sorted(turned)
 
@@ -288,7 +289,7 @@ def _is_circulant(n: int, edges: Sequence[tuple[int, int]]) -> bool:
 
 
 def _rated(n: int, edges: Edges, rate: float) -> tuple[Matrix, Matrix]:
-    """Directions e_i - e_j as columns, shape (n, edges), and the edges' rates; see `laplacian`."""
+    """Return the directions e_i - e_j as columns, shape (n, edges), and the rates r_ij; see `laplacian`."""
     require_size(n, 2)
     if not 0 < rate < math.inf:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What a run should show: throughput beside a straggler, and what averaging costs.
+"""Expected speed of a run: throughput with a straggler, and the cost of averaging.
 
-Closed forms in float64 to set against a measurement; nothing here runs inside training.
+Closed forms in float64, for comparison with a measurement; nothing here runs inside training.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["allreduce_share", "averaging_speedup", "straggler_throughput"]
 
 
 def straggler_throughput(n: int, slowdown: float, waits: bool = False) -> float:
-    """Gradients per unit of time of n super learners, each with a pace of 1, when one is slower.
+    """Gradients per unit of time of n super learners, of which one is s times slower and all others make 1.
 
     n - 1 + 1/s if no super learner waits for another one; n / s if all wait for all.
 
     Args:
         n: number of super learners.
-        slowdown: s >= 1, how many times slower the one is; may be infinite (it stopped).
+        slowdown: s >= 1, how many times slower the straggler is; may be infinite (it stopped).
         waits: whether super learners wait for each other.
 
     Raises:
@@ -52,7 +52,7 @@ def averaging_speedup(n: int, period: int, step_s: float, allreduce_s: float) ->
         TopologyError: if n < 1.
         ConfigError: if an argument is out of its range.
 
-    Source: the model behind the speed-ups of Su and Chen, arXiv:1507.01239; not a formula of theirs.
+    Source: the model behind the speed-ups of Su and Chen, arXiv:1507.01239, who give no such formula.
     """
     require_size(n)
     if not (period >= 1 and 0 < step_s < math.inf and 0 <= allreduce_s < math.inf):

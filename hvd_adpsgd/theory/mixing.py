@@ -31,9 +31,9 @@ Matrix = npt.NDArray[np.float64]
 def ring_matrix(n: int) -> Matrix:
     """Mixing matrix of one round on the fixed ring.
 
-    T = I - w sum over edges (e_i - e_j)(e_i - e_j)^T with w = 1/3: a third each for itself, left
-    and right. A ring of two has one edge and takes w = 1/2, since weight 1/3 would leave the two
-    apart (and counting the edge twice would overshoot); n = 2 and n = 3 are then the exact mean.
+    T = I - w sum over edges (e_i - e_j)(e_i - e_j)^T with w = 1/3: a third each of the own model, the left
+    and the right neighbour's. A ring of two has one edge and takes w = 1/2, since weight 1/3 would leave the
+    two models apart (and counting the edge twice would overshoot); n = 2 and n = 3 are then the exact mean.
 
     Returns:
         T, shape (n, n), symmetric and doubly stochastic.
@@ -52,7 +52,7 @@ def ring_matrix(n: int) -> Matrix:
 
 
 def permuted_ring_matrix(order: npt.ArrayLike) -> Matrix:
-    """Mixing matrix of the ring on which the ranks sit in the given order.
+    """Mixing matrix of one round on the ring on which the ranks sit in the given order.
 
     T = P^T T_1 P, with T_1 the fixed ring and P the permutation matrix of `order`.
 
@@ -84,7 +84,7 @@ def matching_matrix(peers: Sequence[int | None], weight: float = 0.5) -> Matrix:
 
     Args:
         peers: peer of each rank or None, length n; see `topology.perfect_matching`.
-        weight: share w of the difference that each side moves.
+        weight: share w of the difference by which each side of a pair moves.
 
     Returns:
         T, shape (n, n).
@@ -123,11 +123,11 @@ def uniform_matrix(n: int) -> Matrix:
 
 
 def consensus_from_exchanges(mean_squared_distance: float, n: int) -> float:
-    """Consensus distance as seen by exchanges between uniformly random pairs.
+    """Estimate the consensus distance from the distances in exchanges between uniformly random pairs.
 
     sum over i != j of |x_i - x_j|^2 = 2 n sum_i |x_i - m|^2, hence
-    D^2 = (n - 1) / (2 n) * E|x_i - x_j|^2 over pairs i != j. On a fixed ring, whose neighbours are
-    nearer than strangers, it is too small.
+    D^2 = (n - 1) / (2 n) * E|x_i - x_j|^2 over pairs i != j. On a fixed ring the estimate is too small,
+    because the models of neighbours are closer to each other than those of other pairs.
 
     Args:
         mean_squared_distance: mean of |x_i - x_j|^2 over the exchanges, >= 0.
@@ -139,7 +139,7 @@ def consensus_from_exchanges(mean_squared_distance: float, n: int) -> float:
     Raises:
         TopologyError: if n < 1 or the distance is negative or NaN.
 
-    Source: the identity above; the tests hold it against brute force.
+    Source: the identity above; the tests compare it with brute force.
     """
     require_size(n)
     if not mean_squared_distance >= 0:
@@ -151,7 +151,7 @@ def consensus_from_exchanges(mean_squared_distance: float, n: int) -> float:
 
 
 def edge_vector(n: int, i: int, j: int) -> Matrix:
-    """The direction in which an exchange between i and j moves: e_i - e_j, shape (n,).
+    """The direction e_i - e_j along which an exchange between i and j moves the models, shape (n,).
 
     Raises:
         TopologyError: if i = j or a rank is out of range.

@@ -1,8 +1,8 @@
-"""Communication graphs: rings, permuted rings, matchings, random peers.
+"""Communication graphs of super learners: rings, permuted rings, matchings, random peers.
 
-Pure functions of (n, outer rank, seed, round). Super learners that agree on n and seed compute the
-same answer without a message, on any machine with the same NumPy release (NumPy keeps a stream of
-random numbers within a release, not for ever).
+Pure functions of (n, outer rank, seed, round). Super learners that agree on n and seed compute the same graph
+without a message, on any machine with the same NumPy release (another release may generate other random
+numbers).
 
 Legend: n super learners, outer ranks i in [0, n), round k >= 0.
 """
@@ -47,9 +47,9 @@ def ring_neighbours(n: int, i: int) -> tuple[int, ...]:
 
 
 def ring_order(n: int, seed: int, round: int) -> npt.NDArray[np.intp]:
-    """The ranks in the order in which they sit on the ring of this round.
+    """The ranks in the order in which they sit on the ring of round `round`.
 
-    A uniformly random permutation drawn from (seed, round), the same for all who ask.
+    A uniformly random permutation drawn from (seed, round), the same on all super learners.
 
     Returns:
         Permutation of 0..n-1, shape (n,).
@@ -64,7 +64,7 @@ def ring_order(n: int, seed: int, round: int) -> npt.NDArray[np.intp]:
 
 
 def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int, ...]:
-    """Neighbours of i on the ring of `ring_order(n, seed, round)`.
+    """Left and right neighbour of i on the permuted ring of `ring_order(n, seed, round)`.
 
     Returns:
         As `ring_neighbours`: two ranks for n >= 3, one for n = 2, none for n = 1.
@@ -79,13 +79,12 @@ def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int
 
 
 def perfect_matching(n: int, seed: int, round: int) -> Peers:
-    """A uniformly random matching of all super learners, the same for all who ask.
+    """A uniformly random matching of all super learners into pairs, the same on all super learners.
 
-    The permutation of `ring_order` is cut into consecutive pairs; with n odd the last one sits
-    the round out.
+    The permutation of `ring_order` is cut into consecutive pairs; with n odd its last rank has no peer.
 
     Returns:
-        The peer of each rank, length n; None for the one that sits out.
+        The peer of each rank, length n; None for a rank without a peer.
 
     Raises:
         TopologyError: if n < 1, or seed or round is negative.
@@ -98,9 +97,9 @@ def perfect_matching(n: int, seed: int, round: int) -> Peers:
 
 
 def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.int32]:
-    """Independent, uniformly random peers of i, never i itself.
+    """Draw independent, uniformly random peers of super learner i, never i itself.
 
-    Drawn from (seed, i), so that each super learner has a table of its own.
+    The peers are drawn from (seed, i), so that each super learner has its own table.
 
     Returns:
         Outer ranks, shape (rounds,), int32.
@@ -117,7 +116,7 @@ def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.in
 
 
 def ring_edges(n: int) -> Edges:
-    """Edges of the ring: none for n = 1, one for n = 2, n for n >= 3.
+    """Edges of the ring of n ranks: none for n = 1, one for n = 2, n for n >= 3.
 
     Raises:
         TopologyError: if n < 1.
@@ -129,7 +128,7 @@ def ring_edges(n: int) -> Edges:
 
 
 def require_size(n: int, least: int = 1) -> None:
-    """Check that there are at least `least` super learners.
+    """Raise TopologyError unless n, a number of super learners, is at least `least`.
 
     Raises:
         TopologyError: if n < least.
@@ -142,7 +141,7 @@ def require_size(n: int, least: int = 1) -> None:
 
 
 def require_rank(n: int, i: int) -> None:
-    """Check that i is an outer rank among n super learners.
+    """Raise TopologyError unless i is an outer rank among n super learners.
 
     Raises:
         TopologyError: if n < 1 or i is not in [0, n).
@@ -156,7 +155,7 @@ def require_rank(n: int, i: int) -> None:
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:
-    """The generator of (seed, stream), stream being a round or a rank."""
+    """Return the random generator of (seed, stream), where the stream is a round or a rank."""
     if seed < 0 or stream < 0:
         raise TopologyError(
             f"no random stream: got (seed, round) = ({seed}, {stream}), both must be >= 0. "

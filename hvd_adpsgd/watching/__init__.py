@@ -1,1 +1,1 @@
-"""A view of the run: reports of super learners, their record, and what is made of both."""
+"""Watching a run: reports of super learners, their record on disk, dashboard, alerts and exports."""

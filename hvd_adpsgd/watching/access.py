@@ -1,4 +1,4 @@
-"""Where the page of a run is open, and the token that a request must carry."""
+"""The address on which the dashboard of a run is served, and the token that a request must carry."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hvd_adpsgd.errors import ConfigError
 __all__ = ["Address", "Token"]
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
-_SHORTEST = 16  # characters of a token
+_SHORTEST = 16  # fewest characters of a token
 _BACKLOG = 32
 
 
 class Address(NamedTuple):
-    """Where the page is open."""
+    """Host and port on which the dashboard is served."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From [host]:port; without a host the loopback interface.
+        """Parse [host]:port; without a host the address is on the loopback interface.
 
         Raises:
-            ConfigError: for another form, or a port over 65535.
+            ConfigError: if the text has another form, or the port is over 65535.
         """
         found = _ADDRESS.fullmatch(text.strip())
         if found is None or int(found[3]) > 65535:
@@ -41,29 +41,29 @@ class Address(NamedTuple):
         return cls(found[1] or found[2] or "127.0.0.1", int(found[3]))
 
     def listener(self) -> socket.socket:
-        """A socket that listens there.
+        """Open a socket that listens on this address.
 
         Raises:
-            OSError: if that is impossible.
+            OSError: if the socket cannot listen there, for instance because the port is in use.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         return socket.create_server(self, family=family, backlog=_BACKLOG)
 
     def url(self, token: str) -> str:
-        """The page's URL; for all interfaces with the name of this host."""
+        """Return the dashboard's URL; for the address of all interfaces it contains the name of this host."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/?token={quote(token, safe='')}"
 
 
 class Token:
-    """What a request must carry.
+    """The secret that a request to the dashboard must carry.
 
     Args:
-        given: the token, at least 16 characters of printable ASCII without spaces; None: a random one.
+        given: the token, at least 16 characters of printable ASCII without spaces; None: a random token.
 
     Raises:
-        ConfigError: for another one. The message does not contain it.
+        ConfigError: for an unsuitable token. The message does not contain the token.
     """
 
     def __init__(self, given: str | None = None):
@@ -80,5 +80,5 @@ class Token:
         self.text = given if given is not None else secrets.token_urlsafe(32)
 
     def is_that(self, other: str) -> bool:
-        """Whether they are equal, in a time that does not depend on where they differ."""
+        """Whether `other` equals the token, in a time that does not depend on where they differ."""
         return hmac.compare_digest(self.text.encode(), other.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""What is wrong with a run, as its reports show; each thing once, and again after it was over."""
+"""Alerts: finds problems of a run in its reports; each is reported once, and again if it returns later."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from hvd_adpsgd.watching.svg import can_draw
 
 __all__ = ["Alert", "Alerts"]
 
-APART_S = 60.0  # without an exchange
-SILENT_S = 60.0  # without an answer
-SLOW = 0.5  # of the median speed
-OPERATIONS = 0.5  # share of time in operations over all learners
-LASTING_S = 30.0  # for so long slow, or in such operations; the first seconds of a run do not count
-RISE, FLAT = 3.0, 0.02  # of the distance; relative change of the loss
-HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0  # of distance and loss: kept, judged, sampled
-OVER_S = 300.0  # after which the same thing is told again
+APART_S = 60.0  # alert after this time without an exchange
+SILENT_S = 60.0  # alert after this time without an answer
+SLOW = 0.5  # alert below this share of the median speed
+OPERATIONS = 0.5  # alert above this share of time in operations over all learners
+LASTING_S = 30.0  # how long a super learner must be slow, or in such operations, before the alert
+RISE, FLAT = (
+    3.0,
+    0.02,
+)  # drifting: factor of the distance's rise, with a relative change of the loss below
+# distance and loss: history kept, shortest history that is judged, interval of samples
+HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0
+OVER_S = 300.0  # the same problem is reported again only after this time without it
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing that is wrong.
+    """One problem of a run.
 
     Attributes:
         kind: silent, apart, slow, operations, left_out or drifting.
-        about: the super learner; None: all.
-        text: what, where, the value against its bound, the cure.
+        about: super_rank of the super learner that has the problem; None: all.
+        text: what is wrong, where, the value against its bound, the cure.
     """
 
     kind: str
@@ -40,7 +44,7 @@ class Alert:
 
 
 class Alerts:
-    """Judges the reports of all super learners.
+    """Finds the problems of a run in the reports of all super learners.
 
     Args:
         names: host and learner of each super learner, by super_rank.
@@ -48,9 +52,11 @@ class Alerts:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._seen: dict[tuple[str, int | None], float] = {}  # when it was last so
-        self._since: dict[str, dict[int, float]] = {}  # by kind, of whom: without a break
-        self._history: deque[tuple[float, float, float]] = deque()  # when, distance, loss
+        self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
+        self._since: dict[
+            str, dict[int, float]
+        ] = {}  # by kind and super_rank: since when without a break
+        self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(
         self,
@@ -59,13 +65,13 @@ class Alerts:
         alive: Collection[int],
         suspect: Mapping[int, float] = MappingProxyType({}),
     ) -> list[Alert]:
-        """What is wrong now and was not told before.
+        """Return the problems that exist now and were not returned before.
 
         Args:
-            now_s: a clock that is never set.
-            reports: the newest of each super learner that is known.
+            now_s: time of a clock that is never set (time.monotonic).
+            reports: the newest known report of each super learner, by super_rank.
             alive: super learners that are neither suspect, left nor failed.
-            suspect: those that do not answer, and since when.
+            suspect: for each super learner that does not answer, the time since when.
         """
         living = {i: report for i, report in reports.items() if i in alive}
         found = [
@@ -105,7 +111,7 @@ class Alerts:
         ]
 
     def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
-        """It trains, and for 60 s and twice the steps between exchanges there was none."""
+        """Find super learners that train, but had no exchange for 60 s and twice the usual steps."""
         if len(living) < 2:
             return []
         return [
@@ -135,7 +141,7 @@ class Alerts:
         ]
 
     def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Of those who are so now, who have been for long, and since when."""
+        """Of `whom`, which have the problem now, return those that have had it for LASTING_S; since when."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}
@@ -166,7 +172,7 @@ class Alerts:
         ]
 
     def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
-        """The distance has risen threefold within ten minutes, and the loss has not moved."""
+        """Find out if the consensus distance has tripled within ten minutes while the loss has not moved."""
         distances = [r.distance for r in living.values() if can_draw(r.distance)]
         losses = [found[1] for r in living.values() if (found := main_scalar(r))]
         losses = [loss for loss in losses if can_draw(loss)]
@@ -200,7 +206,7 @@ class Alerts:
 
 
 def _cause(report: Report) -> str:
-    """Why a super learner has no exchanges, as far as its report tells, and the cure."""
+    """Return the likely reason why a super learner has no exchanges, from its report, and the cure."""
     if 2 * report.nonfinite_steps >= report.apart_steps:
         return (
             f"Its model was not finite after {report.nonfinite_steps} steps, and such a model is not "

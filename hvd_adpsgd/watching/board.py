@@ -1,4 +1,4 @@
-"""The run as one leader knows it, in memory: what the dashboard shows. Bounded, at a falling resolution."""
+"""The run as one leader knows it, in memory, for the dashboard; a long run keeps fewer reports per minute."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hvd_adpsgd.watching.reports import Report
 
 __all__ = ["Board"]
 
-_REPORTS, _MOST, _LEAST = 20_000, 300, 100  # of all super learners together; of one
+# reports that are kept: of all super learners together; most and least of one super learner
+_REPORTS, _MOST, _LEAST = 20_000, 300, 100
 _EVENTS = 500
 
 
 class Board:
-    """Reports and events, written by the thread that watches and read by the one that serves.
+    """Reports and events of a run, written by the watching thread and read by the dashboard's thread.
 
     Args:
         names: host and learner of each super learner, by super_rank.
-        about: of the start: strategy, script.
-        every_s: between two reports.
+        about: facts about the run from its start: strategy, script.
+        every_s: seconds between two reports of a super learner.
     """
 
     def __init__(self, names: Sequence[str], about: Mapping[str, Any], every_s: float = 1.0):
@@ -33,7 +34,7 @@ class Board:
         self._events: deque[Event] = deque(maxlen=_EVENTS)
 
     def take(self, known: Mapping[int, Report]) -> None:
-        """Add the reports that are newer than those before."""
+        """Add those of the reports, by super_rank, that are newer than the last ones added."""
         with self._lock:
             for i, report in known.items():
                 track = self._tracks.setdefault(i, Track())
@@ -46,7 +47,7 @@ class Board:
                 self._add(track, report)
 
     def _add(self, track: Track, report: Report) -> None:
-        """Add a report; the newest one is replaced if it followed too soon on the one before."""
+        """Add a report; it replaces the newest one if that followed too soon after the one before it."""
         last = track.reports[-2:]
         if len(last) == 2 and last[1].time_s - last[0].time_s < 0.99 * track.every_s:
             track.reports.pop()
@@ -58,7 +59,7 @@ class Board:
     def tables(
         self, super_rank: int, peers: Mapping[int, int], staleness: Mapping[int, int]
     ) -> None:
-        """Set one super learner's exchanges by peer, and chunks by the age of their correction."""
+        """Set one super learner's numbers of exchanges by peer, and of chunks by their corrections' age."""
         with self._lock:
             track = self._tracks.setdefault(super_rank, Track())
             track.peers, track.staleness = dict(peers), dict(staleness)
@@ -69,7 +70,7 @@ class Board:
             self._events.append(event)
 
     def run(self) -> Run:
-        """What is known now, as a copy."""
+        """Return all that is known of the run now, as a copy."""
         with self._lock:
             tracks = {
                 i: Track(t.name, list(t.reports), t.peers, t.staleness, t.every_s)

@@ -1,4 +1,4 @@
-"""The dashboard of a run: when and where its page is open. server.py answers the requests."""
+"""The dashboard of a run: opens and closes its page. server.py answers the requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _END_S = 2.0
 
 
 class Dashboard:
-    """The page of one leader; open while this leader is the first living one.
+    """The dashboard's page on one leader; it is open while this leader is the first one that has not ended.
 
     Args:
         address: [host]:port.
         token: see Token.
-        board: what the page shows.
-        record: folder of the record, for the tables of the other super learners.
+        board: the reports and events that the page shows.
+        record: folder of the record, which holds the tables of the other super learners; None: no record.
 
     Raises:
         ConfigError: for a bad address or token.
@@ -57,7 +57,7 @@ class Dashboard:
         return self._thread is not None
 
     def open(self) -> None:
-        """Open the page, unless it is open; a port in use is warned about once, and may be tried again."""
+        """Open the page, unless it is open; if the port is in use, warn once; a later call tries again."""
         if self.is_open or self._broken:
             return
         try:
@@ -66,7 +66,7 @@ class Dashboard:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """The page does not open again; reports and the record go on."""
+        """Log the error and never open the page again; reports and the record continue."""
         self._broken = True
         log.error("the dashboard ends, training continues: %s", error, exc_info=True)
 
@@ -94,7 +94,7 @@ class Dashboard:
         )
         try:
             thread.start()
-        except RuntimeError:  # the process may start no more
+        except RuntimeError:  # the process has reached its limit of threads
             listener.close()
             raise
         self._thread = thread
@@ -102,11 +102,15 @@ class Dashboard:
             "the dashboard of this run is on host %s: %s",
             socket.gethostname(),
             self.address.url(self.token.text),
-            extra={"is_shown": True},  # no event of the page itself
+            extra={"is_shown": True},  # so that this warning does not become an event on the page
         )
 
     def _serve(self, listener: socket.socket, over: threading.Event) -> None:
-        """Serve until `over`. close() sets it, then stops the server; this makes the server, then looks."""
+        """Serve until `over` is set.
+
+        close() sets `over` and then stops the server; this thread makes the server and then checks `over`, so
+        one of the two always ends it.
+        """
         try:
             from hvd_adpsgd.watching.server import Server
 
@@ -118,7 +122,7 @@ class Dashboard:
             self._end(error)
 
     def close(self) -> None:
-        """Close the page; bounded, idempotent."""
+        """Close the page; takes at most about 2 s, may be called again."""
         if self._thread is None:
             return
         self._over.set()

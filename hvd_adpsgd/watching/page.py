@@ -1,4 +1,4 @@
-"""A page of a run: one HTML text with its pictures in it, without scripts, that fetches nothing."""
+"""The page of a run: one self-contained HTML text with SVG charts, without scripts, that fetches nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ log = logging.getLogger("hvd_adpsgd")
 _BAD = ("failed", "suspect", "alert")
 _SHOWN_EVENTS = 200
 _SHOWN_SCALARS = 12
-_GAP_S = 10.0  # between two reports, at least, and no line is drawn
-_told: set[str] = set()  # of sections that could not be drawn
+_GAP_S = (
+    10.0  # a line is interrupted between two reports that are farther apart than this, at least
+)
+_told: set[str] = set()  # titles of sections whose drawing has failed, which the log has named
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --soft: #57606a;
@@ -62,7 +64,7 @@ _PALETTE = ("#2f81f7", "#d4731c", "#2da44e", "#bf3989", "#8250df", "#1b9e9e", "#
 
 
 def page(run: Run) -> str:
-    """The page of a run."""
+    """Return the page of a run as HTML."""
     last_s = max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
     sections = "".join(_charts(run))
     head = _drawn("A run", lambda: _head(run, last_s))
@@ -79,11 +81,11 @@ def page(run: Run) -> str:
 
 
 def live(run: Run, now_s: float) -> dict[str, str]:
-    """The parts of a page that changes, by the names of their places, in their order.
+    """Return the parts of the live dashboard as HTML, by the names of their places in the page, in order.
 
     Args:
-        run: what is known.
-        now_s: the time (time.time).
+        run: what is known of the run.
+        now_s: the current time (time.time).
     """
     parts = {
         "head": _drawn("A run", lambda: _head(run, now_s)),
@@ -97,7 +99,7 @@ def live(run: Run, now_s: float) -> dict[str, str]:
 
 
 def style() -> str:
-    """The style of a page."""
+    """Return the CSS of the page."""
     return _STYLE + "".join(
         f".line.c{i}{{stroke:{c}}}.part.c{i},.swatch.c{i}{{fill:{c};background:{c}}}"
         for i, c in enumerate(_PALETTE)
@@ -109,7 +111,7 @@ def _headline(run: Run) -> str:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """A section; if it cannot be drawn, one that says so: the others are not affected."""
+    """Return the section that `draw` makes; if it raises, one with the error: other sections stay intact."""
     try:
         return draw()
     except Exception as error:
@@ -148,7 +150,7 @@ def _clock(time_s: float) -> str:
 
 
 def _section(title: str, body: str, kind: str = "", note: str = "") -> str:
-    """A titled part of the page; "" without a body."""
+    """Return a titled section of the page; "" if the body is empty."""
     if not body:
         return ""
     note = f"<p>{note}</p>" if note else ""
@@ -203,7 +205,7 @@ def _events(events: Sequence[Event]) -> str:
 
 
 def _charts(run: Run) -> list[str]:
-    """The charts that there is something to show in."""
+    """Return the sections of all charts that have data."""
     plots = _Plots(run)
     names = _scalar_names(run)
     out = [section for name in names for section in plots.both(name, _scalar(name))]
@@ -222,7 +224,7 @@ def _charts(run: Run) -> list[str]:
 
 
 def _chart(title: str, draw: Callable[[], str], note: str = "") -> str:
-    """A section with a picture; "" without one."""
+    """Return a section with the chart that `draw` makes; "" if that is no picture."""
 
     def section() -> str:
         body = draw()
@@ -232,10 +234,10 @@ def _chart(title: str, draw: Callable[[], str], note: str = "") -> str:
 
 
 class _Plots:
-    """Charts of a number of all super learners, as sections.
+    """Makes sections with line charts, each of one number of all super learners.
 
     Args:
-        run: the record.
+        run: the record of the run.
     """
 
     def __init__(self, run: Run):
@@ -252,7 +254,7 @@ class _Plots:
     def both(
         self, title: str, value: Callable[[Report], float], log: bool = False
     ) -> tuple[str, str]:
-        """Over steps, and over time."""
+        """Return two sections: the number over steps, and over time."""
 
         def draw() -> str:
             series = _series(self._run, lambda report: float(report.step), value)
@@ -264,7 +266,7 @@ class _Plots:
         )
 
     def over_time(self, title: str, value: Callable[[Report], float], log: bool = False) -> str:
-        """With the events as marks."""
+        """Return a section with the number over time, and the run's events as marks."""
 
         def draw() -> str:
             series = _series(self._run, lambda report: self._time(report.time_s), value)
@@ -275,7 +277,7 @@ class _Plots:
 
 
 def _unit(seconds: float) -> tuple[str, int]:
-    """A unit of time for so long, and its seconds."""
+    """Return a suitable unit for a duration in seconds, and the unit's length in seconds."""
     for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
         if seconds < 300 * size:
             return unit, size
@@ -293,7 +295,7 @@ def _series(run: Run, x: Callable[[Report], float], y: Callable[[Report], float]
 
 
 def _parts(track: Track) -> list[list[Report]]:
-    """The reports without a gap in time, as after a failure, or a step back, as between two runs."""
+    """Split the reports where time has a gap, as after a failure, or steps go back, as between two runs."""
     longest_s = max(_GAP_S, 5 * track.every_s)
     parts: list[list[Report]] = []
     for report in track.reports:
@@ -311,13 +313,13 @@ def _scalar(name: str) -> Callable[[Report], float]:
 
 
 def _scalar_names(run: Run) -> list[str]:
-    """Names of logged scalars: losses first."""
+    """Return the names of the scalars that the script logs, losses first."""
     names = {name for t in run.tracks.values() for r in t.reports[-1:] for name in r.scalars}
     return sorted(names, key=lambda name: ("loss" not in name.lower(), name))[:_SHOWN_SCALARS]
 
 
 def _key(run: Run) -> str:
-    """Which colour is which super learner; "" for many, whose lines say it when pointed at."""
+    """Return the colour legend of super learners; "" if there are too many: tooltips of lines name them."""
     if len(run.tracks) > svg.COLOURS:
         return ""
     return "".join(
@@ -335,7 +337,7 @@ def _heat_map(run: Run) -> str:
 
 
 def _told_by(run: Run) -> str:
-    """Whose tables are known, if not those of all."""
+    """Return a note on which super learners' tables are known; "" if all are."""
     known = [str(i) for i, track in sorted(run.tracks.items()) if track.peers]
     if len(known) == len(run.tracks):
         return ""
@@ -350,7 +352,7 @@ def _staleness(run: Run) -> str:
 
 
 def _shares(run: Run) -> str:
-    """The parts of the step; operations over all learners are in it or beside it."""
+    """Draw each super learner's time by part; operations over all learners are inside or outside a step."""
     found = []
     for i, track in sorted(run.tracks.items()):
         if track.reports:

@@ -1,4 +1,4 @@
-"""The newest report of each super learner as metrics for Prometheus; grafana.json draws them."""
+"""Exports the newest report of each super learner as Prometheus metrics; grafana.json is their dashboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = ("ok", "SLOW", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
 class _Number(NamedTuple):
-    """A number of a report as a metric."""
+    """A field of Report that is exported as a metric; `counts`: as a counter, else as a gauge."""
 
     field: str
     name: str
@@ -44,11 +44,11 @@ _NUMBERS = (
 
 
 def exposition(run: Run, now_s: float) -> tuple[bytes, str]:
-    """The metrics in Prometheus' text format, and its content type.
+    """Return the metrics of a run in Prometheus' text format, and the content type of that format.
 
     Args:
-        run: what is known.
-        now_s: the time (time.time).
+        run: what is known of the run.
+        now_s: the current time (time.time).
     """
     registry = CollectorRegistry()
     registry.register(_Collector(run, now_s))
@@ -56,7 +56,7 @@ def exposition(run: Run, now_s: float) -> tuple[bytes, str]:
 
 
 class _Collector(Collector):
-    """The metrics of one moment."""
+    """Collects the metrics of a run at one moment for prometheus_client."""
 
     def __init__(self, run: Run, now_s: float):
         self._run, self._now_s = run, now_s

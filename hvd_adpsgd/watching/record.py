@@ -1,12 +1,12 @@
-"""The record of a run: a folder with a file of JSON lines per super learner, bounded in size.
+"""The record of a run on disk: a folder with a file of JSON lines per super learner, bounded in size.
 
     {"kind": "start", "time_s": ..., "super_learner": 2, "name": "node3, learner 16", ...}
     {"kind": "report", "time_s": ..., "step": ..., "scalars": {"loss": ...}, "peers": {"0": 17}, ...}
     {"kind": "event", "time_s": ..., "event": "failed", "about": 1, "text": "..."}
 
-A file that has grown to its bound loses every second report and its oldest events, and from then on reports
-are written half as often: the whole run stays, at a falling resolution. A reader passes over a last line that
-is cut off.
+When a file has grown to its bound, every second report and the oldest events are removed from it, and from
+then on reports are written half as often: the file covers the whole run, with fewer reports per minute. A
+reader skips a last line that is truncated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ __all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines
 
 log = logging.getLogger("hvd_adpsgd")
 
-LIMIT_NBYTES = 8 << 20  # of one super learner's file
-_LOOK_S = 30.0  # between two looks whether the file is still there
-_EVENTS = 1000  # kept when a file is thinned, of each kind but reports
-_SAME_S = 5.0  # what several leaders note of a super learner so soon after each other is one event
+LIMIT_NBYTES = 8 << 20  # largest file of one super learner
+_LOOK_S = 30.0  # interval of checks whether the file still exists
+_EVENTS = (
+    1000  # newest lines other than reports that remain when a file is thinned, beside all starts
+)
+_SAME_S = 5.0  # a change of state that several leaders note within this time is one event
 _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
 
@@ -43,13 +45,13 @@ _MOST_SUPER_LEARNERS = 1_000_000
 
 
 class Record:
-    """The file of one super learner; its leader writes it. Appends to what an earlier run has left.
+    """Writer of the file of one super learner, used by its leader; appends to the file of an earlier run.
 
     Args:
-        folder: of the record; made if it is not there.
-        super_rank: of this super learner.
-        limit_nbytes: of the file.
-        every_s: between two reports of one super learner, at least; twice as much when the file is full.
+        folder: folder of the record; made if missing.
+        super_rank: super_rank of this super learner.
+        limit_nbytes: largest size of the file in bytes.
+        every_s: least seconds between two reports of one super learner; doubled each time the file is full.
 
     Raises:
         ConfigError: if the file cannot be opened.
@@ -79,13 +81,13 @@ class Record:
             ) from error
 
     def report(self, super_rank: int, report: Report, *, last: bool = False, **more: Any) -> None:
-        """Add a report, unless that super learner's last one is too recent.
+        """Write a report, unless the last one of that super learner is less than `every_s` old.
 
         Args:
-            super_rank: whose it is.
-            report: its numbers.
-            last: add it also if it is too recent.
-            **more: of JSON's types.
+            super_rank: the super learner that the report is about.
+            report: the report.
+            last: write it in any case, as the last one.
+            **more: further fields of the line, of JSON's types.
         """
         if not last and report.time_s < self._last.get(super_rank, -math.inf) + 0.99 * self.every_s:
             return
@@ -93,7 +95,7 @@ class Record:
         self.write("report", super_learner=super_rank, **report.to_dict(), **more)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Add a line. If the file system refuses, the record ends there, with a warning."""
+        """Write a line. If the file system refuses (a full disk), the record ends with a warning."""
         if self._file is None:
             return
         try:
@@ -106,10 +108,10 @@ class Record:
             self._file = None
 
     def look(self, now_s: float) -> None:
-        """Now and then look whether the path is still this file; if not, the record ends, with a warning.
+        """Every 30 s check that the path is still this file; if not, end the record with a warning.
 
         Args:
-            now_s: a clock that is never set.
+            now_s: time of a clock that is never set (time.monotonic).
         """
         if self._file is None or now_s < self._next_look_s:
             return
@@ -118,7 +120,7 @@ class Record:
             is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except (FileNotFoundError, NotADirectoryError):
             is_there = False
-        except OSError:  # of a file system that does not answer: the next write tells
+        except OSError:  # the file system does not answer: the next write fails if the error lasts
             return
         if not is_there:
             self.close()
@@ -149,10 +151,10 @@ class Record:
 
 
 def _opened(path: Path) -> IO[str]:
-    """To append. Opening a pipe would block until somebody reads it.
+    """Open a file for appending, without blocking, as opening a pipe would until a process reads it.
 
     Raises:
-        OSError: if the path is no file that may be written to.
+        OSError: if the path is no regular file, or may not be written to.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
@@ -163,7 +165,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def thinned(lines: Sequence[str]) -> list[str]:
-    """Every second report of each super learner, the newest one included, and the newest other lines."""
+    """Return every second report of each super learner, the newest included, and the newest other lines."""
     kept: list[str] = []
     reports: dict[str, int] = {}
     others = 0
@@ -188,7 +190,7 @@ def _line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: None for numbers that are not finite."""
+    """Convert a value to types of JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -203,13 +205,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """An event of the run, such as a failure.
 
     Attributes:
-        time_s: when, by the clock of the host that has written it.
+        time_s: time of the event, by the clock of the host that has written it (time.time).
         what: start, joining, suspect, alive, left, failed, joined, alert, warning.
-        about: the super learner; None: all.
-        text: for people.
+        about: super_rank of the super learner that the event concerns; None: all.
+        text: description of the event.
     """
 
     time_s: float
@@ -227,7 +229,7 @@ class Track:
         reports: oldest first.
         peers: exchanges with each super learner, by its super_rank.
         staleness: chunks by the age of their correction in steps.
-        every_s: between its reports.
+        every_s: seconds between two reports.
     """
 
     name: str = ""
@@ -239,12 +241,12 @@ class Track:
 
 @dataclass
 class Run:
-    """A record as read.
+    """The record of a run, as read from its files.
 
     Attributes:
-        tracks: by super_rank.
-        events: of all, oldest first.
-        about: of the newest start: strategy, script, super_size.
+        tracks: the reports of each super learner, by super_rank.
+        events: the events of all super learners, oldest first.
+        about: facts from the newest start line: strategy, script, super_size.
     """
 
     tracks: dict[int, Track] = field(default_factory=dict)
@@ -253,14 +255,14 @@ class Run:
 
 
 def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
-    """The record in a folder. Lines that are no part of a record are passed over.
+    """Read the record in a folder; lines that do not belong to a record are skipped.
 
     Args:
-        folder: of HVD_ADPSGD_RECORD.
-        newest: only so many bytes from the end of each file (its first line is read too).
+        folder: the folder that HVD_ADPSGD_RECORD named.
+        newest: read only the first line and the last so many bytes of each file; None: all.
 
     Raises:
-        ConfigError: if there is no record, or it cannot be read.
+        ConfigError: if the folder holds no record, or a file cannot be read.
     """
     reading = _Reading()
     try:
@@ -282,11 +284,11 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
 
 
 def lines(run: Run, newest: int) -> Iterator[str]:
-    """A run as lines that `of_lines` reads.
+    """Yield a run as lines of a record, which `of_lines` reads.
 
     Args:
-        run: any.
-        newest: so many reports of each super learner.
+        run: the run.
+        newest: number of reports of each super learner that are yielded, the newest ones.
     """
     about = {**_plain(run.about), "joining": False}
     for i, track in run.tracks.items():
@@ -302,7 +304,7 @@ def lines(run: Run, newest: int) -> Iterator[str]:
 
 
 def of_lines(text: Iterable[str | bytes]) -> Run:
-    """The run in such lines. Those that are none are passed over."""
+    """Return the run that lines of a record describe; other lines are skipped."""
     reading = _Reading()
     for found in filter(None, map(_parsed, text)):
         writer = found.get("super_learner", 0)
@@ -312,7 +314,7 @@ def of_lines(text: Iterable[str | bytes]) -> Run:
 
 
 def _paths(folder: Path) -> dict[int, Path]:
-    """The files of a record by super learner, in order. A pipe named like one would be waited for."""
+    """Return the files of a record by super_rank, in order; no pipes, as opening one could block."""
     found = {
         int(path.stem): path
         for path in folder.glob("*.jsonl")
@@ -322,7 +324,7 @@ def _paths(folder: Path) -> dict[int, Path]:
 
 
 def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are whole."""
+    """Yield the complete lines of a file, parsed; with `newest` the first line and the last so many bytes."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -346,17 +348,22 @@ def _parsed(line: str | bytes) -> dict[str, Any] | None:
 
 
 class _Reading:
-    """Collects the lines of all files."""
+    """Collects the lines of all files of a record into a Run."""
 
     def __init__(self) -> None:
         self._tracks: dict[int, Track] = {}
-        self._events: list[tuple[Event, int]] = []  # and who has written it
-        self._states: set[tuple[float, str, int]] = set()  # in reports of the leader that speaks
-        self._about: tuple[float, dict[str, Any]] = -math.inf, {}  # of the newest start
-        self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # the newest super_size
+        self._events: list[tuple[Event, int]] = []  # (event, super_rank of the file's writer)
+        self._states: set[tuple[float, str, int]] = (
+            set()
+        )  # (since, state, super_rank) found in reports
+        self._about: tuple[float, dict[str, Any]] = (
+            -math.inf,
+            {},
+        )  # (time, facts) of the newest start
+        self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
     def take(self, writer: int, found: Mapping[str, Any], own: Container[int]) -> None:
-        """Add a line of a super learner's file; what it heard of another counts if that one has no file."""
+        """Add a line of super learner `writer`'s file; a report on another counts if that one has no file."""
         kind = found.get("kind")
         try:
             time_s = number(found.get("time_s"), 0, LATEST_S)
@@ -372,7 +379,7 @@ class _Reading:
                 size = whole(found["super_size"], _MOST_SUPER_LEARNERS)
                 self._size = max(self._size, (time_s, size or _MOST_SUPER_LEARNERS))
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
-            return  # a line of another version, or of another hand
+            return  # a line that another version, or another program, has written
 
     def _report(self, about: int, found: Mapping[str, Any]) -> None:
         report = Report.from_dict(found)
@@ -408,7 +415,7 @@ class _Reading:
         self._events.append((Event(time_s, what, about, text), writer))
 
     def run(self) -> Run:
-        """All that was read, of the super learners that the newest start has."""
+        """Return all that was read, of the super learners that belong to the newest start's super_size."""
         tracks = {i: self._tracks[i] for i in sorted(self._tracks) if i < self._size[1]}
         for track in tracks.values():
             track.reports.sort(key=lambda report: report.time_s)
@@ -430,9 +437,9 @@ def _counts(found: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _merged(events: Iterable[tuple[Event, int]]) -> list[Event]:
-    """The events in order; a change of state that several leaders have noted is one event.
+    """Return the events in order of time; a change of state that several leaders have noted is one event.
 
-    A leader that notes the same once more means another change: a super learner was suspect twice.
+    If one leader notes the same state twice, these are two events: the super learner was suspect twice, say.
     """
     kept: list[Event] = []
     newest: dict[tuple[str, int | None], tuple[float, set[int]]] = {}

@@ -1,4 +1,4 @@
-"""What a super learner says of itself, once per second: numbers, and their form in an engine's message."""
+"""Reports: the numbers that a super learner sends about itself once per second, and their binary form."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ __all__ = [
     "whole",
 ]
 
-# shares of the time
+# parts of the time, of which a report holds the shares
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
-REPORT_NBYTES = 200  # of a report in a message
-NAME_NBYTES = 32  # of a scalar's name in a message; the rest is cut off
-_FORM = 1  # first byte; other forms are not read
+REPORT_NBYTES = 200  # most bytes of an encoded report
+NAME_NBYTES = 32  # most bytes of a scalar's name in an encoded report; longer names are truncated
+_FORM = 1  # first byte of an encoded report; `decode` returns None for other values
 _NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBII")
 _SCALAR = struct.Struct("<f")
 _LARGEST = 2**32 - 1
 _LARGEST_COUNT = 2**63 - 1
-LATEST_S = 4e9  # of a time: in the year 2096
+LATEST_S = 4e9  # largest unix time that is accepted: in the year 2096
 
 
 @dataclass(frozen=True)
 class Report:
-    """How one super learner is at one moment. "Lately" is over the last 10 s.
+    """State of one super learner at one moment. "Lately" means over the last 10 s.
 
     Attributes:
-        time_s: of the report, on the host's clock (time.time).
-        step: steps made.
-        steps_per_s: lately.
-        staleness_p50, staleness_p95: of corrections lately, in steps; 63 stands for more too.
-        distance: consensus distance, estimated from the exchanges lately; NaN before the first.
-        exchanges: that are over, means of all counted too.
-        exchanges_per_s, sent_per_s: exchanges, and bytes sent, per second, lately.
-        apart_s, apart_steps: seconds and steps since the last exchange was over.
-        due_steps: steps between exchanges that the strategy asks for.
+        time_s: time of the report, on the host's clock (time.time).
+        step: number of optimizer steps so far.
+        steps_per_s: steps per second lately.
+        staleness_p50, staleness_p95: percentiles of the staleness of corrections lately, in steps; 63 means
+            63 or more.
+        distance: consensus distance, estimated from the exchanges lately; NaN before the first exchange.
+        exchanges: number of finished exchanges so far, means of all included.
+        exchanges_per_s, sent_per_s: exchanges, and bytes sent, per second lately.
+        apart_s, apart_steps: seconds and steps since the last finished exchange.
+        due_steps: steps between two exchanges according to the strategy.
         inner_allreduce, optimizer, collect, offer, global_operations: share of time in parts of the step and
-            in operations over all learners, lately, in [0, 1].
-        left_out: chunks of the model that the last 8 exchanges could not average.
-        nonfinite_steps: steps after which the model was not finite.
-        scalars: what the script logs.
+            in operations over all learners lately, in [0, 1].
+        left_out: number of chunks of the model that the last 8 exchanges could not average.
+        nonfinite_steps: number of steps after which the model was not finite.
+        scalars: the numbers that the script logs (hvd.log), by name.
     """
 
     time_s: float = 0.0
@@ -78,15 +79,15 @@ class Report:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers by name."""
+        """Return the report as a dict of its fields."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Report:
-        """The inverse of to_dict; names that are not known are passed over, None is NaN.
+        """Make a report from the dict of `to_dict`; unknown names are ignored, None becomes NaN.
 
         Raises:
-            TypeError, ValueError, OverflowError, AttributeError: for what is no report.
+            TypeError, ValueError, OverflowError, AttributeError: if `found` is no report.
         """
         values: dict[str, Any] = {"time_s": number(found.get("time_s"), 0, LATEST_S)}
         for f in dataclasses.fields(cls):
@@ -99,10 +100,10 @@ class Report:
 
 
 def number(value: Any, least: float = -math.inf, most: float = math.inf) -> float:
-    """A number of JSON as a float; None is NaN. A bound leaves NaN out as well.
+    """Convert a value parsed from JSON to float; None becomes NaN, which is allowed only without bounds.
 
     Raises:
-        TypeError, ValueError, OverflowError: if it is none, or not within the bounds.
+        TypeError, ValueError, OverflowError: if the value is no number, or not within the bounds.
     """
     found = math.nan if value is None else float(value)
     is_bounded = math.isfinite(least) or math.isfinite(most)
@@ -112,10 +113,10 @@ def number(value: Any, least: float = -math.inf, most: float = math.inf) -> floa
 
 
 def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
-    """A number of JSON, or a key, as an integer from 0 to `most`.
+    """Convert a value or key parsed from JSON to an integer from 0 to `most`.
 
     Raises:
-        TypeError, ValueError, OverflowError: if it is none.
+        TypeError, ValueError, OverflowError: if the value is no such integer.
     """
     found = int(value)
     if not 0 <= found <= most:
@@ -124,12 +125,12 @@ def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
 
 
 def readable(value: Any) -> str:
-    """A text of JSON as one that any file can hold: lone surrogates are replaced."""
+    """Convert a value parsed from JSON to text that can be written as UTF-8: lone surrogates are replaced."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def encode(report: Report) -> bytes:
-    """The report as the engine carries it, at most REPORT_NBYTES: scalars that do not fit are left out."""
+    """Encode a report for the engine's messages, in at most REPORT_NBYTES: scalars may be left out."""
     out = _NUMBERS.pack(
         _FORM,
         report.time_s,
@@ -165,7 +166,7 @@ def encode(report: Report) -> bytes:
 
 
 def decode(data: bytes) -> Report | None:
-    """The report in a message; None if it is of another form or cut off."""
+    """Decode a report from a message; None if the data have another form or are truncated."""
     if len(data) < _NUMBERS.size or data[0] != _FORM:
         return None
     values = list(_NUMBERS.unpack_from(data))[1:]
@@ -183,7 +184,7 @@ def decode(data: bytes) -> Report | None:
 
 
 def _float32(value: float) -> float:
-    """The value, infinite where it is too large for four bytes."""
+    """Return the value, or an infinity if it is too large for a float32."""
     try:
         struct.pack("<f", value)
     except OverflowError:
@@ -196,7 +197,7 @@ def _percent(share: float) -> int:
 
 
 def main_scalar(report: Report) -> tuple[str, float] | None:
-    """Name and value of the loss: of "loss", else of the first scalar so named in part; None without one."""
+    """Return name and value of the scalar "loss", else of the first with "loss" in its name, else None."""
     names = [name for name in report.scalars if "loss" in name.lower()]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""From the counters of a learner to its reports: rates and shares over the last seconds."""
+"""Computes reports from the counters of a leader: rates and shares of time over the last 10 seconds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The counters of a leader at one moment; all but the last three only grow.
+    """The counters of a leader at one moment; `step`, `parts_s` and `engine` only grow.
 
     Attributes:
-        monotonic_s: the moment, on a clock that is never set.
-        step: steps made.
-        parts_s: seconds by part of the step, and in operations over all learners.
+        monotonic_s: the moment, by a clock that is never set (time.monotonic).
+        step: number of steps so far.
+        parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
         due_steps, left_out, nonfinite_steps, scalars: see Report.
     """
@@ -41,7 +41,7 @@ class Sample:
 
 
 class Sampler:
-    """Makes reports from samples, one after the other.
+    """Makes a report from each sample of the counters and the earlier ones.
 
     Args:
         super_size: number of super learners.
@@ -51,10 +51,11 @@ class Sampler:
         self._n = super_size
         self._samples: deque[Sample] = deque()
         self._distance = math.nan
-        self._exchanged: tuple[int, float, int] | None = None  # exchanges; when, and at which step
+        # number of exchanges, and the time and the step at which it was first seen
+        self._exchanged: tuple[int, float, int] | None = None
 
     def report(self, sample: Sample, time_s: float) -> Report:
-        """The report of this moment."""
+        """Return the report for the sample; `time_s` is its unix time."""
         samples = self._samples
         if samples and _is_anew(samples[-1], sample):
             samples.clear()
@@ -101,11 +102,11 @@ class Sampler:
         }
 
     def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-        """From the exchanges lately, else the last mean of all, else the last value."""
+        """Estimate the consensus distance by exchanges lately, else the last mean of all, else as before."""
         compared = new["compared"] - old["compared"]
         if compared > 0:
             square = (new["square"] - old["square"]) / compared
-            if square >= 0:  # the sums are read without a lock
+            if square >= 0:  # the sums are read without a lock, so their difference may be negative
                 self._distance = consensus_from_exchanges(square, self._n)
         elif new["compared"] == 0 and new["means"]:
             self._distance = math.sqrt(new["mean_square"])
@@ -113,7 +114,7 @@ class Sampler:
 
 
 def _is_anew(before: Sample, now: Sample) -> bool:
-    """Whether an engine or an optimizer has come, gone, or taken the place of another: counters restart."""
+    """Whether an engine or optimizer began, ended or was replaced between two samples: counters restart."""
     if before.engine is None or now.engine is None:
         return before.engine is not now.engine or now.step < before.step
     return now.step < before.step or _exchanges(now.engine) < _exchanges(before.engine)
@@ -128,7 +129,7 @@ def _rate(count: float, seconds: float, without: float = math.nan) -> float:
 
 
 def _percentile(histogram: Sequence[int] | np.ndarray, share: float) -> int:
-    """The least value that at least this share of the counts does not exceed; 0 without counts."""
+    """Return the percentile `share` of a histogram over 0, 1, 2, ...; 0 if the histogram is empty."""
     sums = np.cumsum(histogram)
     if not len(sums) or sums[-1] <= 0:
         return 0

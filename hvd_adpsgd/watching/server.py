@@ -1,10 +1,10 @@
-"""Answers requests for the dashboard: the page, its events, metrics. Needs starlette and uvicorn.
+"""Answers HTTP requests for the dashboard: the page, its event stream, metrics. Needs starlette and uvicorn.
 
 A request needs the token. The page is drawn and escaped here, at most once per pause for all viewers, and
-only while there is one; the pause is so long that drawing takes at most 1 % of a core. Connections beyond 50
-per second are closed unread: the training needs the core. Beyond 32 open ones the oldest without a request is
-closed, or if there is none the new request is refused; beyond 64 a connection is closed unread: the training
-needs the descriptors.
+only while there is a viewer; the pause is so long that drawing takes at most 1 % of a core. Connections
+beyond 50 per second are closed unread, because training needs the core. Beyond 32 open connections the oldest
+one without a request is closed, or if all have one, the new request is refused; beyond 64 open connections a
+new one is closed unread, because training needs the file descriptors.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ __all__ = ["Server", "application"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_ANSWERED, _OPEN = 32, 64  # connections
-_PER_S, _BURST = 50.0, 100.0  # connections that are read
-_CLOSED_AT_ONCE = 64  # unread, before the server looks at the others again
+_ANSWERED, _OPEN = 32, 64  # most connections that are answered, and that are open
+_PER_S, _BURST = 50.0, 100.0  # connections that are read: per second, and at once after a pause
+_CLOSED_AT_ONCE = 64  # connections closed unread before the server serves open ones again
 _HEADERS_NBYTES = 16 << 10
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-_REQUEST_S = 10.0  # for the headers of a request
-_AGAIN_S = 1.0  # between two answers of /metrics that are made anew, at least; of /record too
+_REQUEST_S = 10.0  # longest time until the headers of a request are complete
+_AGAIN_S = 1.0  # an answer of /metrics or /record is reused for this time
 _NEWEST = 200  # reports of each super learner in /record
-_PAUSE_S, _REST = 1.0, 100  # between two drawings: at least, and in times of what one takes
-_TAIL_NBYTES = 20_000  # of each file of the record
+_PAUSE_S, _REST = (
+    1.0,
+    100,
+)  # pause between two drawings: least seconds, and factor of the drawing's own time
+_TAIL_NBYTES = 20_000  # bytes read from the end of each file of the record
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -63,7 +66,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
-    "Connection": "close",  # one request each: none waits in an open connection
+    "Connection": "close",  # one request per connection, so that no idle connection stays open
 }
 _SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -78,11 +81,11 @@ _STYLE = ".grid2 > div { min-width: 0; } #status { font-size: .85rem; } #status.
 
 
 class Server:
-    """Serves on one listening socket, until it is stopped.
+    """HTTP server of the dashboard on one listening socket.
 
     Args:
-        board: what is shown.
-        token: what a request must carry.
+        board: the reports and events that are shown.
+        token: the token that a request must carry.
         record: folder of the record, or None.
     """
 
@@ -95,7 +98,7 @@ class Server:
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
-                log_level="critical",  # what strangers send is not for the log of the job
+                log_level="critical",  # requests of strangers must not fill the job's log
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -106,7 +109,7 @@ class Server:
         )
 
     def run(self, listener: socket.socket) -> None:
-        """Serve until stop(); the listener is closed then."""
+        """Serve on `listener` until stop() is called, then close it."""
         self._uvicorn.run([_Listener(listener)])
 
     def stop(self) -> None:
@@ -114,11 +117,11 @@ class Server:
 
 
 class Bucket:
-    """Tokens: so many per second, and at most so many at once.
+    """Token bucket that limits a rate.
 
     Args:
-        per_s: tokens per second.
-        most: tokens at the beginning, and at most.
+        per_s: tokens that are added per second.
+        most: tokens at the beginning, and the most that the bucket holds.
     """
 
     def __init__(self, per_s: float, most: float):
@@ -126,10 +129,10 @@ class Bucket:
         self._tokens, self._at_s = most, math.inf
 
     def take(self, now_s: float) -> bool:
-        """Whether there was one.
+        """Take a token; return False if the bucket is empty.
 
         Args:
-            now_s: a clock that is never set.
+            now_s: time of a clock that is never set (time.monotonic).
         """
         grown = self._tokens + self._per_s * max(0.0, now_s - self._at_s)
         self._tokens, self._at_s = min(self._most, grown), now_s
@@ -140,9 +143,9 @@ class Bucket:
 
 
 class _Listener(socket.socket):
-    """A listening socket in place of another; connections that are too many per second are closed unread.
+    """A listening socket, made from another one, that closes connections over the allowed rate unread.
 
-    That costs a tenth of a connection that is read and refused.
+    Closing one unread costs a tenth of the time of reading and refusing it.
     """
 
     def __init__(self, listener: socket.socket):
@@ -155,13 +158,13 @@ class _Listener(socket.socket):
             if self._bucket.take(time.monotonic()):
                 return connection, address
             connection.close()
-        raise BlockingIOError  # others wait; asyncio comes back
+        raise BlockingIOError  # more may wait in the queue; asyncio calls again
 
 
 class _Bounded(H11Protocol):
-    """A connection; closed unread if there are too many, and if no request comes."""
+    """An HTTP connection that is closed if too many are open, or if no request arrives within 10 s."""
 
-    _nbytes = 0  # received before there was a request
+    _nbytes = 0  # bytes received before the request was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -172,14 +175,14 @@ class _Bounded(H11Protocol):
         self.loop.call_later(_REQUEST_S, self._end_without_request)
         others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
         idle = [one for one in others if one.is_idle]
-        if len(others) >= _ANSWERED and idle:  # a viewer's request comes at once
+        if len(others) >= _ANSWERED and idle:  # not a viewer's: its request follows at once
             oldest = min(idle, key=lambda one: one._began_s)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there was no whole request yet."""
+        """Whether no complete request has arrived yet."""
         return self.conn.their_state is h11.IDLE
 
     def data_received(self, data: bytes) -> None:
@@ -197,7 +200,7 @@ class _Bounded(H11Protocol):
 
 
 def application(board: Board, token: Token, record: str | None = None) -> ASGIApp:
-    """The dashboard as an ASGI application. Arguments: see Server."""
+    """Return the dashboard as an ASGI application; the arguments are those of Server."""
     drawing = _Drawing(board, record)
     here = Path(__file__).parent
     script = (here / "dashboard.js").read_text("utf-8")
@@ -234,7 +237,7 @@ def application(board: Board, token: Token, record: str | None = None) -> ASGIAp
 
 
 class _Guard:
-    """Refuses requests without the token, and adds the headers to every answer."""
+    """ASGI wrapper that refuses requests without the token, and adds security headers to every response."""
 
     def __init__(self, app: ASGIApp, token: Token):
         self._app, self._token = app, token
@@ -264,18 +267,18 @@ _REFUSAL = PlainTextResponse(
 
 
 class _Drawing:
-    """The parts of the page, drawn once for all viewers."""
+    """Draws the parts of the page, metrics and record lines, once for all viewers."""
 
     def __init__(self, board: Board, record: str | None):
         self._board, self._record = board, record
         self._parts: dict[str, str] = {}
         self._next_s, self._pause_s = 0.0, _PAUSE_S
-        self._made: dict[str, tuple[float, tuple[bytes, str]]] = {}  # when, and what
+        self._made: dict[str, tuple[float, tuple[bytes, str]]] = {}  # (time, answer) by name
         self._lock = asyncio.Lock()
-        self._told = False  # of an error
+        self._told = False  # whether an error in drawing was logged
 
     def run(self) -> Run:
-        """What is known, with the tables of the other super learners if their files are here."""
+        """Return all that is known of the run, with other super learners' tables if their files are here."""
         run = self._board.run()
         if self._record is None:
             return run
@@ -294,18 +297,18 @@ class _Drawing:
         return run
 
     async def parts(self) -> dict[str, str]:
-        """By the names of their places; as they were, if that is less than a pause ago."""
+        """Return the page's parts by the names of their places; drawn anew only if the pause is over."""
         async with self._lock:
             if time.monotonic() >= self._next_s:
                 self._parts = await asyncio.to_thread(self._draw)
         return self._parts
 
     async def metrics(self) -> tuple[bytes, str]:
-        """For Prometheus, and their content type."""
+        """Return the metrics for Prometheus, and their content type."""
         return await self._lately("metrics", lambda: exposition(self.run(), time.time()))
 
     async def newest(self) -> tuple[bytes, str]:
-        """The newest reports and the events as lines of a record, and their content type."""
+        """Return the newest reports and the events as lines of a record, and their content type."""
         return await self._lately("record", self._lines)
 
     def _lines(self) -> tuple[bytes, str]:
@@ -313,7 +316,7 @@ class _Drawing:
         return text.encode(), "application/x-ndjson"
 
     async def _lately(self, name: str, make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
-        """What is made; what was made, if that is less than a second ago."""
+        """Return the result of `make`, or the last one under this name if it is less than a second old."""
         async with self._lock:
             made_s, found = self._made.get(name, (-math.inf, (b"", "")))
             if time.monotonic() >= made_s + _AGAIN_S:
@@ -335,7 +338,7 @@ class _Drawing:
         return parts
 
     async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events for one viewer: the parts that have changed, as JSON."""
+        """Yield server-sent events for one viewer: the parts of the page that have changed, as JSON."""
         sent: dict[str, str] = {}
         while True:
             parts = await self.parts()

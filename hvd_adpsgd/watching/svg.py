@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines over one axis, bars, a heat map. All text in them is escaped."""
+"""Draws charts as SVG text: lines over one axis, bars, a heat map. All text in them is escaped."""
 
 from __future__ import annotations
 
@@ -21,19 +21,27 @@ __all__ = [
 ]
 
 WIDTH, HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 12, 44  # room for the larger letters of a narrow window
-_POINTS = 4800  # of one chart, over all its lines
-_LARGEST, _LEAST = 1e100, 1e-100  # of values that are drawn; of a span that is not a constant
-COLOURS = 8  # as classes c0, c1, ...; the page's style gives each a colour
+_LEFT, _RIGHT, _TOP, _BOTTOM = (
+    76,
+    12,
+    12,
+    44,
+)  # margins, wide enough for the larger font of a narrow window
+_POINTS = 4800  # most points of one chart, over all its lines
+_LARGEST, _LEAST = (
+    1e100,
+    1e-100,
+)  # largest absolute value that is drawn; least span that is not a constant
+COLOURS = 8  # number of classes c0, c1, ..., to each of which the page's style gives a colour
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line, of parts with a gap between each other.
+    """One line of a chart, in parts with gaps between them.
 
     Attributes:
-        name: of the line.
-        parts: of points (x, y); those that cannot be drawn are left out.
+        name: name of the line, for its tooltip.
+        parts: the points (x, y) of each part; points that cannot be drawn are left out.
     """
 
     name: str
@@ -42,7 +50,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the axis, with what happened."""
+    """A moment on the time axis, with the text of an event."""
 
     x: float
     text: str
@@ -50,12 +58,12 @@ class Mark:
 
 
 def can_draw(value: float) -> bool:
-    """Whether it is finite, and differences and sums of such values are."""
+    """Whether the value is finite, and small enough that differences and sums of such values are finite."""
     return abs(value) <= _LARGEST
 
 
 def number(value: float) -> str:
-    """A number in few characters."""
+    """Format a number in few characters."""
     if not math.isfinite(value):
         return "–"
     if value and not 1e-3 <= abs(value) < 1e5:
@@ -64,7 +72,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers in [low, high], at most `most` of them."""
+    """Return at most `most` round numbers in [low, high] for the ticks of an axis."""
     if not high > low:
         return [low]
     step = 10 ** math.floor(math.log10((high - low) / most))
@@ -74,7 +82,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or the powers alone, in [10^low, 10^high]; if few, round numbers."""
+    """Return ticks in [10^low, 10^high]: 1, 2 and 5 times powers of ten, or powers alone; if few, `ticks`."""
     powers = range(math.floor(low), math.floor(high) + 1)
     found = [
         k * 10.0**power
@@ -86,7 +94,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """The points; if there are too many, the mean of each group of neighbours."""
+    """Return the points; if there are more than `most`, the mean of each group of neighbours."""
     n = len(points)
     if n <= most:
         return list(points)
@@ -98,7 +106,7 @@ def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[flo
 
 
 class _Frame:
-    """Maps values to places in the picture.
+    """Maps values to coordinates in the picture.
 
     Args:
         xs, ys: least and largest value of each axis.
@@ -113,7 +121,9 @@ class _Frame:
         low, high = (math.log10(ys[0]), math.log10(ys[1])) if self.log else ys
         margin = 0.05 * (high - low)
         largest = max(abs(low), abs(high))
-        if margin <= max(1e-7 * largest, _LEAST):  # a constant, rounded to float32 for some
+        if margin <= max(
+            1e-7 * largest, _LEAST
+        ):  # a constant, of which some values were rounded to float32
             margin = 0.05 * largest if largest > _LEAST else 0.5
         self.low, self.high = low - margin, high + margin
 
@@ -127,7 +137,7 @@ class _Frame:
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
     def axes(self, x_label: str) -> str:
-        """Grid, numbers and the name of the x axis."""
+        """Draw the grid, the numbers of both axes and the name of the x axis."""
         if self.log:
             heights = log_ticks(self.low, self.high)
         else:
@@ -161,10 +171,10 @@ def lines(
     log: bool = False,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """A chart of lines; "" if no line has a point that can be drawn.
+    """Draw a chart of lines; "" if no line has a point that can be drawn.
 
     Args:
-        title: for readers of the picture.
+        title: description of the picture for screen readers.
         series: the lines.
         x_label: name and unit of the x axis.
         log: a logarithmic y axis; points that are not above 1e-100 are left out.
@@ -183,7 +193,7 @@ def lines(
 
 
 def _kept(series: Series, log: bool, most: int) -> list[list[tuple[float, float]]]:
-    """Of each part the points that can be drawn, at most so many in all, but one of each part."""
+    """Return the drawable points of each part: at most about `most` in all, and at least one per part."""
     parts = [
         [(x, y) for x, y in part if can_draw(x) and can_draw(y) and (y > _LEAST or not log)]
         for part in series.parts
@@ -203,7 +213,7 @@ def _drawn_mark(frame: _Frame, mark: Mark) -> str:
 def _drawn_line(
     frame: _Frame, i: int, name: str, parts: Sequence[Sequence[tuple[float, float]]]
 ) -> str:
-    """The i-th line; a part of one point is drawn as a dot."""
+    """Draw the i-th line; a part with a single point is drawn as a dot."""
     if not parts:
         return ""
     path = ""
@@ -219,7 +229,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bars(title: str, counts: Mapping[int, int], x_label: str) -> str:
-    """A histogram: share of the counts by whole number; "" without counts."""
+    """Draw a histogram, the share of the counts by whole number; "" without counts."""
     total = sum(counts.values())
     if not total:
         return ""
@@ -238,7 +248,7 @@ def bars(title: str, counts: Mapping[int, int], x_label: str) -> str:
 
 
 def heat_map(title: str, names: Sequence[str], counts: Sequence[Sequence[int]], label: str) -> str:
-    """A square of counts: one row and one column per name; "" if all are 0."""
+    """Draw a square of counts with one row and one column per name; "" if all counts are 0."""
     n, largest = len(names), max((max(row, default=0) for row in counts), default=0)
     if not largest:
         return ""
@@ -264,12 +274,12 @@ def heat_map(title: str, names: Sequence[str], counts: Sequence[Sequence[int]], 
 
 
 def shares(title: str, rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str]) -> str:
-    """A bar per row, divided into parts; "" without rows.
+    """Draw one bar per row, divided into parts; "" without rows.
 
     Args:
-        title: for readers of the picture.
-        rows: name, and a share in [0, 1] for each part.
-        parts: their names.
+        title: description of the picture for screen readers.
+        rows: for each bar its name, and a share in [0, 1] for each part.
+        parts: names of the parts.
     """
     if not rows:
         return ""

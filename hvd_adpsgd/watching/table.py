@@ -1,4 +1,4 @@
-"""The state of each super learner now, as a row, from the record of a run."""
+"""A table of a run: one row per super learner with its current state, from the record of the run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from hvd_adpsgd.watching.svg import can_draw
 __all__ = ["Row", "rows", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SILENT_S = 10.0  # without a report, at least
+_SILENT_S = (
+    10.0  # a super learner is SILENT after this time without a report, or five intervals if longer
+)
 _STATES = {"suspect": "SUSPECT", "left": "left", "failed": "FAILED"}
 _BEGINNINGS = ("alive", "joining", "joined", "start")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One super learner.
+    """State of one super learner, as a row of the table.
 
     Attributes:
         super_learner: its super_rank.
-        host: and leader.
+        host: names of its host and its leader.
         state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
-        since_s: for so long, but for ok, SLOW and JOINING.
+        since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
         step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, sent_per_s: see Report.
-        apart_s: since its last exchange, the age of the report included.
-        loss, losses: the last value, and those before, oldest first.
-        age_s: of the report.
+        apart_s: seconds since its last exchange, the age of the report included.
+        loss, losses: the last value of the loss, and the last 200 reported values, oldest first.
+        age_s: age of its newest report in seconds.
     """
 
     super_learner: int
@@ -52,7 +54,7 @@ class Row:
     age_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: None for numbers that are not finite; without the losses before."""
+        """Return the row as a dict for JSON, without `losses`; numbers that are not finite become None."""
         found = asdict(self)
         del found["losses"]
         return {
@@ -62,11 +64,11 @@ class Row:
 
 
 def rows(run: Run, now_s: float) -> list[Row]:
-    """A row for each super learner that has reported, by super_rank.
+    """Return a row for each super learner that has reported, in order of super_rank.
 
     Args:
-        run: the record.
-        now_s: the time (time.time) of the table.
+        run: the record of the run.
+        now_s: the current time (time.time).
     """
     fresh = {
         i: track.reports[-1].steps_per_s
@@ -107,7 +109,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
 
 
 def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
-    """What the last event about it says; without one, what its reports say."""
+    """Return state and `since_s` of super learner i, from the last event about it, else from its reports."""
     last = track.reports[-1]
     told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
     if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:
@@ -126,7 +128,7 @@ def _silent_s(track: Track) -> float:
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """The values as bars, in at most so many characters; each is the mean of its share of them."""
+    """Draw the values as at most `width` bar characters, each for the mean of a group of values."""
     finite = [value for value in values if can_draw(value)]
     if not finite:
         return ""

@@ -1,10 +1,10 @@
-"""The timeline of a run: a Chrome trace of each learner, bounded in size, and all of them in one file.
+"""The timeline of a run: writes a Chrome trace per learner, bounded in size, and merges them into one file.
 
     trace.3.json      the newest records of learner 3, a JSON array with one event per line
-    trace.3.old.json  those before, once the file had grown to half of its bound
+    trace.3.old.json  the records before, once the file had grown to half of its bound
 
-The first event of a file tells which learner and which job it is of, and the unix time at which its clock
-shows 0. No torch; clocks are arguments.
+The first event of a file names its learner and its job, and the unix time at which its clock shows 0. This
+module needs no torch; clocks are arguments.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ log = logging.getLogger("hvd_adpsgd")
 
 TRACKS = {"trainer": 0, "engine": 1}
 FLUSH_EVENTS = 256
-_HEAD = "hvd_adpsgd"  # name of the first event
+_HEAD = "hvd_adpsgd"  # name of the first event of a learner's file
 _BEGIN, _END = "[\n", "\n]\n"
-_LONGEST = 1000  # characters of that event
-_FOREIGN_PID = (
-    1_000_000  # first process id of another program's trace; those of learners are their ranks
-)
-_UNIX_US = 1e15  # times above are unix times in microseconds: before 2001 there was no torch
-_FARTHEST_US = 1e18  # no time is farther from 0
+_LONGEST = 1000  # most characters of the first event
+# first process id that a merged file gives to processes of other programs' traces; learners have their ranks
+_FOREIGN_PID = 1_000_000
+_UNIX_US = 1e15  # larger times are unix times in microseconds, after 2001; smaller ones are not
+_FARTHEST_US = 1e18  # largest absolute time that is accepted, in microseconds
 _MERGED = '{"displayTimeUnit":"ms","traceEvents":[\n'  # how a merged file begins
-_NO_TRACE = (  # what reading a file of any content raises
+_NO_TRACE = (  # the exceptions that reading a file which is no trace may raise
     OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, EOFError, zlib.error
 )  # fmt: skip
 
 
 def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """The file of one learner: trace.json becomes trace.3.json.
+    """Return the path of one learner's file: trace.json becomes trace.3.json.
 
     Raises:
         ConfigError: for a path that names no file.
@@ -64,21 +63,21 @@ def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 class Timeline:
-    """Writer of a Chrome trace; opens in Perfetto.
+    """Writer of a Chrome trace, which Perfetto opens.
 
     Each append overwrites the closing "]" and writes it again, so the file is valid JSON at any time, also
     after the process fails. A file that has grown to half of the bound is renamed to NAME.old.json, in place
-    of the one before, and a new one begins: between half of the bound and all of it, the newest records stay.
+    of an earlier one, and a new file begins. So the newest records, at least half of the bound, always stay.
 
     Args:
-        path: the file; an earlier one is overwritten.
-        rank: the learner's rank among all, the trace's process id.
-        origin_s: the clock's reading that becomes time 0.
+        path: the file; an earlier file is overwritten.
+        rank: the learner's rank among all, which is the trace's process id.
+        origin_s: the clock's reading that becomes time 0 of the trace.
         unix_s: the unix time of that moment.
-        job: of this launch, a number that is equal on all its learners; None: not known.
+        job: number of this launch, equal on all its learners; None: not known.
         label: name of the process in the viewer; default "learner <rank>".
-        limit_nbytes: of both files together; None: no bound.
-        continues: an earlier file becomes NAME.old.json.
+        limit_nbytes: largest size of both files together; None: no bound.
+        continues: whether an earlier file is kept as NAME.old.json.
 
     Raises:
         ConfigError: if the file cannot be created.
@@ -124,7 +123,7 @@ class Timeline:
         return self.path.with_name(f"{self.path.stem}.old{self.path.suffix}")
 
     def name_process(self, rank: int, label: str) -> None:
-        """Name a process and its tracks in the viewer. The simulation has several in one file."""
+        """Name a process and its tracks in the viewer; a simulation writes several processes to one file."""
         names = [_named("process_name", rank, 0, {"name": label})]
         names += [_named("thread_name", rank, tid, {"name": t}) for t, tid in TRACKS.items()]
         names.append(_named("process_sort_index", rank, 0, {"sort_index": rank}))
@@ -142,15 +141,15 @@ class Timeline:
         rank: int | None = None,
         **args: Any,
     ) -> None:
-        """Add an event that began and ended, both readings of the clock.
+        """Add an event with a duration.
 
         Args:
-            name: what happened.
+            name: name of the event.
             track: "trainer" or "engine".
-            began_s: beginning.
-            ended_s: end, not before the beginning.
-            rank: the process; default: that of the file.
-            **args: shown with the event; numbers and text.
+            began_s: the clock's reading at the beginning of the event.
+            ended_s: the clock's reading at its end, not before the beginning.
+            rank: process of the event; default: the learner of the file.
+            **args: numbers and text that the viewer shows with the event.
         """
         pid = self.rank if rank is None else rank
         event = {"name": name, "ph": "X", "pid": pid, "tid": TRACKS[track]}
@@ -161,15 +160,15 @@ class Timeline:
         self._append(event)
 
     def flush(self) -> None:
-        """Write what is buffered, in one append.
+        """Write all buffered events in one append.
 
-        If the file system refuses (a full disk, say), the timeline ends there, with a warning.
+        If the file system refuses (a full disk, say), the timeline ends with a warning.
         """
         with self._lock:
             self._flush()
 
     def close(self) -> None:
-        """Write the rest and close the file; idempotent."""
+        """Write the buffered events and close the file; idempotent."""
         with self._lock:
             self._flush()
             if self._file is not None:
@@ -178,7 +177,7 @@ class Timeline:
 
     def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if self._file is None:  # closed, or given up
+            if self._file is None:  # closed, or ended by an error
                 return
             self._lines.append(_line(event))
             if len(self._lines) >= FLUSH_EVENTS:
@@ -201,7 +200,7 @@ class Timeline:
             self._file = None
 
     def _turn_over(self) -> None:
-        """The file becomes the old one, and a new one begins."""
+        """Rename the file to NAME.old.json, and begin a new file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -210,10 +209,10 @@ class Timeline:
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._size = 0  # without the closing bracket
+        self._size = 0  # bytes of the file without the closing bracket
 
     def _write(self, text: str) -> None:
-        """Append, in place of the closing bracket."""
+        """Append text in place of the closing bracket, and write the bracket again."""
         assert self._file is not None
         data = text.encode()
         at, end = self._size, data + _END.encode()
@@ -228,12 +227,12 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _named(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    """A metadata event."""
+    """Return a metadata event of the Chrome trace format."""
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: NumPy scalars as numbers, NaN, infinity and others as text."""
+    """Convert a value for JSON: NumPy scalars become numbers; NaN, infinity and other types become text."""
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, float) and not math.isfinite(number):
         return str(number)
@@ -245,13 +244,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merged file holds.
+    """Content of a merged timeline.
 
     Attributes:
-        learners: by rank.
-        profiles: files of torch's profiler.
+        learners: ranks of the learners whose traces were merged.
+        profiles: files of torch's profiler that were merged.
         events: number of events that have a duration or a moment.
-        left_out: traces of earlier launches, and files of folders that are no traces.
+        left_out: traces of earlier launches, and files in the given folders that are no traces: not merged.
     """
 
     learners: tuple[int, ...]
@@ -262,28 +261,28 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace, and the unix time of its time 0."""
+    """A trace to be merged, and the unix time of its time 0."""
 
     path: Path
     unix_ns: int
     job: float | None = None
-    rank: int | None = None  # None: of torch's profiler
+    rank: int | None = None  # the learner's rank; None: a trace of torch's profiler
 
 
 def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Merged:
-    """Write all traces into one, on one clock that begins with the earliest one.
+    """Merge traces into one file, on one clock whose time 0 is that of the earliest trace.
 
     Each trace names the unix time of its time 0, so learners of one host are aligned exactly, and learners of
     different hosts as exactly as the hosts' clocks (NTP).
 
     Args:
-        paths: files of HVD_ADPSGD_TIMELINE and of torch's profiler (export_chrome_trace), also those that
-            gzip has made smaller, or folders of them. Of several launches the newest is taken; what is no
-            trace in a folder is left out, and so is an event that does not fit the format.
-        output: a Chrome trace, for Perfetto. It appears when it is whole.
+        paths: files of HVD_ADPSGD_TIMELINE and of torch's profiler (export_chrome_trace), also compressed by
+            gzip, or folders of such files. Of several launches the newest is merged. Files in a folder that
+            are no traces, and events that do not fit the format, are left out.
+        output: file for the merged Chrome trace, for Perfetto; it appears when it is complete.
 
     Raises:
-        ConfigError: if there is no trace, a named file is none, the output is one of the traces, or it
+        ConfigError: if there is no trace, a named file is no trace, or the output is one of the traces or
             cannot be written.
     """
     sources, left_out = _sources(paths, Path(output))
@@ -317,9 +316,9 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[IO[str]]:
-    """A file for writing that takes its name at the end of the block; after an error there is none."""
-    path = path.resolve()  # through a symbolic link
-    if path.exists() and not path.is_file():  # a pipe, say
+    """Context manager: a file for writing, which appears at `path` at the end unless there was an error."""
+    path = path.resolve()  # so that the target of a symbolic link is replaced, not the link
+    if path.exists() and not path.is_file():  # a pipe, say, which a rename would replace
         with open(path, "w", encoding="utf-8") as file:
             yield file
         return
@@ -335,7 +334,7 @@ def _whole(path: Path) -> Iterator[IO[str]]:
 def _sources(
     paths: Sequence[str | os.PathLike[str]], output: Path
 ) -> tuple[list[_Source], list[Path]]:
-    """The traces in order, and the files of folders that are left out."""
+    """Return the traces to merge, in order, and the files that are left out."""
     found: list[_Source] = []
     left_out: list[Path] = []
     for path in map(Path, paths):
@@ -372,7 +371,7 @@ def _refuse_output(path: Path, output: Path) -> None:
 def _source(path: Path) -> _Source:
     try:
         if not path.is_file():
-            os.stat(path)  # tells why, if it is not there
+            os.stat(path)  # raises OSError with the reason if the file does not exist
             raise ValueError("a folder or a pipe")
         with _opened(path) as file:
             first, second = file.read(len(_BEGIN)), file.readline(_LONGEST)
@@ -395,17 +394,17 @@ def _source(path: Path) -> _Source:
 
 
 def _opened(path: Path, errors: str = "strict") -> IO[str]:
-    """The file for reading; torch's profiler writes one with the name *.gz by gzip."""
+    """Open a trace for reading; torch's profiler compresses a file named *.gz with gzip."""
     if path.suffix == ".gz":
         return cast(IO[str], gzip.open(path, "rt", encoding="utf-8", errors=errors))
     return open(path, encoding="utf-8", errors=errors)
 
 
 def _ns(number: Any) -> int:
-    """A unix time in nanoseconds.
+    """Convert a number to a unix time in whole nanoseconds.
 
     Raises:
-        ValueError, TypeError, OverflowError: if it is none.
+        ValueError, TypeError, OverflowError: if the value is no such number.
     """
     rounded = round(number)
     if abs(rounded) >= 1 << 63:
@@ -414,7 +413,7 @@ def _ns(number: Any) -> int:
 
 
 def _profile(path: Path) -> dict[str, Any]:
-    """The content of a profiler's trace, with a list of dicts as traceEvents."""
+    """Read a trace of torch's profiler; its traceEvents are reduced to those that are dicts."""
     with _opened(path) as file:
         if (text := file.read()).startswith(_MERGED):
             raise ValueError("merged before")
@@ -424,10 +423,10 @@ def _profile(path: Path) -> dict[str, Any]:
 
 
 def _unix_of_profile(path: Path) -> int:
-    """Unix time of time 0 of a profiler's trace, in nanoseconds.
+    """Return the unix time of time 0 of a profiler's trace, in nanoseconds.
 
     Raises:
-        ValueError: if the file is none, or its times are on a clock that it does not name.
+        ValueError: if the file is no such trace, or its times are on a clock that it does not name.
     """
     whole = _profile(path)
     if "baseTimeNanoseconds" in whole:
@@ -439,12 +438,12 @@ def _unix_of_profile(path: Path) -> int:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether it is a number of microseconds."""
+    """Whether a value is a number of microseconds within the accepted range."""
     return isinstance(value, (int, float)) and abs(value) <= _FARTHEST_US
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a learner's file, one per line; a line that is cut off is passed over."""
+    """Yield the events of a learner's file, one per line; truncated lines are skipped."""
     with contextlib.suppress(EOFError, zlib.error), _opened(path, "replace") as file:
         for line in file:
             text = line.strip().rstrip(",")
@@ -458,7 +457,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[str, Any], str]]:
-    """The events of a trace on the common clock, with their JSON; an event that has none is left out."""
+    """Yield a trace's events on the common clock, with their JSON; events unfit for JSON are skipped."""
     events = _lines(source.path) if source.rank is not None else _foreign(source.path, number)
     for event in events:
         if source.rank is not None and event.get("name") == _HEAD:
@@ -472,13 +471,15 @@ def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[
 
 
 def _foreign(path: Path, number: int) -> Iterator[dict[str, Any]]:
-    """The events of a profiler's trace, as processes of their own."""
+    """Yield the events of a profiler's trace, with process ids that no other merged trace has."""
     pids: dict[str, int] = {}
     for event in _profile(path)["traceEvents"]:
         if "pid" in event:
             pid = pids.setdefault(repr(event["pid"]), _FOREIGN_PID * (number + 1) + len(pids))
             event = {**event, "pid": pid}
-        if isinstance(event.get("id"), int):  # of an arrow; other traces count from 0, too
+        if isinstance(
+            event.get("id"), int
+        ):  # a flow event's (arrow's); other traces count from 0 too
             event["id"] += number << 40
         if event.get("name") == "process_name" and event.get("ph") == "M":
             args = event.get("args")

@@ -1,4 +1,4 @@
-"""hvd.log_to: what is known of a run, as scalars in TensorBoard, Weights & Biases or MLflow."""
+"""hvd.log_to: sends the numbers of reports as scalars to TensorBoard, Weights & Biases or MLflow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["EACH", "Outlet", "Scalar", "scalars"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-EACH = 64  # super learners that have scalars of their own; of more, only the means are sent
-_CLOSE_S = 5.0  # longest wait for a call of the writer that is under way
+EACH = 64  # up to this many super learners each has its own scalars; with more, only means are sent
+_CLOSE_S = 5.0  # longest wait of close() for a running call of the writer
 _NAMES = (
     "step",
     "steps_per_s",
@@ -33,7 +33,7 @@ _NAMES = (
 
 
 class Scalar(NamedTuple):
-    """A point of a curve."""
+    """A point of a curve: the curve's tag, a value and the step."""
 
     tag: str
     value: float
@@ -47,13 +47,13 @@ Send = Callable[[list[Scalar], int], object]
 
 
 def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
-    """The points of some reports: hvd_adpsgd/NAME/SUPER_LEARNER, and hvd_adpsgd/NAME, the mean of all.
+    """Return scalars of reports: hvd_adpsgd/NAME/SUPER_LEARNER, and hvd_adpsgd/NAME, the mean of all.
 
-    Numbers that are not known yet (NaN) are left out; what the script logs is sent even then.
+    Numbers that are not known yet (NaN) are left out; scalars that the script logs are sent even if NaN.
 
     Args:
         known: reports by super_rank.
-        own: of this super learner, whose step is that of the means.
+        own: report of this super learner, whose step is used for the means.
     """
     found: list[Scalar] = []
     values: dict[str, list[float]] = {}
@@ -69,7 +69,7 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
 
 
 def _numbers(report: Report) -> Iterator[tuple[str, float]]:
-    """By name: what the script logs, and what is measured. A measured number keeps its name."""
+    """Yield (name, value): the script's scalars whose names no measured number has, then these numbers."""
     for name, value in report.scalars.items():
         if name not in _NAMES:
             yield name, value
@@ -83,15 +83,15 @@ def _numbers(report: Report) -> Iterator[tuple[str, float]]:
 
 
 class Outlet:
-    """Sends scalars to a writer, now and then. An exception of the writer ends it, with one warning.
+    """Sends scalars to a writer at intervals; an exception of the writer ends the sending, with one warning.
 
     Args:
         writer: has add_scalar(tag, value, step), as torch's SummaryWriter, or log(numbers, step=...), as a
             run of Weights & Biases, or log_metrics(numbers, step=...), as MLflow and Lightning's loggers.
-        every_s: between two sendings, at least.
+        every_s: least seconds between two sendings.
 
     Raises:
-        ConfigError: if it is no such writer, or every_s is negative or no number.
+        ConfigError: if the writer has none of these methods, or every_s is negative or no number.
     """
 
     def __init__(self, writer: Any, every_s: float):
@@ -107,7 +107,7 @@ class Outlet:
         self._lock = threading.Lock()  # held while the writer is called
 
     def close(self) -> None:
-        """Send nothing more. Waits for a call that is under way, at most 5 s."""
+        """Stop sending; a running call of the writer is waited for, for at most 5 s."""
         self._send = None
         if self._lock.acquire(timeout=_CLOSE_S):
             self._lock.release()
@@ -121,14 +121,14 @@ class Outlet:
         *,
         last: bool = False,
     ) -> None:
-        """Send what the reports of surviving super learners say, if it is time.
+        """Send the reports of surviving super learners, if they are new and `every_s` seconds are over.
 
         Args:
-            now_s: a clock that is never set.
-            reports: by super_rank.
-            own: this super learner.
-            alive: the surviving super learners.
-            last: it is time.
+            now_s: time of a clock that is never set (time.monotonic).
+            reports: reports by super_rank.
+            own: super_rank of this super learner.
+            alive: super_ranks of the surviving super learners.
+            last: send even if `every_s` seconds are not over, because nothing will be sent later.
         """
         if reports is self._sent or (now_s < self._due_s and not last):
             return
@@ -150,7 +150,7 @@ class Outlet:
 
 
 def _sender(writer: Any) -> Send:
-    """How scalars reach this writer."""
+    """Return the function that sends scalars to this writer; raise ConfigError if it has no known method."""
     if not isinstance(writer, type):
         if _takes(getattr(writer, "add_scalar", None), "tag", 0.0, 0):
             return lambda found, step: [writer.add_scalar(*one) for one in found]
@@ -168,20 +168,20 @@ def _sender(writer: Any) -> Send:
 
 
 def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
-    """Whether it can be called so. logging.Logger has a method log, too, with other arguments."""
+    """Whether `function` accepts these arguments: a logging.Logger, say, has a method log with other ones."""
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
-    except ValueError:  # compiled, without a signature
+    except ValueError:  # a compiled function without a signature
         return True
     return True
 
 
 def _log(run: Any, found: list[Scalar], step: int) -> None:
-    """One row of a run. Weights & Biases drops a row whose step is below one that it has seen."""
+    """Log one row of a Weights & Biases run, which drops rows whose step is below the last one's."""
     seen = getattr(run, "step", 0)
     run.log(_numbers_of(found), step=max(step, seen if type(seen) is int else 0))
 
@@ -191,7 +191,7 @@ def _numbers_of(found: list[Scalar]) -> dict[str, float]:
 
 
 def _run_of(writer: Any) -> dict[str, str]:
-    """The argument that names MLflow's active run, which belongs to the thread that has started it."""
+    """Return the argument run_id of MLflow's active run, which only the thread that started it knows."""
     active = getattr(writer, "active_run", None)
     run: Any = active() if callable(active) else None
     if run is None or not _takes(writer.log_metrics, {}, step=0, run_id=""):
