@@ -1,4 +1,4 @@
-"""Stragglers and thin networks: speed, compared with theory and with a plain loop.
+"""Measures training speed with a slow learner and on slow networks, against theory and a plain loop.
 
     python -m examples.studies.cluster                      both parts, half an hour on two idle cores
     python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
@@ -27,10 +27,10 @@ PARTS = ("stragglers", "network")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -52,7 +52,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
-    """Every scheme in turn, as often as asked for."""
+    """Measure every scheme beside a slow learner, in turn, `--repetitions` times; return results and text."""
     repetitions = options.repetitions or stragglers.REPETITIONS
     told = [
         stragglers.job(scheme, repetition)
@@ -70,10 +70,10 @@ def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_network(options: argparse.Namespace) -> dict[str, Any]:
-    """Every link with every model; then the curves."""
+    """Measure every link with every model, then the loss curves; return results and text."""
     missing = hosts.missing()
     if missing and not options.recall:
-        raise Problem(f"--parts network: {missing}; --parts stragglers goes without")
+        raise Problem(f"--parts network: {missing}; --parts stragglers does not need it")
     cells = network.cells(options.links, options.models)
     repetitions = options.repetitions or network.REPETITIONS
     curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
@@ -102,7 +102,7 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, answer."""
+    """Measure both parts, and write result.json, table.md and the figures."""
     options = arguments()
     launch.check(["torch", "horovod", "hvd_adpsgd", "matplotlib"], launcher=True)
     options.out.mkdir(parents=True, exist_ok=True)
