@@ -211,7 +211,7 @@ def optimizer_for(
 
 
 def exponential(start: float, part: float) -> float:
-    """Return the exponential schedule's rate at `part` (0 to 1) of a run: `start`, falling to a tenth of it."""
+    """Return the exponential schedule's rate at `part` (0 to 1) of a run: from `start` to a tenth of it."""
     return start * 0.1**part
 
 

@@ -480,9 +480,13 @@ def judge_host(visit: Visit, here: Here) -> Finding:
 
 def _judge_silence(what: str, visit: Visit, here: Here) -> Finding:
     if visit.status == 127:
-        cure = f"Install the same Python environment on {visit.host}, under the same path {here.python}."
+        cure = (
+            f"Install the same Python environment on that host, under the same path {here.python}."
+        )
         return Finding(FAIL, what, f"no {here.python} there: {visit.error}", cure)
-    cure = f"Install hvd_adpsgd {here.version} on {visit.host} for {here.python}, or on both hosts in a "
+    cure = (
+        f"Install hvd_adpsgd {here.version} on that host for {here.python}, or on both hosts in a "
+    )
     cure += "folder that they share."
     return Finding(FAIL, what, f"hvd_adpsgd cannot be imported there: {visit.error}", cure)
 
@@ -504,9 +508,7 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
         found = (
             "mpirun starts its daemon prted there by its path on this host, where it does not exist"
         )
-        return Finding(
-            WARN, what, found, f"Install the same MPI on {visit.host}, under the same path."
-        )
+        return Finding(WARN, what, found, "Install the same MPI on that host, under the same path.")
     found = f"ssh works, hvd_adpsgd {here.version}, {said['cores']:g} cores for {visit.slots} "
     found += f"learners, {_size(said['free_bytes'])} free in /dev/shm"
     if said["cores"] < visit.slots:
