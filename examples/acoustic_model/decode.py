@@ -28,9 +28,8 @@ PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FIRST_PENALTY, LAST_PENALTY = 0.0, 640.0
 _USUAL_SCALE = 0.6  # of equally good prior scales the one nearest to this is taken
 _BATCH = 32
-_PRIOR_FLOOR = (
-    1.0  # least count of frames of a state, so that a state without frames has a finite score
-)
+# Least count of frames of a state, so that a state without frames has a finite score.
+_PRIOR_FLOOR = 1.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def decode(model_path: Path, data: Path) -> dict:
     """Tune on the dev split, and decode the test split.
 
     Returns:
-        wer, wer_interval, tuning, and per utterance: errors, words, said, heard.
+        a dictionary with wer, wer_interval, tuning, and by utterance: errors, words, said, heard.
     """
     began = time.perf_counter()
     model, recogniser = load_model(model_path), Recogniser(data)

@@ -40,10 +40,8 @@ from examples.acoustic_model.speech.rbm import RBM, spread
 from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 
 WATCHED = 64  # about so many segments of each split are evaluated after an epoch
-TOO_WIDE, SHRINK_RATE = (
-    2.0,
-    0.9,
-)  # ratio of deviations at which the guard acts; its factor on the rate
+# Ratio of standard deviations from which the guard acts; the factor by which it lowers the rate.
+TOO_WIDE, SHRINK_RATE = 2.0, 0.9
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -242,9 +240,8 @@ def _record(path: Path, entry: dict, epochs: int) -> None:
 def main() -> None:
     """Import and initialise the chosen Horovod, pre-train, save the stack."""
     options = arguments()
-    corpus.read_json(
-        options.data / "states.json"
-    )  # before hvd.init(), so that a missing corpus fails early
+    # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
+    corpus.read_json(options.data / "states.json")
     hvd = horovod_for(options.strategy)
     torch.set_num_threads(1)
     hvd.init()

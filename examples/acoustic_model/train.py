@@ -464,9 +464,8 @@ def _timed_epoch(trainer: Trainer, epoch: int) -> float:
 def main() -> None:
     """Import and initialise the chosen Horovod, and train."""
     options = arguments()
-    corpus.read_json(
-        options.data / "states.json"
-    )  # before hvd.init(), so that a missing corpus fails early
+    # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
+    corpus.read_json(options.data / "states.json")
     hvd = horovod_for(options.strategy)
     torch.set_num_threads(1)
     hvd.init()

@@ -4,10 +4,10 @@
     python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
     python -m examples.studies.cluster --parts network      two hosts and a shaped link; needs root
 
-Stragglers: every averaging strategy and SSGD with one of 4 super learners 2 to 100 times slower. Network:
-two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s and 100 Mb/s between them,
-models of 1, 10 and 43.15 M parameters; H-ADPSGD, SSGD and averaging off, and the held-out loss that each
-reaches at 1 Gb/s with the largest model. Finished runs are kept.
+The part `stragglers` measures every averaging strategy and SSGD with one of 4 super learners 2 to 100 times
+slower. The part `network` uses two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s
+and 100 Mb/s between them, and models of 1, 10 and 43.15 M parameters. It measures H-ADPSGD, SSGD and
+averaging off, and the held-out loss of each at 1 Gb/s with the largest model. Finished runs are kept.
 Written to --out: result.json, table.md, stragglers.png, network.png and all runs.
 """
 
@@ -37,9 +37,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
         help="strategies beside a slow learner (default: seven)")  # fmt: skip
-    add("--repetitions", type=int, help="runs of each (default: 3 stragglers, 2 network)")
-    add("--links", nargs="+", default=list(network.LINKS), help="rates (default: all three)")
-    add("--models", nargs="+", default=list(network.MODELS), help="sizes (default: all three)")
+    add("--repetitions", type=int, help="runs of each scheme (default: 3 stragglers, 2 network)")
+    add("--links", nargs="+", default=list(network.LINKS), help="link rates (default: all three)")
+    add(
+        "--models", nargs="+", default=list(network.MODELS), help="model sizes (default: all three)"
+    )
     add("--no-curves", action="store_true", help="measure speeds only, no held-out loss")
     add("--recall", action="store_true", help="measure nothing, print tables of finished runs")
     add("--out", type=Path, default=Path("out/cluster"))

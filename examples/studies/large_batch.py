@@ -59,8 +59,8 @@ TITLES = {"none": "without warm-up", "papers": "with the papers' warm-up"}
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "skip"}
 DIVERGED = "diverged"
 
-Losses = dict[int, list[float]]  # by batch, one per seed; inf: diverged, nan: the run failed
-Found = dict[str, dict[str, Losses]]  # by scheme and warm-up; the baseline scheme is among them
+Losses = dict[int, list[float]]  # losses by batch, one per seed; inf: diverged, nan: the run failed
+Found = dict[str, dict[str, Losses]]  # losses by scheme (with the baseline) and warm-up
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

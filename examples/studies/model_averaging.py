@@ -36,7 +36,7 @@ SETTINGS = {
     "task": "easy",
     "layers": 5,  # hidden layers; the input is 11 frames of 40 features
     "hidden": 128,
-    "batch": 128,  # frames
+    "batch": 128,  # frames per minibatch
     "minibatches": 1720,  # total of all learners, one epoch; 1720 = 4 x 430
 }
 QUICK = {"task": "easy", "layers": 2, "hidden": 16, "batch": 64, "minibatches": 40}

@@ -75,7 +75,7 @@ def learner(folder: Path) -> None:
             optimizer.zero_grad()
             model(torch.randn(16, 500)).square().mean().backward()
             optimizer.step()
-            time.sleep(0.02)  # a GPU would compute now
+            time.sleep(0.02)  # stands for a GPU's work
             if spec():
                 return
         over = hvd.allreduce(torch.tensor([float((folder / "over").exists())]), op=hvd.Max)
@@ -182,7 +182,7 @@ def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
         return
     if fault == "stop":
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)  # the stop itself
+        time.sleep(seconds)  # the learner is stopped meanwhile
         os.kill(pid, signal.SIGCONT)
         return
     os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSEGV)

@@ -95,9 +95,11 @@ SILENCE = {
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
 }
 
-FAILED_STATUS = 75  # as in lifecycle/shutdown.py
-SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in launch/rendezvous.py
-FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0  # as in config.py
+FAILED_STATUS = 75  # exit status of a job with a failed super learner, as in lifecycle/shutdown.py
+# Scope and key at the rendezvous server, as in launch/rendezvous.py.
+SCOPE, BEGUN = "hvd_adpsgd", "begun"
+# Variable and default of the option failure_timeout_s, as in config.py.
+FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0
 
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
@@ -721,9 +723,8 @@ def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
                 file.write(line)
                 progress.see(line)
         except BaseException:
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # the group of pip, cmake, make and the compilers
+            # Kill the process group: pip, cmake, make and the compilers.
+            os.killpg(process.pid, signal.SIGKILL)
             raise
         finally:
             progress.end()

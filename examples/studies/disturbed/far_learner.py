@@ -171,9 +171,8 @@ def resting() -> Iterator[None]:
     """A context in which no exchange runs; all learners enter it together, after running exchanges ended."""
     engines = [averaging.engine for averaging in live()]
     comm = worlds.current().collectives.comm
-    for _ in range(
-        2
-    ):  # twice: a paused engine still answers exchanges that a peer began before its pause
+    # Twice, because a paused engine still answers exchanges that a peer began before its own pause.
+    for _ in range(2):
         for engine in engines:
             engine.pause(REST_S)
         wait(comm.Ibarrier())
@@ -241,7 +240,8 @@ def curve(options: argparse.Namespace) -> dict[str, Any]:
     return {"batch": int(batch), "wait_s": float(wait_s), "curve": told}
 
 
-Copy = tuple[str, int, float, list[torch.Tensor]]  # its name, steps, seconds, parameters
+# A copied model: name, steps, seconds, parameters.
+Copy = tuple[str, int, float, list[torch.Tensor]]
 
 
 def train_and_copy(trainer: Trainer, kind: tuple[int, float], seconds: float) -> list[Copy]:

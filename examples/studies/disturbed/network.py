@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "classes": 10,
     "hidden_layers": 3,
     "batch": {"cpu": 32, "accelerator": 8},
-    "wait_s": 0.25,  # for the largest model
+    "wait_s": 0.25,  # seconds that each step of the largest model sleeps
     "rate": 0.02,
     "momentum": 0.9,
     "seed": 0,

@@ -106,9 +106,10 @@ class Learner:
         began = time.monotonic()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(self.x), self.y)
-        time.sleep(self.options.wait_s)  # the work of a GPU
+        time.sleep(self.options.wait_s)  # stands for a GPU's work
         if slow > 1:
-            time.sleep((slow - 1) * (time.monotonic() - began))  # the work of a slower GPU
+            # Stands for the work of a slower GPU.
+            time.sleep((slow - 1) * (time.monotonic() - began))
         loss.backward()
         self.optimizer.step()
 

@@ -37,8 +37,9 @@ SCHEMES = (
 GOAL = 0.97  # share of their undisturbed speed that healthy learners should keep with gossip
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 
-Block = list[dict[str, Any]]  # what each learner counted; the last one is the slow one
-Found = dict[str, dict[float, list[dict[str, float]]]]  # by scheme and slowdown, per repetition
+Block = list[dict[str, Any]]  # counts of each learner, by rank; the last learner is slow
+# Speeds by scheme and slowdown, per repetition.
+Found = dict[str, dict[float, list[dict[str, float]]]]
 
 
 def order(slowdowns: Sequence[float], repetition: int) -> list[float]:

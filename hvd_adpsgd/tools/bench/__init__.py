@@ -372,9 +372,8 @@ def _draw_overlap(asked: dict[str, Any]) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         traces, compute_ms = {}, 0.0
-        for scheme in reversed(
-            picture.SCHEMES
-        ):  # "periodic" first: it measures the time of a mean alone
+        # "periodic" comes first, because it measures the time of a mean alone.
+        for scheme in reversed(picture.SCHEMES):
             traces[scheme] = os.path.join(folder, f"{scheme}.json")
             own = os.path.join(folder, str(len(traces)))
             os.mkdir(own)
@@ -422,7 +421,7 @@ def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, s
             yield label, value, meaning
 
 
-# ---- in a learner
+# ---- functions of a benchmark's learners
 
 
 def settings() -> argparse.Namespace:

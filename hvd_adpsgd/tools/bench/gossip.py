@@ -37,10 +37,8 @@ Event = tuple[float, int, int]  # an exchange: its time, and the ranks of two ne
 
 UPDATES = ("white", "momentum", "drift")
 MOMENTUM = 0.9
-SHORT, LONG = (
-    2.0,
-    40.0,
-)  # lengths of a window and of a long run, in units of 1 / accelerated decay rate
+# Lengths of a window and of a long run, in units of 1 / accelerated decay rate.
+SHORT, LONG = 2.0, 40.0
 LONG_RUNS = 8
 BURN_IN = 12  # length of the burn-in, in units of chi1, the decay time of the expected model's slowest mode
 
@@ -94,7 +92,7 @@ class Gossip:
         self.comm, self.events = comm, [event for events in sequences for event in events]
         self.next = 0
         self.model = np.zeros(plain + accelerated)
-        self.distance = np.zeros(accelerated)  # xt - x of the accelerated columns
+        self.distance = np.zeros(accelerated)  # second model minus model (xt - x)
         self._fast = self.model[plain:]
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
         self._coupled = 0.0  # time up to which both models are coupled

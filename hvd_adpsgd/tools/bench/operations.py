@@ -25,13 +25,10 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.sockets import Hub
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 
-WARM_UP = (
-    2  # rounds that are not counted: they open connections and touch memory for the first time
-)
-SMALL_NBYTES, SMALL_TIMES = (
-    1024,
-    20,
-)  # bytes of the small array, which a Call carries; operations per round
+# Rounds that are not counted: they open connections and touch memory for the first time.
+WARM_UP = 2
+# Bytes of the small array, which travels with the Call; operations on it per round.
+SMALL_NBYTES, SMALL_TIMES = 1024, 20
 
 
 class Ours:

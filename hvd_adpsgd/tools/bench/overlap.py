@@ -113,7 +113,7 @@ class Trial:
 
     def _compute(self, seconds: float) -> None:
         if self._product_s is None:
-            time.sleep(seconds)  # the work of a GPU
+            time.sleep(seconds)  # stands for a GPU's work
             return
         for _ in range(round(seconds / self._product_s)):
             self._square @ self._square

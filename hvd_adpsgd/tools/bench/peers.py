@@ -1,8 +1,8 @@
 """Benchmark of hvd_adpsgd beside other libraries, with the same model, data and batch (peers_learner.py).
 
-Run by `python -m hvd_adpsgd bench peers`. Each round runs every library that is installed three times: for
---steps steps (the loss after as many samples), for --seconds seconds (samples per second, the loss after as
-much time), and for --seconds seconds with a learner that sleeps --slow seconds in every step. With --hosts
+Run by `python -m hvd_adpsgd bench peers`. Each round runs every installed library three times: for --steps
+steps (which gives the loss at equal samples), for --seconds seconds (samples per second, loss at equal
+time), and for --seconds seconds with a learner that sleeps --slow seconds in every step. With --hosts
 the learners run on several hosts, so that the libraries' messages cross the network between these.
 """
 
@@ -50,10 +50,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--schemes {' '.join(unknown)}: unknown. Pass some of {', '.join(SCHEMES)}."
         )
     _require_arguments(args)
-    for ends in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # raise: bounded() then ends the learners' process group
+    # Raise SystemExit on these signals, so that bounded() ends the learners' process group.
+    for ends in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ends, _end)
     result: dict[str, Any] = {"learners": args.learners, "rounds": args.rounds}
     result |= {"hosts": args.hosts} if args.hosts else {}

@@ -31,13 +31,10 @@ SIZES = (512, 2048, 2048, 2048, 10)
 HELD_OUT = 2048
 RATE, MOMENTUM = 0.05, 0.9
 PERIOD = 4  # steps between means, for libraries that average models
-LOOK = (
-    5  # steps between checks of the time limit, for libraries whose learners must stop at one step
-)
-HIVEMIND_S, HIVEMIND_PERIOD = (
-    1.0,
-    50,
-)  # seconds of matchmaking, for which a shorter period would wait
+# Steps between checks of the time limit, for libraries whose learners must stop at one step.
+LOOK = 5
+# Seconds of hivemind's matchmaking; steps between means, a period too long to wait for matchmaking.
+HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50
 
 
 class Scheme:
@@ -285,7 +282,7 @@ def main() -> None:
         stepped.zero_grad()
         torch.nn.functional.cross_entropy(called(x), y).backward()
         stepped.step()
-        time.sleep(slow_s)  # the work of a slow learner
+        time.sleep(slow_s)  # stands for the work of a slow learner
 
     with scheme.training():
         for _ in range(args.warm_up):

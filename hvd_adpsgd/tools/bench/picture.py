@@ -21,9 +21,8 @@ COLOURS = {
 }
 STEPS = 5
 
-Bar = tuple[
-    int, bool, str, float, float
-]  # learner, whether of its engine, kind, start and length in ms
+# A bar: learner, whether it belongs to the engine, kind, start and length in ms.
+Bar = tuple[int, bool, str, float, float]
 
 
 def shown(events: list[dict[str, Any]], steps: int = STEPS) -> list[Bar]:

@@ -55,15 +55,13 @@ class Team:
 
     def block(self, steps: int, pause_s: float) -> dict[str, float]:
         """Run `steps` steps; return CPU per exchange (of one side) and exchanges per step, over engines."""
-        wait(
-            self._comm.Ibarrier()
-        )  # sleeps, because MPI_Barrier would spin and keep the cores busy
+        # wait() sleeps between polls; MPI_Barrier would spin and keep the cores busy.
+        wait(self._comm.Ibarrier())
         before = self._counts()
         for _ in range(steps if self._driven else 0):
             assert self._driven is not None
-            self._driven.round(
-                self._step, lambda: time.sleep(self.size * pause_s)
-            )  # instead of a gradient
+            # The pause stands for a gradient.
+            self._driven.round(self._step, lambda: time.sleep(self.size * pause_s))
             self._step += 1
         wait(self._comm.Ibarrier())
         told = self._comm.allgather([b - a for a, b in zip(before, self._counts(), strict=True)])

@@ -95,7 +95,7 @@ class Trial:
             self.step(optimizer)
             done += 1
             if straggles:
-                time.sleep(sleep_s)  # the work of a slow learner
+                time.sleep(sleep_s)  # stands for the work of a slow learner
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         if stop is None and sleep_s:
             wait(self.comm.Ibarrier())
@@ -124,7 +124,7 @@ class Trial:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         if self._device_s:
-            time.sleep(self._device_s)  # the work of a device
+            time.sleep(self._device_s)  # stands for a device's work
         torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
         optimizer.step()
 

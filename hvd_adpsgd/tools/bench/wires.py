@@ -21,9 +21,8 @@ from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = (
-    2  # rounds that are not counted: they open connections and touch memory for the first time
-)
+# Rounds that are not counted: they open connections and touch memory for the first time.
+WARM_UP = 2
 WIRES = ("mpi", "tcp")
 
 

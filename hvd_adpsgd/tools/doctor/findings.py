@@ -10,9 +10,8 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
-OUTBOX_CHUNKS = (
-    2 * 8 * 8
-)  # chunks in the shared memory that a leader shows to other leaders of its host
+# Chunks in the outbox, the shared memory that a leader shows to other leaders of its host.
+OUTBOX_CHUNKS = 2 * 8 * 8
 LEAST_SHARED_BYTES = 64 * MIB
 SLOW_MBITS = 1000
 HOROVOD_TESTED = "0.28.1"
@@ -259,7 +258,7 @@ def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
 def _cure(answer: Mapping[str, Any]) -> str:
     """Return the cure for a Horovod that does not load."""
     if str(answer["error"]).startswith("ModuleNotFoundError"):
-        return "Install the missing package."
+        return "Install the missing package, as said above."
     return f"Run {_BUILD}."
 
 
@@ -377,10 +376,8 @@ def judge_cores(cores: float, learners: int | None, host: str = "this host") -> 
         return Finding(OK, "cores", found)
     found += f" for {learners} learners on {host}"
     if learners > cores:
-        cure = (
-            "Start fewer learners on it, or give it more cores: each learner needs at least one, "
-        )
-        cure += "which a leader's engine shares."
+        cure = "Start fewer learners on it, or give it more cores: each learner needs at least "
+        cure += "one, which a leader's engine shares."
         return Finding(WARN, "cores", found, cure)
     return Finding(OK, "cores", found)
 
@@ -480,14 +477,10 @@ def judge_host(visit: Visit, here: Here) -> Finding:
 
 def _judge_silence(what: str, visit: Visit, here: Here) -> Finding:
     if visit.status == 127:
-        cure = (
-            f"Install the same Python environment on that host, under the same path {here.python}."
-        )
+        cure = f"Install the same environment on that host, under the same path {here.python}."
         return Finding(FAIL, what, f"no {here.python} there: {visit.error}", cure)
-    cure = (
-        f"Install hvd_adpsgd {here.version} on that host for {here.python}, or on both hosts in a "
-    )
-    cure += "folder that they share."
+    cure = f"Install hvd_adpsgd {here.version} on that host for {here.python}, or on both hosts "
+    cure += "in a folder that they share."
     return Finding(FAIL, what, f"hvd_adpsgd cannot be imported there: {visit.error}", cure)
 
 
@@ -505,9 +498,7 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
         level = FAIL if any(there is None for _, there, _ in differing) else WARN
         return Finding(level, what, found, "Install the same versions on all hosts.")
     if not said["daemon"]:
-        found = (
-            "mpirun starts its daemon prted there by its path on this host, where it does not exist"
-        )
+        found = "mpirun starts prted there by its path on this host, which does not exist there"
         return Finding(WARN, what, found, "Install the same MPI on that host, under the same path.")
     found = f"ssh works, hvd_adpsgd {here.version}, {said['cores']:g} cores for {visit.slots} "
     found += f"learners, {_size(said['free_bytes'])} free in /dev/shm"

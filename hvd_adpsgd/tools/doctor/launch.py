@@ -1,4 +1,4 @@
-"""The survival probe: learners start under horovodrun, one kills itself, its peers continue."""
+"""The doctor's test job: learners start under horovodrun, one kills itself, the others must continue."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _plan(args: argparse.Namespace) -> int:
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
     )
-    print(_told_cluster(cluster), flush=True)  # before a simulation that may take minutes
+    print(_told_cluster(cluster), flush=True)  # flushed, because plan() may take minutes
     outcome = plan(cluster, progress.of_plan())
     print(_told_plan(cluster, outcome))
     if args.json:

@@ -37,14 +37,8 @@ _COLUMNS = (
     "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "MB/s", "loss", ""
 )  # fmt: skip
 _LEFT = ("host", "state", "")  # columns of text, which are left-aligned
-_DROPPED = (
-    "",
-    "MB/s",
-    "exch/s",
-    "stale",
-    "distance",
-    "host",
-)  # in this order, if the terminal is narrow
+# Columns to drop, in this order, if the terminal is narrow.
+_DROPPED = ("", "MB/s", "exch/s", "stale", "distance", "host")
 _HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
 _WIDTH = 140  # characters, enough for all columns; used when the output is no terminal
 _EVERY_S = (0.1, 86400.0)  # bounds of --every
@@ -100,9 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes stdout at exit
+        # Python flushes stdout at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
 
@@ -244,9 +237,8 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     needed["host"] = min(hosts, _HOST_WIDTH)
 
     def spare() -> int:
-        return (
-            width - sum(needed.values()) - 3 * len(needed) - 1
-        )  # the table's frame takes 3 a column + 1
+        # The table's frame takes 3 characters per column, and 1 more.
+        return width - sum(needed.values()) - 3 * len(needed) - 1
 
     for name in _DROPPED:
         if spare() >= 0:

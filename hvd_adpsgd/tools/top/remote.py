@@ -28,9 +28,8 @@ def fetched(url: str) -> list[bytes]:
         parts = urlsplit(url)
     except ValueError as error:
         raise _none(url, str(error)) from error
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # no proxy: the token is for the live page alone
+    # No proxy: the token is for the live page alone.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         address = urlunsplit((parts.scheme, parts.netloc, "/record", parts.query, ""))
         with opener.open(address, timeout=_TIMEOUT_S) as answer:
