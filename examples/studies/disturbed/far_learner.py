@@ -102,7 +102,7 @@ class Task:
 
 
 class Trainer:
-    """A model with its optimizer, which averages models if `averaged`, and is plain SGD otherwise."""
+    """A model with its optimizer: a DistributedOptimizer if `averaged`, else plain SGD."""
 
     def __init__(self, options: argparse.Namespace, task: Task, averaged: bool):
         self.model, self.task, self.steps = mlp(options.sizes, options.seed), task, 0
