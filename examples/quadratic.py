@@ -1,11 +1,11 @@
-"""H-ADPSGD in one screen: noisy gradients, one slow learner, nobody waits.
+"""H-ADPSGD on a quadratic with noisy gradients: no learner waits for a slow one.
 
     HVD_ADPSGD_SUPER_LEARNER_SIZE=1 horovodrun -np 4 python examples/quadratic.py
     HVD_ADPSGD_SUPER_LEARNER_SIZE=2 horovodrun -np 4 python examples/quadratic.py
 
-All learners minimise ||x - p||^2 / 2 from gradients with noise of standard deviation s. A learner
-alone stays at a distance of s sqrt(lr / (2 - lr)) per coordinate. Averaging models keeps the learners
-together and reduces the noise. Learner 0 sleeps in every step; the others do not wait for it.
+All learners minimise ||x - p||^2 / 2 from gradients with noise of standard deviation s. A learner without
+averaging stays at a distance of s sqrt(lr / (2 - lr)) per coordinate from p. Averaging models keeps the
+learners together and reduces the noise. Learner 0 sleeps in every step; the others do not wait for it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument(
-        "--slow", type=float, default=0.005, help="seconds learner 0 loses per step"
+        "--slow", type=float, default=0.005, help="seconds that learner 0 sleeps per step"
     )
     args = parser.parse_args()
 

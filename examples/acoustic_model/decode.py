@@ -1,4 +1,4 @@
-"""Recognise the test split with a trained model: word error rate with a bootstrap interval.
+"""Decodes the test split with a trained model: word error rate with a bootstrap interval.
 
     python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt
     python -m examples.acoustic_model.decode out/runs/random-pairs/model.pt --against out/runs/ssgd/model.pt
@@ -26,18 +26,19 @@ from examples.acoustic_model.speech.problem import Problem, new_parser, run
 
 PRIOR_SCALES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)
 FIRST_PENALTY, LAST_PENALTY = 0.0, 640.0
-_USUAL_SCALE = 0.6  # of equally good ones, take the nearest
+_USUAL_SCALE = 0.6  # of equally good prior scales the one nearest to this is taken
 _BATCH = 32
-_PRIOR_FLOOR = 1.0  # frames; a state that training hardly saw gets no infinite score
+# Least count of frames of a state, so that a state without frames has a finite score.
+_PRIOR_FLOOR = 1.0
 
 
 @dataclass(frozen=True)
 class Posteriors:
-    """Log-posteriors of some utterances, grouped in batches of similar length.
+    """Log-posteriors of utterances, in batches of similar length.
 
     Attributes:
-        batches: (indices, scores float32 (batch, time, states), lengths) each.
-        said: what was said, by index.
+        batches: (indices of utterances, scores float32 (batch, time, states), lengths) of each batch.
+        said: text of each utterance, by index.
     """
 
     batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -45,7 +46,7 @@ class Posteriors:
 
 
 def load_model(path: Path) -> torch.nn.Module:
-    """A model.pt of train.py."""
+    """Return the model in a model.pt that train.py has written."""
     saved = journal.load(path)
     if "shape" not in saved:
         raise Problem(f"{path} is a checkpoint, not a model; pass the model.pt beside it")
@@ -55,7 +56,7 @@ def load_model(path: Path) -> torch.nn.Module:
 
 
 def posteriors(model: torch.nn.Module, data: Path, split: str) -> Posteriors:
-    """Forward pass over whole utterances."""
+    """Compute the log-posteriors of all whole utterances of a split."""
     source = corpus.Split(data, split, model.shape.context)
     lengths = np.diff(source.offsets)
     order = np.argsort(-lengths, kind="stable")
@@ -77,7 +78,7 @@ def _forward(
 
 
 class Recogniser:
-    """Lexicon and priors of one data folder."""
+    """A recogniser with the lexicon and the state priors of one data folder."""
 
     def __init__(self, data: Path) -> None:
         self.graph = viterbi.word_loop(corpus.read_json(data / "lexicon.json")["states"])
@@ -85,7 +86,7 @@ class Recogniser:
         self.log_prior = np.log(np.maximum(counts, _PRIOR_FLOOR) / counts.sum()).astype(np.float32)
 
     def hear(self, given: Posteriors, penalty: float, prior_scale: float) -> list[str]:
-        """Recognised text of each utterance."""
+        """Return the recognised text of each utterance."""
         heard = [""] * len(given.said)
         for indices, scores, lengths in given.batches:
             likelihood = scores - np.float32(prior_scale) * self.log_prior
@@ -95,18 +96,19 @@ class Recogniser:
         return heard
 
     def errors(self, given: Posteriors, penalty: float, prior_scale: float) -> float:
-        """Word error rate."""
+        """Return the word error rate of the recognised texts."""
         return scoring.rate(
             *scoring.word_errors(given.said, self.hear(given, penalty, prior_scale))
         )
 
 
 def tune(recogniser: Recogniser, dev: Posteriors) -> dict[str, float]:
-    """Penalty and prior scale with the fewest dev errors.
+    """Return the word penalty and prior scale with the fewest errors on the dev split.
 
-    The penalties of each scale double until the errors have passed their lowest point, so that the best
-    penalty is not the last one tried; `interior` is False where that did not happen, as with a model
-    that has learned next to nothing. A prior scale of 0 is not an edge: there is nothing below it.
+    The penalties of each scale double until the errors have passed their minimum, so that the best penalty
+    is not the last one tried; `interior` is False if it is the first or last one, as with a model that has
+    learned next to nothing, or if the prior scale is the largest. A prior scale of 0 is no edge of the grid,
+    because smaller ones make no sense.
     """
     tried: dict[tuple[float, float], float] = {}
     for scale in PRIOR_SCALES:
@@ -139,10 +141,10 @@ def _is_past_best(rates: list[float]) -> bool:
 
 
 def decode(model_path: Path, data: Path) -> dict:
-    """Tune on dev, decode test.
+    """Tune on the dev split, and decode the test split.
 
     Returns:
-        wer, wer_interval, tuning, and per utterance: errors, words, said, heard.
+        a dictionary with wer, wer_interval, tuning, and by utterance: errors, words, said, heard.
     """
     began = time.perf_counter()
     model, recogniser = load_model(model_path), Recogniser(data)
@@ -165,7 +167,7 @@ def decode(model_path: Path, data: Path) -> dict:
 
 
 def describe(result: dict) -> str:
-    """One line on a result."""
+    """Return the line that describes a result."""
     low, high = result["wer_interval"]
     doubt = "" if result["tuning"]["interior"] else ", tuned to the edge of the grid"
     return (
@@ -175,7 +177,7 @@ def describe(result: dict) -> str:
 
 
 def main() -> None:
-    """Decode one model, or two and compare."""
+    """Decode a model; with --against, also a second one, and compare both."""
     parser = new_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, default=Path("out/speech/easy"))

@@ -1,4 +1,4 @@
-"""Compare asynchronous training, synchronous training and one learner on synthesised speech.
+"""Compares asynchronous training, synchronous training and one learner on synthesised speech.
 
     python -m examples.acoustic_model.demo                 the easy task, one seed, minutes on two cores
     python -m examples.acoustic_model.demo --seeds 0 1 2   three trainings per scheme
@@ -25,10 +25,10 @@ STRATEGY = {"single": "single", "ssgd": "ssgd", "hadpsgd": "random-pairs"}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -50,10 +50,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(schemes: list[str]) -> None:
-    """Find out what is missing before minutes of training, not after.
+    """Check that all packages and the launcher are installed, before minutes of training.
 
     Raises:
-        Problem: if a package or the launcher is not there.
+        Problem: if a package or the launcher is missing.
     """
     launched = set(schemes) != {"single"}
     ours = ["horovod"] * launched + ["hvd_adpsgd"] * ("hadpsgd" in schemes)
@@ -61,7 +61,7 @@ def check(schemes: list[str]) -> None:
 
 
 def training(scheme: str, seed: int, options: argparse.Namespace) -> launch.Training:
-    """A scheme with a seed."""
+    """Return the training of a scheme with a seed."""
     ours = scheme == "hadpsgd"
     return launch.Training(
         scheme,
@@ -75,7 +75,7 @@ def training(scheme: str, seed: int, options: argparse.Namespace) -> launch.Trai
 
 
 def train(one: launch.Training, data: Path, resume: bool) -> None:
-    """Train one model, or keep it if it is finished and `resume` is set.
+    """Train one model; with `resume`, skip a finished training and continue an interrupted one.
 
     Raises:
         Problem: if the training fails.
@@ -88,7 +88,7 @@ def train(one: launch.Training, data: Path, resume: bool) -> None:
 
 
 def differences(runs: list[launch.Training], decoded: list[dict]) -> dict:
-    """Paired comparisons of H-ADPSGD with the other schemes on the same utterances."""
+    """Return the paired comparisons of H-ADPSGD with each other scheme on the same utterances."""
     schemes = dict.fromkeys(one.scheme for one in runs)
     if "hadpsgd" not in schemes:
         return {}
@@ -100,7 +100,7 @@ def differences(runs: list[launch.Training], decoded: list[dict]) -> dict:
 
 
 def table(result: dict) -> str:
-    """What a reader wants to see first."""
+    """Return a table of word error rate, held-out loss and training time by scheme, and the differences."""
     lines = [f"{'':10}{'WER %':>7}  {'95 % interval':>14}  {'held-out':>8}  {'training s':>10}"]
     for scheme, wer in result["wer"].items():
         low, high = result["wer_interval"][scheme]
@@ -117,7 +117,7 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    """Prepare, train, decode, compare."""
+    """Prepare the data, train and decode every run, write and print the comparison."""
     options = arguments()
     check(options.schemes)
     began = time.perf_counter()

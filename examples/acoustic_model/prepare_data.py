@@ -1,4 +1,4 @@
-"""Synthesise the speech corpus: espeak-ng voices in a noisy room, as log-mel features with labels.
+"""Synthesises the speech corpus: espeak-ng voices in a noisy room, as log-mel features with labels.
 
     python -m examples.acoustic_model.prepare_data               easy: 20 words, SNR 10 to 30 dB, 0.85 h
     python -m examples.acoustic_model.prepare_data --task hard   58 words, SNR 0 to 20 dB, 1.4 h
@@ -25,7 +25,7 @@ from examples.acoustic_model.speech.tasks import SPLITS, TASKS, Task
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script."""
+    """Return the options of the script."""
     parser = new_parser(__doc__)
     parser.add_argument("--task", choices=sorted(TASKS), default="easy")
     parser.add_argument("--out", type=Path, help="folder (default: out/speech/TASK)")
@@ -39,12 +39,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def task_of(options: argparse.Namespace) -> Task:
-    """The task with the options applied.
+    """Return the chosen task with the options applied.
 
     Raises:
         Problem: if an option is out of range.
@@ -61,15 +61,15 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def named(name: str, quick: bool, folder: Path | None = None) -> tuple[Path, str]:
-    """The speech of a task, made unless it is there.
+    """Synthesise the corpus of a task, unless its folder has it already.
 
     Args:
-        name: of the task.
-        quick: a twelfth of it, to see whether everything runs.
-        folder: where to; default: out/speech/NAME.
+        name: name of the task.
+        quick: synthesise a twelfth of the corpus, as a test.
+        folder: folder of the corpus; default: out/speech/NAME.
 
     Returns:
-        its folder, and what it is.
+        the folder, and a text with the number of words and the SNR.
     """
     flags = ["--task", name, *(["--scale", "0.08"] if quick else [])]
     task = task_of(arguments(flags))
@@ -81,16 +81,16 @@ def named(name: str, quick: bool, folder: Path | None = None) -> tuple[Path, str
 
 
 def prepare(task: Task, folder: Path, jobs: int, quiet: bool = False) -> bool:
-    """Make whatever is not there yet.
+    """Synthesise those splits of the corpus that `folder` does not have yet.
 
     Args:
-        task: what to synthesise.
-        folder: where to.
-        jobs: processes.
-        quiet: without progress bars.
+        task: the task to synthesise.
+        folder: folder of the corpus.
+        jobs: number of processes.
+        quiet: show no progress bars.
 
     Returns:
-        Whether anything had to be made.
+        False if the corpus was complete already.
 
     Raises:
         Problem: if a package is missing or the folder cannot be written.
@@ -111,11 +111,11 @@ def _is_done(folder: Path, task: Task) -> bool:
     try:
         return json.loads((folder / "settings.json").read_text())["digest"] == task.digest()
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # nothing there, or cut short: make it
+        return False  # settings.json is missing or incomplete, so the folder is not finished
 
 
 def _finish(folder: Path, task: Task) -> None:
-    """Written last: the folder counts as done from now on."""
+    """Write settings.json, which marks the folder as complete; it is written last."""
     settings = {"digest": task.digest(), "task": dataclasses.asdict(task)}
     part = folder / "settings.json.part"
     part.write_text(json.dumps(settings, indent=1))
@@ -140,7 +140,7 @@ def _make_split(
 ) -> None:
     require("scipy", "scipy")
     from examples.acoustic_model.speech import (
-        recording,  # half a second for scipy, only where something must be made
+        recording,  # imported here: it imports scipy, which takes half a second
     )
 
     tqdm = require("tqdm", "tqdm").tqdm
@@ -160,7 +160,7 @@ def _make_split(
 
 
 def _babble_bank(task: Task, cast: list[who.Speaker], jobs: int) -> np.ndarray:
-    """Voices of the split's own speakers, so that no voice is heard in two splits."""
+    """Return babble noise of the split's own speakers, so that no voice occurs in two splits."""
     from examples.acoustic_model.speech import recording, room
 
     few = cast[:: max(1, len(cast) // recording.BANK_SPEAKERS)][: recording.BANK_SPEAKERS]
@@ -187,7 +187,7 @@ def _write(folder: Path, recorded, cast: list[who.Speaker]) -> None:
 
 
 def _label(task: Task, folder: Path) -> None:
-    """States and lexicon from the training split; labels for all splits; statistics."""
+    """Learn states and lexicon from the training split; write these, the labels of all splits, statistics."""
     said = _said(folder / "train")
     states = lexicon.States.learn(said, task.state_frames)
     found = lexicon.pronunciations(said)
@@ -210,7 +210,7 @@ def _said(folder: Path) -> list[list[lexicon.SpokenWord]]:
 
 
 def main() -> None:
-    """Prepare, and say what there is."""
+    """Prepare the corpus, and print its size."""
     options = arguments()
     task = task_of(options)
     folder = options.out or Path("out/speech") / task.name

@@ -1,17 +1,17 @@
-"""Pre-train the hidden layers of a sigmoid DNN as a stack of restricted Boltzmann machines.
+"""Pre-trains the hidden layers of a sigmoid DNN as a stack of restricted Boltzmann machines (RBMs).
 
     horovodrun -np 4 python -m examples.acoustic_model.pretrain_rbm   then
     horovodrun -np 4 python -m examples.acoustic_model.train --preset dnn --init out/rbm/stack.pt
 
-Layer after layer: Gaussian visible units for the speech, binary ones for the outputs of lower layers.
-Each machine is trained by contrastive divergence (CD-1), data parallel with any --strategy of train.py.
-Written to --out: stack.pt, and per epoch a line of monitor.jsonl with the squared error of
-reconstruction and the free-energy gap: mean F of held-out frames minus that of as many training frames,
-which grows when a machine overfits.
+It trains one RBM after another: the first with Gaussian visible units for the speech features, the others
+with binary visible units for the outputs of the layer below. Each RBM is trained by contrastive divergence
+(CD-1), data parallel with any --strategy of train.py. Written to --out: stack.pt, and per epoch a line of
+monitor.jsonl with the squared error of reconstruction and the free-energy gap: mean free energy F of held-out
+frames minus that of as many training frames, which grows when the RBM overfits.
 
-Recipe after Kaldi's (Hinton's guide, 2010): momentum 0.9, rate LR x (1 - momentum), L2 on weights. If
-reconstructions of Gaussian units spread more than twice as far as the data, all parameters are scaled
-down, the rate falls by a tenth, momentum is cleared and the minibatch is left out.
+The recipe is Kaldi's (after Hinton's guide, 2010): momentum 0.9, rate LR x (1 - momentum), L2 penalty on
+weights. If the standard deviation of reconstructed Gaussian units is more than twice that of the data, all
+parameters are scaled down, the rate falls by a tenth, momentum is cleared and the minibatch is skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: learners share the cores
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -39,15 +39,16 @@ from examples.acoustic_model.speech.problem import Problem, new_parser, run, wit
 from examples.acoustic_model.speech.rbm import RBM, spread
 from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 
-WATCHED = 64  # segments of either split that are looked at after each epoch
+WATCHED = 64  # about so many segments of each split are evaluated after an epoch
+# Ratio of standard deviations from which the guard acts; the factor by which it lowers the rate.
 TOO_WIDE, SHRINK_RATE = 2.0, 0.9
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -76,14 +77,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Job(NamedTuple):
-    """What the training of all machines shares.
+    """Data and options that the training of all RBMs shares.
 
     Attributes:
-        hvd: Horovod, or what takes its place.
-        options: of the script.
-        shape: of the DNN.
-        train, dev: the data.
-        generator: for hidden units, another on each learner.
+        hvd: the module that horovod_for() returns.
+        options: options of the script.
+        shape: shape of the DNN.
+        train, dev: training and held-out split.
+        generator: random numbers for sampling hidden units, seeded by the learner's rank.
     """
 
     hvd: ModuleType
@@ -95,7 +96,7 @@ class Job(NamedTuple):
 
 
 class Machine:
-    """One layer under training, on top of those that are done."""
+    """The RBM of one layer, to be trained on the outputs of the finished RBMs `below`."""
 
     def __init__(self, job: Job, below: list[RBM]) -> None:
         self.job, self.below = job, below
@@ -121,14 +122,14 @@ class Machine:
 
     @torch.no_grad()
     def visible(self, frames: torch.Tensor) -> torch.Tensor:
-        """What this layer sees of segments: (batch, time, inputs) to (batch x time, units)."""
+        """Return this RBM's visible units for segments: (batch, time, inputs) to (batch x time, units)."""
         v = windows(frames, self.job.shape).flatten(0, 1)
         for rbm in self.below:
             v = rbm(v)
         return v
 
     def epoch(self, batches: Iterator[torch.Tensor]) -> tuple[float, int]:
-        """Train; squared error of reconstruction per unit, and how often the guard acted."""
+        """Train an epoch; return the squared reconstruction error per unit, and how often the guard acted."""
         total, steps, guarded = 0.0, 0, 0
         for frames in batches:
             self._require_finite(steps)
@@ -141,7 +142,7 @@ class Machine:
                 guarded += 1
             else:
                 self.rbm.contrastive(v, reconstructed).backward()
-            self.optimizer.step()  # without a gradient too: others may wait for this step
+            self.optimizer.step()  # also without a gradient, because other learners may wait for this step
         return total / max(1, steps), guarded
 
     def _require_finite(self, steps: int) -> None:
@@ -153,7 +154,10 @@ class Machine:
             )
 
     def _too_wide(self, v: torch.Tensor, reconstructed: torch.Tensor) -> bool:
-        """The guard: true if the machine had to be shrunk. The same on all learners of a node."""
+        """Shrink the RBM if its reconstructions spread too widely; return whether it did.
+
+        The decision is the same on all learners of a super learner.
+        """
         data, model = self._mean_in_node(spread(v, reconstructed))
         if model <= TOO_WIDE * data:
             return False
@@ -165,7 +169,7 @@ class Machine:
         return True
 
     def _mean_in_node(self, numbers: tuple[float, ...]) -> list[float]:
-        """Of the learners whose gradients are averaged."""
+        """Return the mean of `numbers` over the learners whose gradients are averaged."""
         hvd, mine = self.job.hvd, torch.tensor(numbers)
         node = {"process_set": hvd.super_learner} if hasattr(hvd, "super_learner") else {}
         total = hvd.allreduce(mine, name="spread", op=hvd.Sum, **node)
@@ -174,7 +178,7 @@ class Machine:
 
     @torch.no_grad()
     def watch(self) -> dict[str, float]:
-        """Reconstruction of held-out frames, and the free-energy gap."""
+        """Return the reconstruction error of held-out frames, and the free-energy gap."""
         dev, train = (self.visible(_some(split)) for split in (self.job.dev, self.job.train))
         error = (dev - self.rbm.back(self.rbm(dev))).square().mean().item()
         gap = self.rbm.free_energy(dev).mean() - self.rbm.free_energy(train).mean()
@@ -182,13 +186,13 @@ class Machine:
 
 
 def _some(split: corpus.Split) -> torch.Tensor:
-    """Frames of segments spread over a split; the same on every learner."""
+    """Return the frames of evenly spaced segments of a split, the same on every learner."""
     step = max(1, len(split) // WATCHED)
     return torch.from_numpy(split[list(range(0, len(split), step))][0])
 
 
 def pretrain(job: Job) -> list[RBM]:
-    """Train the stack; a line per machine and epoch."""
+    """Train all RBMs of the stack; write a line to monitor.jsonl per RBM and epoch."""
     lead = job.hvd.rank() == 0
     path = job.options.out / "monitor.jsonl"
     if lead:
@@ -234,9 +238,10 @@ def _record(path: Path, entry: dict, epochs: int) -> None:
 
 
 def main() -> None:
-    """Choose Horovod, start it, pre-train, save the stack."""
+    """Import and initialise the chosen Horovod, pre-train, save the stack."""
     options = arguments()
-    corpus.read_json(options.data / "states.json")  # before the learners meet: a clear error
+    # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
+    corpus.read_json(options.data / "states.json")
     hvd = horovod_for(options.strategy)
     torch.set_num_threads(1)
     hvd.init()

@@ -1,16 +1,16 @@
-"""Train the acoustic model with Horovod: asynchronously, synchronously or alone.
+"""Trains the acoustic model with Horovod: asynchronously, synchronously, or with one learner.
 
     horovodrun -np 4 python -m examples.acoustic_model.train   H-ADPSGD, random pairs
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy ssgd   plain Horovod
     python -m examples.acoustic_model.train --strategy single   one learner, no launcher
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
-HVD_ADPSGD_SUPER_LEARNER_SIZE=2 makes two super learners of four learners on one machine.
-All strategies see the same number of samples. Batch and rate are those of one learner; the rate is
+With HVD_ADPSGD_SUPER_LEARNER_SIZE=2 four learners form two super learners.
+All strategies see the same number of samples. --batch and --lr are those of one learner; the rate is
 multiplied by the number of learners (or by --scale) after a linear warm-up, so that `single` is the
 baseline with the batch and rate of one learner. `--schedule papers` warms up over 5/8 of the epochs, as
 the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per epoch. `--schedule exponential` is
-Kaldi's: from LR x SCALE at once down to a tenth of it, by the same factor in every step.
+Kaldi's: the rate starts at LR x SCALE and falls to a tenth of that, by the same factor in every step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: learners share the cores
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -36,17 +36,17 @@ from examples.acoustic_model.speech import corpus, journal, strategy
 from examples.acoustic_model.speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
 from examples.acoustic_model.speech.problem import Problem, new_parser, require, run, within
 
-COMBINATIONS = ("plain", "weighted")  # of all models, in the end
+COMBINATIONS = ("plain", "weighted")  # kinds of mean of all models for the final model
 SCHEDULES = ("short", "papers", "exponential")
 OPTIMIZERS = ("sgd", "natural")
 SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -99,7 +99,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _require_no_plateau(options: argparse.Namespace) -> None:
-    """The exponential schedule has neither a warm-up nor a first epoch of annealing."""
+    """Raise Problem for --warmup or --anneal with the exponential schedule, which has neither."""
     for name in ("warmup", "anneal"):
         given = getattr(options, name)
         if options.schedule == "exponential" and given is not None:
@@ -110,7 +110,10 @@ def _require_no_plateau(options: argparse.Namespace) -> None:
 
 
 def horovod_for(name: str) -> ModuleType:
-    """The module that the rest of this script calls `hvd`: the only line that differs."""
+    """Import the module that this script uses as `hvd`: hvd_adpsgd.torch, horovod.torch, or alone.py.
+
+    It is the only difference between the strategies.
+    """
     others = {"ssgd": "horovod.torch", "single": "examples.acoustic_model.speech.alone"}
     module = others.get(name, "hvd_adpsgd.torch")
     try:
@@ -120,7 +123,7 @@ def horovod_for(name: str) -> ModuleType:
 
 
 def averaging(hvd: ModuleType, name: str, seed: int) -> dict:
-    """Arguments of DistributedOptimizer that Horovod itself does not know."""
+    """Return the arguments of hvd_adpsgd's DistributedOptimizer that Horovod's does not have."""
     if not is_asynchronous(name):
         return {}
     make = {
@@ -132,19 +135,19 @@ def averaging(hvd: ModuleType, name: str, seed: int) -> dict:
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether super learners may have models of their own; where they do not, their mean is free."""
+    """Return whether super learners have different models; otherwise every model is the mean already."""
     return name not in ("ssgd", "single")
 
 
 def shape_of(options: argparse.Namespace, data: Path) -> Shape:
-    """Preset with the options applied; outputs and inputs are the data's.
+    """Return the preset with the options applied; the numbers of outputs and inputs come from the data.
 
     Raises:
-        Problem: if a size is out of range, or an option is not one of this kind of model.
+        Problem: if a size is out of range, or the preset's kind of model does not have an option.
     """
     states = len(corpus.read_json(data / "states.json"))
     shape = asdict(preset(options.preset, states))
-    # The papers' 260 inputs and 32,000 outputs need their features and their speech; ours are fewer.
+    # The papers' 260 inputs and 32,000 outputs belong to their features and speech; this corpus has fewer.
     shape["outputs"] = states
     if shape["kind"] == "blstm":
         shape["inputs"] = Shape.inputs
@@ -164,10 +167,10 @@ def shape_of(options: argparse.Namespace, data: Path) -> Shape:
 
 
 def start_from(path: Path, model: torch.nn.Module) -> None:
-    """Take the hidden layers over from a pre-trained stack.
+    """Copy the hidden layers of a pre-trained stack into the model.
 
     Raises:
-        Problem: if there are none, or they do not fit.
+        Problem: if the file does not exist, or its layers do not fit the model.
     """
     if not path.exists():
         raise Problem(
@@ -191,10 +194,10 @@ def start_from(path: Path, model: torch.nn.Module) -> None:
 def optimizer_for(
     name: str, model: torch.nn.Module, lr: float, momentum: float
 ) -> torch.optim.Optimizer:
-    """One of OPTIMIZERS, not yet wrapped.
+    """Return a new optimizer, one of OPTIMIZERS, not yet wrapped by DistributedOptimizer.
 
     Raises:
-        Problem: if natural gradients are asked for and hvd_adpsgd does not import.
+        Problem: if `name` is "natural" and hvd_adpsgd cannot be imported.
     """
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -208,14 +211,14 @@ def optimizer_for(
 
 
 def exponential(start: float, part: float) -> float:
-    """From `start` to a tenth of it while `part` of the run goes from 0 to 1."""
+    """Return the exponential schedule's rate at `part` (0 to 1) of a run: from `start` to a tenth of it."""
     return start * 0.1**part
 
 
 def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
-    """Learning rate at a (fractional) epoch: warm-up to LR x scale, then 1/sqrt(2) per epoch.
+    """Return the learning rate at a (fractional) epoch: warm-up to LR x scale, then 1/sqrt(2) per epoch.
 
-    With the exponential schedule: from LR x scale to a tenth of it over all epochs.
+    With the exponential schedule it falls from LR x scale to a tenth of that over all epochs.
     """
     scale = learners if options.scale is None else options.scale
     if options.schedule == "exponential":
@@ -226,7 +229,7 @@ def rate(options: argparse.Namespace, learners: int, epoch: float) -> float:
 
 
 class Trainer:
-    """One learner: model, optimizer, its share of the data."""
+    """One learner, with its model, its optimizer and its part of the data."""
 
     def __init__(self, hvd: ModuleType, options: argparse.Namespace) -> None:
         self.hvd, self.options = hvd, options
@@ -257,9 +260,9 @@ class Trainer:
         self._restore()
 
     def _restore(self) -> None:
-        """Everybody starts from what rank 0 has, be it new or from a checkpoint.
+        """Broadcast rank 0's model, optimizer and progress, which are new or from the checkpoint.
 
-        Only after the optimizer is wrapped: Horovod's wrapper does not take over momentum.
+        Call it after the optimizer is wrapped, because Horovod's wrapper does not take over momentum.
         """
         hvd, options = self.hvd, self.options
         if options.resume and hvd.rank() == 0:
@@ -273,7 +276,7 @@ class Trainer:
         self.progress = hvd.broadcast_object(self.progress, root_rank=0)
 
     def settings(self) -> dict:
-        """What a checkpoint must agree in to be continued."""
+        """Return the settings in which a checkpoint must agree with this run to be continued."""
         run = ("strategy", "seed", "epochs", "batch", "optimizer")
         rates = ("lr", "scale", "momentum", "schedule", "warmup", "anneal")
         chosen = {name: getattr(self.options, name) for name in (*run, *rates)}
@@ -281,7 +284,7 @@ class Trainer:
         return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
 
     def epoch(self, epoch: int) -> float:
-        """Train one epoch; mean loss per frame of this learner."""
+        """Train one epoch; return this learner's mean loss per frame."""
         self.sampler.set_epoch(epoch)
         self.model.train()
         steps, total = len(self.loader), 0.0
@@ -297,7 +300,7 @@ class Trainer:
         loss = _loss(self.model(frames), labels) / max(1, int((labels >= 0).sum()))
         loss.backward()
         self.optimizer.step()
-        if hasattr(self.hvd, "log"):  # plain Horovod has no view of the run
+        if hasattr(self.hvd, "log"):  # plain Horovod has no hvd.log()
             self.hvd.log(loss=loss, lr=self.optimizer.param_groups[0]["lr"])
         return loss.item()
 
@@ -306,20 +309,20 @@ class Trainer:
             group["lr"] = rate(self.options, self.hvd.size(), epoch)
 
     def consensus(self) -> torch.nn.Module:
-        """The mean of all super learners' models, as a copy: training is not disturbed."""
+        """Return the mean of all super learners' models as a copy, so that training is not disturbed."""
         mean = copy.deepcopy(self.model)
         if is_asynchronous(self.options.strategy):
             self.hvd.average_model(mean)
         return mean
 
     def heldout(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Cross-entropy and error rate per held-out frame; every learner counts its share."""
+        """Return cross-entropy and error rate per held-out frame; each learner evaluates a part of them."""
         mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
         total = self.hvd.allreduce(self._counted(model, mine), name="heldout", op=self.hvd.Sum)
         return float(total[0] / total[2]), float(total[1] / total[2])
 
     def combine(self) -> None:
-        """The final model: the mean of all super learners', or weighted by 1 / own held-out loss."""
+        """Replace the model by the mean of all, with --combine weighted by 1 / each one's held-out loss."""
         weight = 1.0
         if self.options.combine == "weighted":
             total = self._counted(self.model, range(len(self.dev)))
@@ -327,7 +330,7 @@ class Trainer:
         self.hvd.average_model(self.model, weight=weight)
 
     def _counted(self, model: torch.nn.Module, segments: range) -> torch.Tensor:
-        """Cross-entropy, wrong frames, and frames, of held-out segments."""
+        """Return the sums of tally() over held-out segments: cross-entropy, wrong frames, known frames."""
         model.eval()
         total = torch.zeros(3, dtype=torch.float64)
         with torch.no_grad():
@@ -337,7 +340,7 @@ class Trainer:
         return total
 
     def checkpoint(self, mean: torch.nn.Module) -> None:
-        """Rank 0: the mean model, and what is needed to go on from it."""
+        """Write checkpoint.pt (on rank 0): the mean model, and the state needed to resume from it."""
         content = {
             "model": mean.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -348,7 +351,7 @@ class Trainer:
 
 
 def tally(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats, wrong frames, and frames of a known state, each a sum; shape (3,)."""
+    """Return cross-entropy in nats, wrong frames, and frames of a known state, each a sum; shape (3,)."""
     known = labels >= 0
     wrong = (scores.argmax(-1) != labels) & known
     counts = [float(_loss(scores, labels)), float(wrong.sum()), float(known.sum())]
@@ -356,14 +359,14 @@ def tally(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum over frames; frames without a known state do not count."""
+    """Return the sum of cross-entropy over frames; frames without a known state do not count."""
     return torch.nn.functional.cross_entropy(
         scores.flatten(0, -2), labels.flatten(), ignore_index=-1, reduction="sum"
     )
 
 
 def _bar(hvd: ModuleType, steps: int, epoch: int):
-    """Progress within an epoch: rank 0 on a terminal; elsewhere a line per epoch is enough."""
+    """Return a progress bar of an epoch, shown by rank 0 and on a terminal only."""
     tqdm = require("tqdm", "tqdm").tqdm
     hidden = hvd.rank() != 0 or not sys.stderr.isatty()
     return tqdm(total=steps, desc=f"epoch {epoch + 1}", disable=hidden, leave=False)
@@ -379,15 +382,15 @@ def _compare(saved: dict, wanted: dict, folder: Path) -> None:
 
 
 def library_metrics(hvd: ModuleType) -> dict:
-    """Numbers of hvd_adpsgd on its exchanges, by path; empty with plain Horovod.
+    """Return the finite numbers of hvd.metrics(), by path; an empty dictionary with plain Horovod.
 
-    What is not a finite number is left out: a mean over no exchanges yet is not a number, nor JSON.
+    Others are left out, because JSON has no NaN, which for instance a mean over no exchanges is.
     """
     return dict(journal.scalars(hvd.metrics())) if hasattr(hvd, "metrics") else {}
 
 
 def describe(entry: dict, epochs: int) -> str:
-    """One line for one epoch."""
+    """Return the line that describes an epoch's entry."""
     line = (
         f"epoch {entry['epoch']}/{epochs}  held-out {entry['heldout_loss']:.3f}  "
         f"frame errors {100 * entry['heldout_fer']:.1f} %  lr {entry['lr']:.3g}  "
@@ -398,10 +401,10 @@ def describe(entry: dict, epochs: int) -> str:
 
 
 def train(hvd: ModuleType, options: argparse.Namespace) -> None:
-    """Train, evaluate and record every epoch, leave model.pt.
+    """Train, evaluate and record every epoch, and write model.pt at the end.
 
     Raises:
-        Problem: on all learners, if the held-out loss is not a number.
+        Problem: on all learners, if the held-out loss is not finite.
     """
     began = time.perf_counter()
     trainer = Trainer(hvd, options)
@@ -446,7 +449,7 @@ def _require_number(heldout: float, epoch: int) -> None:
 
 
 def _timed_epoch(trainer: Trainer, epoch: int) -> float:
-    """Train an epoch and keep the books; evaluation is not part of the seconds."""
+    """Train an epoch, and update trainer.progress, whose seconds do not include evaluation."""
     start = time.perf_counter()
     loss = trainer.epoch(epoch)
     done, learners = trainer.progress, trainer.hvd.size()
@@ -459,9 +462,10 @@ def _timed_epoch(trainer: Trainer, epoch: int) -> float:
 
 
 def main() -> None:
-    """Choose Horovod, start it, train."""
+    """Import and initialise the chosen Horovod, and train."""
     options = arguments()
-    corpus.read_json(options.data / "states.json")  # before the learners meet: a clear error
+    # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
+    corpus.read_json(options.data / "states.json")
     hvd = horovod_for(options.strategy)
     torch.set_num_threads(1)
     hvd.init()

@@ -1,9 +1,10 @@
-"""One learner of model_averaging.py: trains every run of a plan, one after another, in one process.
+"""One learner of model_averaging.py, which trains every run of a plan, one after another, in one process.
 
-Started by horovodrun, or alone. A run uses the same number of minibatches for any number of learners:
-learner r of N takes minibatch r, N + r, 2N + r, ... of one random order of all frames. All runs share
-one model, which gets new weights for each: the optimizer wrapped around it then replaces the previous
-one, whose engine ends. Learner 0 writes the result of a run to its file.
+It is started by horovodrun, or without a launcher for one learner. A run uses the same total number of
+minibatches for any number of learners: learner r of N takes minibatch r, N + r, 2N + r, ... of one random
+order of all frames. All runs with the same activation share one model, which gets new weights for each run;
+the optimizer wrapped around it then replaces the previous optimizer, whose engine stops. Learner 0 writes
+the record of each run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: learners share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: learners share the cores
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -28,16 +29,16 @@ from examples.acoustic_model.speech import corpus, journal, sweep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import run
 
-GAIN = {"sigmoid": 4.0, "relu": math.sqrt(2)}  # of random weights: Glorot and Bengio; He
+GAIN = {"sigmoid": 4.0, "relu": math.sqrt(2)}  # gain of initial weights: Glorot and Bengio; He
 
 
 class Frames:
-    """Frames of one split, each with the window that a DNN sees.
+    """Frames of one split of the corpus, each with the window of frames that is a DNN's input.
 
     Args:
-        data: folder of the speech.
-        name: of the split.
-        shape: of the DNN.
+        data: folder of the speech corpus.
+        name: name of the split.
+        shape: shape of the DNN.
     """
 
     def __init__(self, data: Path, name: str, shape: Shape) -> None:
@@ -56,12 +57,12 @@ class Frames:
         return len(self.labels)
 
     def __getitem__(self, chosen: Tensor) -> Tensor:
-        """Windows of frames, for a DNN a batch of segments of one frame: (n, 2 context + 1, inputs)."""
+        """Return the windows of the chosen frames, shape (n, 2 context + 1, inputs), as the DNN's input."""
         return self._flat[self._starts[chosen][:, None] + self._window]
 
 
 def order(count: int, minibatches: int, batch: int, seed: int) -> Tensor:
-    """Indices of all minibatches of a run, shape (minibatches, batch): one epoch after another."""
+    """Return the frame indices of all minibatches of a run, shape (minibatches, batch), epoch by epoch."""
     generator = torch.Generator().manual_seed(seed)
     whole = -(-minibatches * batch // count)
     indices = torch.cat([torch.randperm(count, generator=generator) for _ in range(whole)])
@@ -69,9 +70,9 @@ def order(count: int, minibatches: int, batch: int, seed: int) -> Tensor:
 
 
 def begin(model: torch.nn.Module, seed: int, stack: str | None) -> None:
-    """New weights: of hidden layers uniform with the gain of their activation, or those of a stack.
+    """Give the model new weights: hidden layers by Glorot's rule, or from the RBM stack in file `stack`.
 
-    The layer before the outputs starts as torch makes it, with both.
+    The output layer gets torch's default initialisation in both cases.
     """
     torch.manual_seed(seed)
     fresh = make(model.shape)
@@ -84,11 +85,11 @@ def begin(model: torch.nn.Module, seed: int, stack: str | None) -> None:
 
 
 class Learner:
-    """What all runs of a plan share.
+    """Trains the runs of a plan: holds the data and the models that the runs share.
 
     Args:
-        hvd: Horovod, or what takes its place.
-        plan: "data", "minibatches", "batch", and "layers", "hidden" of the DNN.
+        hvd: hvd_adpsgd.torch, or speech/alone.py for one learner.
+        plan: "data" (folder), "minibatches", "batch", and "layers" and "hidden" of the DNN.
     """
 
     def __init__(self, hvd: ModuleType, plan: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ class Learner:
         """Train and evaluate one run, whose fields are those of model_averaging.Run.
 
         Returns:
-            held-out loss (None if it is no number) and frame error rate of the mean model, steps of
+            held-out loss (None if it is not finite) and frame error rate of the mean model, steps of
             each learner, wall seconds of training, CPU seconds of all learners together.
         """
         hvd = self.hvd
@@ -155,7 +156,7 @@ class Learner:
         return len(mine)
 
     def _take_mean(self, model: torch.nn.Module) -> None:
-        """The final model; where no learner has a finite one, it stays as it is."""
+        """Replace the model by the mean of all learners'; keep it if no learner's model is finite."""
         if self.hvd.size() == 1:
             return
         from hvd_adpsgd.errors import NonFiniteModelError
@@ -167,7 +168,7 @@ class Learner:
 
     @torch.no_grad()
     def _heldout(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Cross-entropy and error rate per held-out frame; every learner counts its share."""
+        """Return cross-entropy and error rate per held-out frame; each learner evaluates a part of them."""
         total = torch.zeros(3, dtype=torch.float64)
         for chosen in torch.arange(self.hvd.rank(), len(self.dev), self.hvd.size()).split(4096):
             total += train.tally(model(self.dev[chosen]).squeeze(1), self.dev.labels[chosen])
@@ -181,7 +182,7 @@ class Learner:
 
 
 def main() -> None:
-    """Perform the plan."""
+    """Train all runs of the plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     plan = json.loads(parser.parse_args().plan.read_text())

@@ -1,13 +1,13 @@
-"""Stragglers and thin networks: speed, compared with theory and with a plain loop.
+"""Measures training speed with a slow learner and on slow networks, against theory and a plain loop.
 
     python -m examples.studies.cluster                      both parts, half an hour on two idle cores
     python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
     python -m examples.studies.cluster --parts network      two hosts and a shaped link; needs root
 
-Stragglers: every averaging strategy and SSGD with one of 4 super learners 2 to 100 times slower. Network:
-two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s and 100 Mb/s between them,
-models of 1, 10 and 43.15 M parameters; H-ADPSGD, SSGD and averaging off, and the held-out loss that each
-reaches at 1 Gb/s with the largest model. Finished runs are kept.
+The part `stragglers` measures every averaging strategy and SSGD with one of 4 super learners 2 to 100 times
+slower. The part `network` uses two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s
+and 100 Mb/s between them, and models of 1, 10 and 43.15 M parameters. It measures H-ADPSGD, SSGD and
+averaging off, and the held-out loss of each at 1 Gb/s with the largest model. Finished runs are kept.
 Written to --out: result.json, table.md, stragglers.png, network.png and all runs.
 """
 
@@ -27,19 +27,21 @@ PARTS = ("stragglers", "network")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
         help="strategies beside a slow learner (default: seven)")  # fmt: skip
-    add("--repetitions", type=int, help="runs of each (default: 3 stragglers, 2 network)")
-    add("--links", nargs="+", default=list(network.LINKS), help="rates (default: all three)")
-    add("--models", nargs="+", default=list(network.MODELS), help="sizes (default: all three)")
+    add("--repetitions", type=int, help="runs of each scheme (default: 3 stragglers, 2 network)")
+    add("--links", nargs="+", default=list(network.LINKS), help="link rates (default: all three)")
+    add(
+        "--models", nargs="+", default=list(network.MODELS), help="model sizes (default: all three)"
+    )
     add("--no-curves", action="store_true", help="measure speeds only, no held-out loss")
     add("--recall", action="store_true", help="measure nothing, print tables of finished runs")
     add("--out", type=Path, default=Path("out/cluster"))
@@ -52,7 +54,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
-    """Every scheme in turn, as often as asked for."""
+    """Measure every scheme beside a slow learner, in turn, `--repetitions` times; return results and text."""
     repetitions = options.repetitions or stragglers.REPETITIONS
     told = [
         stragglers.job(scheme, repetition)
@@ -70,10 +72,10 @@ def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_network(options: argparse.Namespace) -> dict[str, Any]:
-    """Every link with every model; then the curves."""
+    """Measure every link with every model, then the loss curves; return results and text."""
     missing = hosts.missing()
     if missing and not options.recall:
-        raise Problem(f"--parts network: {missing}; --parts stragglers goes without")
+        raise Problem(f"--parts network: {missing}; --parts stragglers does not need it")
     cells = network.cells(options.links, options.models)
     repetitions = options.repetitions or network.REPETITIONS
     curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
@@ -102,7 +104,7 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, answer."""
+    """Measure both parts, and write result.json, table.md and the figures."""
     options = arguments()
     launch.check(["torch", "horovod", "hvd_adpsgd", "matplotlib"], launcher=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,14 @@
-"""All averaging strategies on the easy speech task, with the data and settings of `make demo`.
+"""Compares all averaging strategies on the easy speech task, with the data and settings of `make demo`.
 
     python -m examples.studies.compare           every strategy, seeds 0 1 2
     python -m examples.studies.compare --schemes random_pairs synchronous --seeds 0
     python -m examples.studies.compare --quick   a tiny corpus, one epoch, as a test
     python -m examples.studies.compare --schemes random_pairs --shares 1 0.25 0.0625
-                                                 exchange_share, in chunks of 64 KiB
+                                                 with exchange_share, in chunks of 64 KiB
 
-4 learners as 4 super learners of 1, unlike the demo's 2 of 2, so that averaging matters more. Learning rate,
-batch and epochs are the demo's for every strategy; none was tuned. One training at a time; finished runs
-are kept, and strategies that this version of the library does not know are skipped.
+It trains 4 super learners of 1 learner, unlike the demo's 2 of 2, so that averaging matters more. Learning
+rate, batch and epochs are the demo's for every strategy; none was tuned. One training runs at a time;
+finished runs are kept, and strategies that this version of the library does not know are skipped.
 Written to --out: result.json, table.md, heldout.png and all runs.
 """
 
@@ -24,7 +24,7 @@ from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_pa
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-SHARED = {"HVD_ADPSGD_CHUNK_KIB": "64"}  # the least: the demo's model has 16 of them
+SHARED = {"HVD_ADPSGD_CHUNK_KIB": "64"}  # the minimum: the demo's model then has 16 chunks
 BASELINE = "synchronous"
 FAMILIES = {
     "Free running": (
@@ -52,21 +52,27 @@ OTHERS = "Others"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all)")
+    add(
+        "--schemes",
+        nargs="+",
+        default=list(SCHEMES),
+        metavar="SPEC",
+        help="averaging strategies (default: all)",
+    )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (default: 0 1 2)")
     add(
         "--shares",
         type=float,
         nargs="+",
         default=[1.0],
-        help="of the model per exchange, in (0, 1]",
+        help="share of the model that an exchange moves, in (0, 1] (default: 1)",
     )
     add("--epochs", type=int, default=6)
     add("--quick", action="store_true", help="tiny corpus and one epoch, as a test")
@@ -84,7 +90,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training(scheme: str, seed: int, epochs: int, share: float = 1.0) -> launch.Training:
-    """A scheme with a seed, its folder yet to be chosen."""
+    """Return the training of a scheme with a seed; sweep.placed() chooses its folder."""
     shared = SHARED | {"HVD_ADPSGD_EXCHANGE_SHARE": f"{share:g}"} if share < 1 else {}
     return launch.Training(
         f"{scheme}, share {share:g}" if shared else scheme,
@@ -98,7 +104,7 @@ def training(scheme: str, seed: int, epochs: int, share: float = 1.0) -> launch.
 
 
 def train_and_decode(one: launch.Training, data: Path) -> dict:
-    """Held-out losses and word errors of one training."""
+    """Train and decode one run; return its held-out losses and its word errors."""
     launch.train(one, data)
     return {
         "curve": journal.read(one.folder / "heldout.jsonl"),
@@ -107,13 +113,13 @@ def train_and_decode(one: launch.Training, data: Path) -> dict:
 
 
 def complete(outcomes: list[sweep.Outcome]) -> list[sweep.Outcome]:
-    """The runs of those schemes of which no run failed: means are over the same seeds for all."""
+    """Return the runs of schemes without a failed run, so that every mean is over the same seeds."""
     failed = {one.run.scheme for one in outcomes if one.record is None}
     return [one for one in outcomes if one.run.scheme not in failed]
 
 
 def results(outcomes: list[sweep.Outcome]) -> dict:
-    """Word error rates, held-out losses, differences from the baseline."""
+    """Return word error rates, held-out losses, and differences from the baseline, by scheme."""
     runs = [one.run for one in outcomes]
     decoded = [one.record["decoded"] for one in outcomes]
     found = comparison.summary(runs, decoded, [one.record["curve"] for one in outcomes])
@@ -131,7 +137,7 @@ def results(outcomes: list[sweep.Outcome]) -> dict:
 
 
 def table(result: dict) -> str:
-    """One row per scheme, in Markdown."""
+    """Return the results as a Markdown table with one row per scheme."""
     lines = [
         f"| scheme | WER % | 95 % interval | by seed | minus {BASELINE} | held-out loss | min to max |"
         " training s |",
@@ -166,7 +172,7 @@ def _difference(found: dict | None) -> str:
 
 
 def notes(result: dict, failed: list[str], skipped: dict[str, str]) -> list[str]:
-    """What a reader of the table must know."""
+    """Return the notes below the table: task, seeds, intervals, failed and skipped schemes."""
     lines = [
         f"{result['task']}; {LEARNERS} learners as {LEARNERS} super learners of 1; "
         f"{result['epochs']} epochs; seeds {' '.join(map(str, result['seeds']))}. The interval and "
@@ -179,7 +185,7 @@ def notes(result: dict, failed: list[str], skipped: dict[str, str]) -> list[str]
 
 
 def panels(schemes: list[str]) -> dict[str, list[str]]:
-    """The schemes of each panel of the figure; the baseline is drawn in all of them."""
+    """Return the schemes of each panel of the figure, by title; every panel also shows the baseline."""
     found = {
         title: [scheme for scheme in schemes if scheme in family]
         for title, family in FAMILIES.items()
@@ -190,7 +196,7 @@ def panels(schemes: list[str]) -> dict[str, list[str]]:
 
 
 def draw(outcomes: list[sweep.Outcome], title: str, path: Path) -> None:
-    """Held-out loss over samples, a panel per family of schemes."""
+    """Draw held-out loss over samples, in one panel per family of schemes."""
     runs = [one.run for one in outcomes]
     curves = {
         scheme: [outcomes[i].record["curve"] for i in chosen]
@@ -200,7 +206,7 @@ def draw(outcomes: list[sweep.Outcome], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Prepare, train and decode, compare."""
+    """Prepare the data, train and decode every run, write the comparison."""
     options = arguments()
     launch.check([*launch.MODULES, "horovod", "hvd_adpsgd"], launcher=True)
     schemes, skipped = sweep.known(options.schemes)

@@ -1,18 +1,19 @@
-"""The largest batch that each strategy tolerates, with proportional learning rate, at equal epochs.
+"""Finds the largest batch that each strategy tolerates, with a proportional learning rate, at equal epochs.
 
-    python -m examples.studies.large_batch             the confirming seeds 1 2 3
-    python -m examples.studies.large_batch --seeds 0   the exploring seed
+    python -m examples.studies.large_batch             with the confirming seeds 1 2 3
+    python -m examples.studies.large_batch --seeds 0   with the exploring seed
     python -m examples.studies.large_batch --schemes synchronous random_ring --warmups none
 
-Batches are B0 times 1, 2, 4, 8, 16, rates R0 times the same, without and with the papers' warm-up (linear
-from R0 over 5/8 of the epochs; then, in both, 1/sqrt(2) per epoch). The result of a strategy is the
-largest batch up to which the held-out loss stays within 5 % of the baseline: synchronous, at B0. A
-training that diverges has an infinite loss. Plain SGD, as in the papers. Finished runs are kept.
+Batches are B0 times 1, 2, 4, 8, 16, and rates are R0 times the same factor, without and with the papers'
+warm-up (linear from R0 over 5/8 of the epochs). After 5/8 of the epochs the rate falls by 1/sqrt(2) per
+epoch in both cases. The result of a strategy is the largest batch up to which the held-out loss stays within
+5 % of the baseline, `synchronous` at B0. A training that diverges has an infinite loss. The optimizer is
+plain SGD, as in the papers. Finished runs are kept.
 
-To save time, the model is small, training is short and only the loss per frame is measured: no decoding.
-For the same reason `synchronous` is one learner with the whole batch: its mean gradient is over the same
-samples in the same order, summed in another one. On seed 0 at B0 the weights differ by less than 1e-6 of
-their norm for 80 steps; later rounding grows, as between any two orders of summation.
+To save time, the model is small, training is short, and only the loss per frame is measured, without
+decoding. For the same reason `synchronous` is one learner with the whole batch: its mean gradient is over the
+same samples, summed in another order. On seed 0 at B0 the weights differ by less than 1e-6 of their norm for
+80 steps; later the rounding differences grow, as between any two orders of summation.
 `--launch-synchronous` starts four learners instead, which wait for each other in every step.
 Written to --out: result.json, table.md, large_batch.png and all runs.
 """
@@ -28,7 +29,7 @@ from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import figure, journal, launch, sweep
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 
-# Settled before any confirming seed was run. R0 comes from seed 0 of one learner alone with batch 64:
+# Chosen before any confirming seed was run. R0 comes from trainings of one learner on seed 0 with batch 64:
 #
 #     python -m examples.acoustic_model.train --strategy single --layers 1 --batch 64 --lr RATE \
 #         --warmup 0 --momentum 0 --epochs 6 --seed 0
@@ -36,8 +37,9 @@ from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_pa
 #     RATE             0.25    0.5     1       2       4       8
 #     held-out loss    2.297   1.696   1.348   1.202   1.149   1.192
 #
-# Taken is the smallest rate within 5 % of the best, for the best leaves no room to scale. What the schemes
-# do at larger batches had no part in the choice. Size and epochs are what two cores do in half a minute.
+# R0 is the smallest rate whose loss is within 5 % of the best, because the best rate leaves no room for
+# scaling it. Results at larger batches had no part in the choice. With this size and number of epochs a
+# training takes half a minute on two cores.
 SETTINGS = {
     "task": "easy",
     "layers": 1,
@@ -57,15 +59,15 @@ TITLES = {"none": "without warm-up", "papers": "with the papers' warm-up"}
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "skip"}
 DIVERGED = "diverged"
 
-Losses = dict[int, list[float]]  # by batch, one per seed; inf: diverged, nan: the run failed
-Found = dict[str, dict[str, Losses]]  # by scheme and warm-up; the baseline scheme is among them
+Losses = dict[int, list[float]]  # losses by batch, one per seed; inf: diverged, nan: the run failed
+Found = dict[str, dict[str, Losses]]  # losses by scheme (with the baseline) and warm-up
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -91,9 +93,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def training(
     scheme: str, warmup: str, factor: int, seed: int, options: argparse.Namespace
 ) -> launch.Training:
-    """One cell of the sweep with a seed, its folder yet to be chosen.
+    """Return the training of one cell of the sweep with a seed; sweep.placed() chooses its folder.
 
-    With factor 1 there is nothing to warm up to: both warm-ups are the same run.
+    With factor 1 the rate has no target to warm up to, so that both warm-ups give the same run.
     """
     alone = scheme == BASELINE and not options.launch_synchronous
     learners = 1 if alone else SETTINGS["learners"]
@@ -113,7 +115,7 @@ def training(
 
 
 def measure(one: launch.Training, data: Path) -> dict:
-    """Held-out loss after the last epoch, or that it diverged.
+    """Train one run; return its held-out loss after the last epoch ("diverged" if it diverged) and its curve.
 
     Raises:
         Problem: if the training failed for another reason.
@@ -126,7 +128,7 @@ def measure(one: launch.Training, data: Path) -> dict:
             raise
         print("   diverged", flush=True)
         return {"heldout_loss": DIVERGED, "curve": curve}
-    for weights in one.folder.glob("*.pt"):  # nobody will ask for them
+    for weights in one.folder.glob("*.pt"):  # not needed: nothing is decoded
         weights.unlink()
     curve = journal.read(one.folder / "heldout.jsonl")
     return {"heldout_loss": curve[-1]["heldout_loss"], "curve": curve}
@@ -137,43 +139,43 @@ def _is_lost(curve: list[dict]) -> bool:
 
 
 def loss_of(record: dict | None) -> float:
-    """A run's loss: infinite if it diverged, not a number if it failed."""
+    """Return a run's loss: infinite if the training diverged, NaN if it failed."""
     if record is None:
         return math.nan
     return math.inf if record["heldout_loss"] == DIVERGED else record["heldout_loss"]
 
 
 def mean(losses: list[float]) -> float:
-    """Mean over seeds: infinite if one diverged, not a number if one failed."""
+    """Return the mean loss over seeds: infinite if a run diverged, NaN if a run failed."""
     return sum(losses) / len(losses)
 
 
 def largest(losses: dict[int, float], limit: float) -> int | None:
-    """The largest batch up to which every loss is within the limit; None if the first is not."""
+    """Return the largest batch up to which every loss is within `limit`; None if the first loss is not."""
     held = None
     for batch in sorted(losses):
-        if not losses[batch] <= limit < math.inf:  # also where one is not a number
+        if not losses[batch] <= limit < math.inf:  # written so that a NaN ends the loop too
             break
         held = batch
     return held
 
 
 def baseline(found: Found) -> list[float]:
-    """Losses of the baseline at B0, one per seed; the same for every warm-up."""
+    """Return the losses of the baseline at B0, one per seed; they are the same for every warm-up."""
     return next(iter(found[BASELINE].values()))[SETTINGS["base_batch"]]
 
 
 def bound(losses: list[float]) -> float:
-    """The loss that counts as equal to the baseline's."""
+    """Return the largest loss that counts as equal to the baseline's."""
     return mean(losses) * (1 + SETTINGS["tolerance"])
 
 
 def answers(by_batch: Losses, base: list[float]) -> dict:
-    """The largest batch of one scheme and warm-up: by the means over seeds, and seed by seed.
+    """Return the largest tolerated batch of a scheme and warm-up, by the means over seeds and seed by seed.
 
     Args:
-        by_batch: losses of the scheme.
-        base: of the baseline at B0, one per seed.
+        by_batch: losses of the scheme, by batch.
+        base: losses of the baseline at B0, one per seed.
     """
     means = {batch: mean(losses) for batch, losses in by_batch.items()}
     by_seed = [{batch: losses[i] for batch, losses in by_batch.items()} for i in range(len(base))]
@@ -184,7 +186,7 @@ def answers(by_batch: Losses, base: list[float]) -> dict:
 
 
 def results(found: Found) -> dict:
-    """Losses and answers by scheme and warm-up."""
+    """Return the losses and the largest tolerated batches, by scheme and warm-up."""
     base = baseline(found)
     return {
         "baseline": _plain(mean(base)),
@@ -204,14 +206,14 @@ def results(found: Found) -> dict:
 
 
 def _plain(loss: float) -> float | str | None:
-    """As JSON knows it: `diverged` for an infinite loss, null for a run that failed."""
+    """Return a loss for JSON: "diverged" if it is infinite, None for a run that failed."""
     if math.isnan(loss):
         return None
     return DIVERGED if math.isinf(loss) else loss
 
 
 def table(found: Found, result: dict) -> str:
-    """One row per scheme and warm-up, in Markdown; bold is within the bound of the baseline."""
+    """Return a Markdown table with a row per scheme and warm-up; losses within the bound are bold."""
     batches = sorted(next(iter(found[BASELINE].values())))
     titles = ["scheme", "warm-up", *map(str, batches), "largest within 5 %", "by seed"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -239,7 +241,7 @@ def _cell(losses: list[float], limit: float) -> str:
 def notes(
     options: argparse.Namespace, what: str, failed: list[str], skipped: list[str]
 ) -> list[str]:
-    """What a reader of the table must know."""
+    """Return the notes below the table: task, settings, seeds, failed and skipped schemes."""
     seeds = f"seed {' '.join(map(str, options.seeds))}"
     role = " (exploring: it chose the settings)" if set(options.seeds) & set(EXPLORING) else ""
     lines = [
@@ -257,7 +259,7 @@ def notes(
 
 
 def cells(options: argparse.Namespace, schemes: list[str]) -> list[tuple[str, str, int, int]]:
-    """Scheme, warm-up, factor and seed of every loss that is wanted; the baseline comes first."""
+    """Return (scheme, warm-up, factor, seed) of every cell of the sweep; the baseline comes first."""
     return [
         (scheme, warmup, factor, seed)
         for seed in options.seeds
@@ -270,7 +272,7 @@ def cells(options: argparse.Namespace, schemes: list[str]) -> list[tuple[str, st
 def sweep_all(
     options: argparse.Namespace, schemes: list[str], data: Path
 ) -> tuple[Found, list[str]]:
-    """Train what is not finished.
+    """Train all runs of the sweep that are not finished.
 
     Returns:
         losses by scheme and warm-up, and a line on each failure.
@@ -290,7 +292,7 @@ def sweep_all(
 
 
 def main() -> None:
-    """Prepare, sweep, answer."""
+    """Prepare the data, train the sweep, write the results."""
     options = arguments()
     launch.check([*launch.MODULES, "horovod", "hvd_adpsgd"], launcher=True)
     schemes, skipped = sweep.known(options.schemes)

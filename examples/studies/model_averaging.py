@@ -1,17 +1,18 @@
-"""Model averaging on speech: N learners average their models every K minibatches.
+"""Study of model averaging on speech, where N learners average their models every K minibatches.
 
-    python -m examples.studies.model_averaging             the sweep, seeds 1 2 3
-    python -m examples.studies.model_averaging --explore   the grid from which the rates were chosen
-    python -m examples.studies.model_averaging --recall    tables of finished runs
-    python -m examples.studies.model_averaging --quick     a tiny corpus and net, as a test
+    python -m examples.studies.model_averaging             train the sweep, seeds 1 2 3
+    python -m examples.studies.model_averaging --explore   train the grid from which the rates were chosen
+    python -m examples.studies.model_averaging --recall    print the tables of finished runs
+    python -m examples.studies.model_averaging --quick     train a tiny corpus and net, as a test
 
-N = 1, 2, 4 learners x K = 1, 5, 10, 20, 50, 100, 500 x SGD and natural-gradient SGD x weights from
-Glorot's rule or from a stack of RBMs; and, for one learner, ReLUs in place of
-sigmoids. Learners are super learners of one, in processes of their own, averaged by
+The sweep combines N = 1, 2, 4 learners, K = 1, 5, 10, 20, 50, 100, 500, SGD and natural-gradient SGD, and
+initial weights from Glorot's rule or from a stack of RBMs; for one learner also ReLUs in place of
+sigmoids. Each learner is a super learner of one process; models are averaged by
 periodic_averaging:period=K and once more at the end. All runs use the same total number of
 minibatches, without momentum; the rate is N times that of one learner and falls tenfold over the run. Four
-learners at K = 10 are also trained with the rate of one. One launch per seed and N trains all its runs
-one after another; finished runs are kept. WER of some: one learner, and four at K = 10 and 100.
+learners at K = 10 are also trained with the rate of one learner. One launch per seed and N trains all its
+runs one after another; finished runs are kept. The word error rate is measured for one learner, and for
+four learners at K = 10 and 100.
 Written to --out: result.json, table.md, model_averaging.png and all runs.
 """
 
@@ -33,19 +34,20 @@ from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_pa
 
 SETTINGS = {
     "task": "easy",
-    "layers": 5,  # hidden ones, over 11 frames of 40 features
+    "layers": 5,  # hidden layers; the input is 11 frames of 40 features
     "hidden": 128,
-    "batch": 128,  # frames
-    "minibatches": 1720,  # of all learners together: one epoch; 1720 = 4 x 430
+    "batch": 128,  # frames per minibatch
+    "minibatches": 1720,  # total of all learners, one epoch; 1720 = 4 x 430
 }
 QUICK = {"task": "easy", "layers": 2, "hidden": 16, "batch": 64, "minibatches": 40}
 LEARNERS, PERIODS = (1, 2, 4), (1, 5, 10, 20, 50, 100, 500)
 OPTIMIZERS = {"sgd": "SGD", "natural": "NG-SGD"}
 INITS = {"random": "random", "rbm": "RBM"}
 EXPLORING, CONFIRMING = 0, [1, 2, 3]
-# Rates of one learner, by activation, optimizer and initial weights. Settled with --explore, on seed 0 of
-# one learner, before any confirming seed was run: the smallest of the grid within 5 % of its best, for
-# the best leaves no room to scale. What several learners do had no part in the choice. Held-out losses:
+# Rates of one learner, by activation, optimizer and initial weights. They were chosen with --explore, on
+# seed 0 of one learner, before any confirming seed was run: the smallest rate of the grid whose loss is
+# within 5 % of the best, because the best rate leaves no room for scaling it by N. Results of several
+# learners had no part in the choice. Held-out losses:
 #
 #     RATE                         1       2       4       8
 #     sigmoid, SGD, random         2.709   2.510   2.659   3.934
@@ -56,7 +58,7 @@ EXPLORING, CONFIRMING = 0, [1, 2, 3]
 #     RATE                  1/128   1/32    1/8     1/4     1/2     1
 #     ReLU, SGD, random     3.583   2.416   1.974   1.845   1.885   diverged
 #
-# ReLUs that begin with the weights of RBMs, which were trained for sigmoids, diverged at each of these.
+# ReLUs that start from weights of RBMs, which were trained for sigmoids, diverged at each rate of the grid.
 GRID = {"sigmoid": (1.0, 2.0, 4.0, 8.0), "relu": (0.0078125, 0.03125, 0.125, 0.25, 0.5, 1.0)}
 RATES = {
     ("sigmoid", "sgd", "random"): 2.0,
@@ -69,7 +71,7 @@ EXPLORED = (*RATES, ("relu", "sgd", "rbm"))
 TOLERANCE = 0.05
 UNSCALED = (4, 10)  # N and K of runs with the rate of one learner
 DECODED_PERIODS = (0, 10, 100)
-# Several hours of patience: on a busy machine, or one that sleeps, silence is no loss.
+# An hour as the deadline of a silent peer: on a busy or suspended machine a silent learner has not failed.
 ENVIRONMENT = {
     "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
     "HVD_ADPSGD_NONFINITE": "skip",
@@ -80,16 +82,16 @@ DIVERGED = "diverged"
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training of the sweep.
 
     Attributes:
-        learners: N.
-        period: K; 0 with one learner, which averages with nobody.
+        learners: N, the number of learners.
+        period: K, minibatches between means; 0 for one learner, which does not average.
         optimizer, init, activation: as in RATES.
-        seed: of weights, and of the order of the frames.
-        rate: a learner's is N times this.
-        decoded: whether its model is kept, to be decoded.
-        folder: for what it leaves.
+        seed: seed of the weights, and of the order of the frames.
+        rate: learning rate divided by N.
+        decoded: whether the model is kept and decoded.
+        folder: folder of the results.
     """
 
     learners: int
@@ -104,7 +106,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """For messages and folders."""
+        """Name of the run in messages and folders."""
         return (
             f"N{self.learners}-K{self.period}-{self.optimizer}-{self.init}-{self.activation}"
             f"-lr{self.rate:g}-seed{self.seed}"
@@ -112,10 +114,10 @@ class Run:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -160,7 +162,7 @@ def sweep(
     optimizers: Iterable[str] = tuple(OPTIMIZERS),
     weights: Iterable[str] = tuple(INITS),
 ) -> list[Run]:
-    """All runs, seed after seed: what is finished when time is up is a whole table for some."""
+    """Return all runs, ordered by seed, so that an interrupted sweep has whole tables of its first seeds."""
     scaled = [
         Run(
             n, period, optimizer, init, activation, seed, rate,
@@ -185,7 +187,7 @@ def sweep(
 
 
 def grid() -> list[Run]:
-    """One learner on the exploring seed with every rate."""
+    """Return the runs of one learner on the exploring seed, with every rate of the grid."""
     return [
         Run(1, 0, optimizer, init, activation, EXPLORING, rate)
         for activation, optimizer, init in EXPLORED
@@ -194,22 +196,22 @@ def grid() -> list[Run]:
 
 
 def chosen(losses: dict[float, float]) -> float | None:
-    """The smallest rate whose loss is within 5 % of the best; None if all have diverged."""
+    """Return the smallest rate whose loss is within 5 % of the best; None if all runs diverged."""
     best = min(losses.values())
     if best == math.inf:
         return None
     return min(rate for rate, loss in losses.items() if loss <= best * (1 + TOLERANCE))
 
 
-# ---- what is trained and kept
+# ---- trainings and their records
 
 
 class Sweep:
-    """Trains runs; finished ones are kept.
+    """Trains the runs of a sweep that are not finished, and reads the records of those that are.
 
     Args:
-        out: folder.
-        data: folder of the speech.
+        out: folder of all results.
+        data: folder of the speech corpus.
         settings: SETTINGS or QUICK.
     """
 
@@ -220,19 +222,19 @@ class Sweep:
         self._digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
     def placed(self, one: Run) -> Run:
-        """The run with its folder."""
+        """Return the run with its folder set."""
         return replace(one, folder=self.out / "runs" / f"{one.name}-{self._digest}")
 
     def stack(self, seed: int) -> Path:
-        """Folder of the pre-trained stack of a seed."""
+        """Return the folder of the pre-trained RBM stack of a seed."""
         return self.out / "stacks" / f"{seed}-{self._digest}"
 
     def recall(self, one: Run) -> dict[str, Any] | None:
-        """The record of a finished run."""
+        """Return the record of a run; None if the run is not finished."""
         return kept.recall(self.placed(one).folder)
 
     def perform(self, runs: list[Run]) -> None:
-        """Train what is not finished: one launch for each seed and number of learners."""
+        """Train all runs that are not finished, in one launch for each seed and number of learners."""
         todo = [self.placed(one) for one in runs if self.recall(one) is None]
         print(f"{len(runs)} runs, {len(runs) - len(todo)} finished before", flush=True)
         for seed, learners in dict.fromkeys((one.seed, one.learners) for one in todo):
@@ -263,18 +265,18 @@ class Sweep:
         launch.module(name, [str(path)], f"{learners} learners", learners, **ENVIRONMENT)
 
     def _told(self, one: Run) -> dict[str, Any]:
-        """What a learner must know of a run."""
+        """Return the entry of a run in the plan that averaging_learner.py reads."""
         stack = str(self.stack(one.seed) / "stack.pt") if one.init == "rbm" else None
         return asdict(one) | {"folder": str(one.folder), "name": one.name, "stack": stack}
 
     def monitor(self, seed: int) -> list[dict[str, Any]]:
-        """What pretrain_rbm.py wrote of each machine after its last epoch."""
+        """Return the monitor entry that pretrain_rbm.py wrote for each RBM after its last epoch."""
         lines = (self.stack(seed) / "monitor.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines]
         return list({entry["layer"]: entry for entry in entries}.values())
 
     def wer(self, one: Run, recall_only: bool) -> float | None:
-        """Word error rate of a run's model on the test split; None if it is not known."""
+        """Return the test word error rate of a run's model, decoding if needed; None if it is not known."""
         folder = self.placed(one).folder
         path = folder / "wer.json"
         if not path.exists() and (recall_only or not (folder / "model.pt").exists()):
@@ -284,13 +286,17 @@ class Sweep:
         return json.loads(path.read_text())["wer"]
 
 
-# ---- what it shows
+# ---- tables and figure
 
-Losses = dict[tuple[str, str, str, int, int], list[float]]  # by cell, one per seed; inf: diverged
+# By (activation, optimizer, initial weights, N, K): one loss per seed, inf if diverged.
+Losses = dict[tuple[str, str, str, int, int], list[float]]
 
 
 def losses_of(records: list[dict[str, Any]], scaled: bool = True) -> Losses:
-    """Held-out losses by cell, in the order of the seeds; with the rate times N, or of one learner."""
+    """Return held-out losses by cell, in the order of the seeds, of runs with the rate times N.
+
+    With `scaled` False, of those runs whose rate is that of one learner.
+    """
     found: Losses = {}
     for record in records:
         kind = record["activation"], record["optimizer"], record["init"]
@@ -303,9 +309,9 @@ def losses_of(records: list[dict[str, Any]], scaled: bool = True) -> Losses:
 
 
 def table(losses: Losses, periods: list[int]) -> str:
-    """One row per optimizer, initial weights and number of learners, in Markdown.
+    """Return a Markdown table with one row per optimizer, initial weights and number of learners.
 
-    Bold: the mean is within 5 % of that of one learner.
+    A mean within 5 % of that of one learner is bold.
     """
     head = "| optimizer | weights | N | 1 learner | " + " | ".join(f"K = {k}" for k in periods)
     lines = [head + " |", "|---" * (4 + len(periods)) + "|"]
@@ -336,7 +342,7 @@ def _text(losses: list[float], limit: float) -> str:
 
 
 def unscaled_table(losses: Losses, unscaled: Losses) -> str:
-    """What the rate times N brings, and costs, at one N and K."""
+    """Return a Markdown table that compares the rate times N with the rate of one learner, for UNSCALED."""
     n, period = UNSCALED
     lines = [
         f"| optimizer | weights | 1 learner | N = {n}, K = {period}, rate x {n} | rate x 1 |",
@@ -353,7 +359,7 @@ def unscaled_table(losses: Losses, unscaled: Losses) -> str:
 
 
 def pretraining_table(losses: Losses) -> str:
-    """One learner: what initial weights bring, by activation and optimizer."""
+    """Return a Markdown table of one learner's losses by initial weights, activation and optimizer."""
     lines = ["| units | optimizer | random | RBM | RBM / random |", "|---|---|---|---|---|"]
     for activation, optimizer in dict.fromkeys((a, o) for a, o, _ in RATES):
         random, rbm = (losses.get((activation, optimizer, init, 1, 0), []) for init in INITS)
@@ -365,7 +371,7 @@ def pretraining_table(losses: Losses) -> str:
 
 
 def stacks_table(monitors: dict[int, list[dict[str, Any]]]) -> str:
-    """Reconstruction errors and free-energy gaps of every machine: least to most over seeds."""
+    """Return a Markdown table of each RBM's reconstruction errors and free-energy gap, over seeds."""
     lines = [
         "| layer | squared error, training | held-out | free-energy gap |",
         "|---|---|---|---|",
@@ -380,7 +386,7 @@ def stacks_table(monitors: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def wer_table(wer: dict[tuple[str, str, int, int], float]) -> str:
-    """Word error rates of the decoded runs."""
+    """Return a Markdown table of the word error rates of the decoded runs."""
     places = sorted({(n, k) for _, _, n, k in wer})
     heads = ["1 learner" if n == 1 else f"N = {n}, K = {k}" for n, k in places]
     lines = [f"| optimizer | weights | {' | '.join(heads)} |", "|---" * (2 + len(places)) + "|"]
@@ -392,7 +398,7 @@ def wer_table(wer: dict[tuple[str, str, int, int], float]) -> str:
 
 
 def cost_table(records: list[dict[str, Any]]) -> str:
-    """CPU seconds of a run, all learners together: mean over the sigmoid runs."""
+    """Return a Markdown table of the CPU seconds of all learners together, mean over the sigmoid runs."""
     lines = ["| N | SGD | NG-SGD | ratio |", "|---|---|---|---|"]
     for n in sorted({record["learners"] for record in records}):
         sgd, natural = (
@@ -408,7 +414,7 @@ def cost_table(records: list[dict[str, Any]]) -> str:
 
 
 def draw(losses: Losses, title: str, path: Path) -> None:
-    """A panel for each optimizer and initial weights."""
+    """Draw held-out loss over K, in one panel for each optimizer and initial weights."""
     panels = {}
     for optimizer, init in ((o, i) for o in OPTIMIZERS for i in INITS):
         several: dict[str, dict[int, list[float]]] = {}
@@ -424,7 +430,7 @@ def draw(losses: Losses, title: str, path: Path) -> None:
 
 
 def explore(trained: Sweep) -> str:
-    """Train the grid; its table."""
+    """Train the grid; return a text with the losses and the chosen rate of each kind of run."""
     trained.perform(grid())
     rows: dict[tuple[str, str, str], dict[float, float]] = {}
     for one in grid():
@@ -440,7 +446,7 @@ def explore(trained: Sweep) -> str:
 
 
 def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: str) -> str:
-    """Collect what is finished, decode, write result.json, table.md and the figure."""
+    """Collect the finished runs, decode, write result.json, table.md and the figure; return the tables."""
     records = [record for record in map(trained.recall, runs) if record]
     if not records:
         raise Problem(f"no run is finished in {options.out}; start again without --recall")
@@ -472,7 +478,7 @@ def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: s
 
 
 def main() -> None:
-    """Prepare, train, compare."""
+    """Prepare the data, train all runs, write the comparison."""
     options = arguments()
     several = max(options.learners) > 1 and not options.explore
     launch.check([*launch.MODULES, "horovod", "hvd_adpsgd"], launcher=several)

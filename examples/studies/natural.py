@@ -1,20 +1,21 @@
-"""Natural-gradient SGD against SGD: its gain on a toy problem, and the cost of a step.
+"""Compares natural-gradient SGD with SGD: its gain on a toy problem, and the cost of a step.
 
-    python -m examples.studies.natural toy   one learner, and eight averaged every 10 and 40
+    python -m examples.studies.natural toy   one learner, and eight averaged every 10 and 40 minibatches
     python -m examples.studies.natural toy --quick   few samples, one seed, as a test
     python -m examples.studies.natural overhead   a step on a DNN with 6 x 1024 sigmoids
-    python -m examples.studies.natural overhead --layers 5 --hidden 256   that of the speech example
+    python -m examples.studies.natural overhead --layers 5 --hidden 256   with the speech example's DNN
 
-toy: 40 Gaussian classes in 40 dimensions, seen through a matrix of condition 100 (covariances of
-condition 10^4); ReLU layers 40-128-128-40, minibatch 128, no momentum, the rate falls tenfold over
-the run. The eight learners are simulated in one process: each takes every eighth minibatch, and
-after every K of its minibatches all parameters are averaged; estimates stay with each learner. Every
-method uses the rate of the grid that is best on seed 0 also for the other seeds, which are the result.
-Methods: sgd (torch.optim.SGD), sgd-max-change (the same limits as natural, no preconditioning), natural
-(NaturalGradientSGD with its defaults).
+The toy problem has 40 Gaussian classes in 40 dimensions, multiplied by a matrix of condition 100 (covariances
+of condition 10^4). The network has ReLU layers 40-128-128-40; minibatch 128, no momentum, and a rate that
+falls tenfold over the run. The eight learners are simulated in one process: each takes every eighth
+minibatch, and after every K of its minibatches all parameters are averaged; the estimates of Fisher
+matrices stay with each learner. Every method uses for all seeds the rate of the grid that is best on seed 0;
+the results are those of the other seeds. Methods: sgd (torch.optim.SGD), sgd-max-change (the same limits as
+natural, no preconditioning), natural (NaturalGradientSGD with its defaults).
 
-overhead: seconds of a whole step (forward, backward, update) of both optimizers in turn, on the
-same minibatch of 256 x 440, and CPU seconds; medians over rounds, and the median of the ratios.
+overhead measures the wall seconds and CPU seconds of a whole step (forward, backward, update) of both
+optimizers in turn, on the same minibatch of 256 x 440. It reports medians over rounds of the times and of
+their ratios.
 
 Written to --out: toy.json, overhead.json, and the tables as Markdown.
 """
@@ -41,9 +42,9 @@ from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 
 CLASSES, DIM, HIDDEN, BATCH = 40, 40, 128, 128
 CONDITION = 100.0
-NOISE = 1.0  # standard deviation within a class, and of the means
+NOISE = 1.0  # standard deviation within a class; that of the class means is 1 too
 RATES = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
-NO_PRECONDITIONING = 1e12  # alpha: the identity outweighs every estimate
+NO_PRECONDITIONING = 1e12  # alpha so large that the identity outweighs every estimate
 SETTINGS = {  # name: learners, minibatches between means, epochs
     "1 learner": (1, 0, 3),
     "8, every 10": (8, 10, 6),
@@ -56,11 +57,11 @@ METHODS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
 }
 
 
-# ---- the toy
+# ---- the toy problem
 
 
 class Task:
-    """Samples of one seed.
+    """Training and held-out samples of the toy problem, drawn from a seed.
 
     Attributes:
         train, heldout: (inputs, classes), shapes (n, 40) and (n,).
@@ -86,7 +87,7 @@ class Task:
         return x @ self._matrix.T, labels
 
     def minibatches(self, epochs: int) -> list[Tensor]:
-        """Indices of every minibatch of the run, in order."""
+        """Return the sample indices of every minibatch of a run, in order."""
         count = len(self.train[1])
         found: list[Tensor] = []
         for _ in range(epochs):
@@ -117,7 +118,7 @@ def take_mean(models: list[nn.Module]) -> None:
 
 
 def train(seed: int, samples: int, setting: str, method: str, lr: float) -> float:
-    """Held-out cross-entropy of the final model, or of the mean of all; infinite if it diverged."""
+    """Train; return the held-out cross-entropy of the mean of all models, infinite if training diverged."""
     learners, every, epochs = SETTINGS[setting]
     task, first = Task(seed, samples), network(seed)
     models = [copy.deepcopy(first) for _ in range(learners)]
@@ -142,7 +143,7 @@ def train(seed: int, samples: int, setting: str, method: str, lr: float) -> floa
 
 
 def toy(options: argparse.Namespace) -> str:
-    """Run the grid on seed 0 and the best rates on the other seeds; the table."""
+    """Train the grid on seed 0, and the best rates on the other seeds; return a Markdown table."""
     path = options.out / "toy.json"
     kept: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
@@ -174,7 +175,7 @@ def toy(options: argparse.Namespace) -> str:
 
 
 def gain(base: list[float], found: list[float]) -> str:
-    """Mean of the first over that of the second, on the seeds on which neither diverged."""
+    """Return mean(base) / mean(found) as text, over the seeds on which neither diverged."""
     pairs = [pair for pair in zip(base, found, strict=False) if all(math.isfinite(v) for v in pair)]
     return f"{sum(b for b, _ in pairs) / sum(f for _, f in pairs):.2f}" if pairs else ""
 
@@ -212,7 +213,7 @@ def stepper(
 
 
 def timed(step: Callable[[], None], count: int) -> tuple[float, float]:
-    """Seconds, and CPU seconds of this process, per step."""
+    """Call step() `count` times; return wall seconds and CPU seconds of this process per call."""
     began, used = time.perf_counter(), time.process_time()
     for _ in range(count):
         step()
@@ -220,15 +221,15 @@ def timed(step: Callable[[], None], count: int) -> tuple[float, float]:
 
 
 def overhead(options: argparse.Namespace) -> str:
-    """Measure both optimizers in turn; the table."""
+    """Measure a step of both optimizers in turn; return a Markdown table."""
     torch.set_num_threads(options.threads)
     steps = {
         "sgd": stepper(options, lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)),
         "natural": stepper(options, lambda m: NaturalGradientSGD(m, 0.1, 0.9)),
     }
     for step in steps.values():
-        timed(step, 14)  # past the first ten updates
-    period = 4  # so that every round has as many updates of the estimates
+        timed(step, 14)  # warm-up; the first ten steps update the estimates more often
+    period = 4  # steps of a round: a multiple of the update period, so that rounds cost the same
     rounds = [
         {name: timed(step, period) for name, step in steps.items()} for _ in range(options.rounds)
     ]

@@ -1,17 +1,18 @@
-"""Train for an hour while learners fail and are replaced, and measure what grows.
+"""Soak test: trains for an hour while learners fail and are replaced, and measures memory growth.
 
     python -m examples.studies.soak   an hour
     python -m examples.studies.soak --minutes 5
 
-Four super learners of one learner train, with `hvd.replace_failed` every 50 steps. At random moments a
-random one of them is killed, stopped and continued, made to crash, to raise, to exit with 1. Failed
-ones are replaced, and a replacement may be next. Each learner records once per second: resident memory,
-threads, file descriptors, shared memory. After all have ended, leftovers on the machine are counted.
+Four super learners of one learner train, with `hvd.admit` every 50 steps. At random moments a random learner
+is killed, stopped and continued, made to crash, to raise, or to exit with status 1. Failed learners are
+replaced, and a replacement may fail too. Each learner records once per second its resident memory, threads
+and file descriptors. After the job has ended, memory left in /dev/shm is counted.
 
-A learner is flat if its memory in the last quarter of its life is within 1 % (or 1 MiB) of that in the
-second quarter, and half a MiB for each joining learner between: communicators with a failed process are
-freed when all leave. Learners of less than 2 minutes do not count. Status 0 if all are flat, nothing is
-left behind, and all that should have ended well did.
+A learner is flat if its resident memory in the last quarter of its life exceeds that in the second quarter by
+at most 1 % (or 1 MiB), plus half a MiB for each learner that joined in between, because communicators with a
+failed process are freed only at the end of the job. Learners that ran for less than 2 minutes do not count.
+The exit status is 0 if all learners are flat, less than 8 MiB are left in /dev/shm, and four learners ended
+normally.
 Written to --out: faults.jsonl, one learner.PID.jsonl each, result.json, soak.png (with matplotlib).
 """
 
@@ -36,23 +37,23 @@ from examples.acoustic_model.speech.launch import paths
 from examples.acoustic_model.speech.problem import new_parser
 
 N = 4  # super learners
-STEPS_BETWEEN = 50  # calls of replace_failed
+STEPS_BETWEEN = 50  # training steps between two calls of hvd.admit
 FAULTS = ("kill", "stop", "segfault", "raise", "exit")
-STOP_S = (0.2, 3.0)  # how long a stopped one is stopped
-PAUSE_S = (5.0, 15.0)  # between faults
-LONG_ENOUGH_S = 120.0
-GROWTH, GROWTH_BYTES = 0.01, 2**20
-NEWCOMER_BYTES = 2**19  # for the communicators of each
-# in /dev/shm: an engine shows its peers 32 MiB; Open MPI leaves small files of killed processes
+STOP_S = (0.2, 3.0)  # range of the time between SIGSTOP and SIGCONT
+PAUSE_S = (5.0, 15.0)  # range of the time between two faults
+LONG_ENOUGH_S = 120.0  # learners that ran for less are not judged
+GROWTH, GROWTH_BYTES = 0.01, 2**20  # allowed growth of resident memory: the larger of both
+NEWCOMER_BYTES = 2**19  # allowed growth per joining learner, for its communicators
+# Allowed remains in /dev/shm: Open MPI leaves small files of killed processes, but 32 MiB are an engine's.
 LEFT_BYTES = 8 * 2**20
-LEAVE_S = 90.0  # for the job to end once it is told to
+LEAVE_S = 90.0  # time for the job to end after the file "over" is written
 
 
 # ---- a learner ------------------------------------------------------------------------------------
 
 
 def learner(folder: Path) -> None:
-    """Train until told to stop, and say every second what this process holds."""
+    """Train until the file `folder`/over exists, and record this process's resources every second."""
     import torch
 
     import hvd_adpsgd.torch as hvd
@@ -74,7 +75,7 @@ def learner(folder: Path) -> None:
             optimizer.zero_grad()
             model(torch.randn(16, 500)).square().mean().backward()
             optimizer.step()
-            time.sleep(0.02)  # a GPU would compute now
+            time.sleep(0.02)  # stands for a GPU's work
             if spec():
                 return
         over = hvd.allreduce(torch.tensor([float((folder / "over").exists())]), op=hvd.Max)
@@ -84,14 +85,14 @@ def learner(folder: Path) -> None:
 
 
 def _wishes(folder: Path) -> Any:
-    """Whether this learner is asked to end by itself; it raises or exits then."""
+    """Return a function that raises or exits if the driver has asked this learner to, else returns False."""
 
     def look() -> bool:
         file = folder / f"spec.{os.getpid()}"
         if not file.exists():
             return False
         if file.read_text() == "raise":
-            raise RuntimeError("this fault was asked for")
+            raise RuntimeError("this fault was requested by the driver")
         sys.exit(1)
 
     return look
@@ -112,7 +113,7 @@ def _watch(folder: Path, hvd: Any) -> None:
 
 
 def _status_kib(name: str) -> int:
-    """A number of /proc/self/status."""
+    """Return the first number of line `name` in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1])
@@ -128,7 +129,7 @@ def _note(file: Path, **facts: Any) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Options of the script."""
+    """Return the options of the script."""
     parser = new_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -138,19 +139,19 @@ def arguments() -> argparse.Namespace:
 
 
 def living(folder: Path) -> list[int]:
-    """Process ids of learners that train: they have said something, and live."""
+    """Return the process ids of learners that have written a record and are alive."""
     pids = [int(file.name.split(".")[1]) for file in folder.glob("learner.*.jsonl")]
     return [pid for pid in pids if _alive(pid)]
 
 
 def shared_bytes() -> int:
-    """Used in /dev/shm, by files with a name or without."""
+    """Return the bytes used in /dev/shm, by files with a name or without."""
     found = os.statvfs("/dev/shm")
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 def is_whole(folder: Path, doomed: set[int]) -> bool:
-    """Whether all that should die are dead, and as many as at the start train."""
+    """Return whether all learners with a fatal fault have ended, and N learners train."""
     pids = living(folder)
     return len(pids) == N and not doomed & set(pids)
 
@@ -164,7 +165,7 @@ def _alive(pid: int) -> bool:
 
 
 def disturb(folder: Path, rng: random.Random, ends: float) -> Iterator[dict[str, Any]]:
-    """Commit faults until the end; at least two learners are left alone at any moment."""
+    """Commit faults until time `ends`, but only while at least three learners train; yield each fault."""
     while time.time() < ends:
         time.sleep(min(rng.uniform(*PAUSE_S), max(0.0, ends - time.time())))
         pids = living(folder)
@@ -181,14 +182,14 @@ def _commit(folder: Path, fault: str, pid: int, seconds: float) -> None:
         return
     if fault == "stop":
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)  # the stop itself
+        time.sleep(seconds)  # the learner is stopped meanwhile
         os.kill(pid, signal.SIGCONT)
         return
     os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSEGV)
 
 
 def launch(folder: Path) -> subprocess.Popen[bytes]:
-    """The job; its output goes to files."""
+    """Start the job, with its output in the files stdout and stderr of `folder`."""
     variables = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     how = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
@@ -201,7 +202,7 @@ def launch(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_until(condition: Any, seconds: float) -> bool:
-    """Poll; whether it came true in time."""
+    """Poll condition() for at most `seconds`; return whether it became true."""
     ends = time.time() + seconds
     while not condition():
         if time.time() > ends:
@@ -211,19 +212,22 @@ def wait_until(condition: Any, seconds: float) -> bool:
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """A JSON-lines file; a last line that was cut short is left out."""
+    """Return the rows of a JSON-lines file, without a last line that is only partly written."""
     return [json.loads(line) for line in file.read_text().split("\n")[:-1] if line]
 
 
 def growth(series: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    """Medians of the second and of the last quarter of a life."""
+    """Return the medians of a value over the second and over the last quarter of a learner's rows."""
     values = [row[name] for row in series]
     quarter = len(values) // 4
     return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
 
 
 def with_newcomers(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with how many joining learners there were so far: exchanges are counted anew after each."""
+    """Return the rows with the number of learners that joined so far.
+
+    It is the number of times that the count of exchanges fell, because it restarts at 0 when a learner joins.
+    """
     met, last, found = 0, 0, []
     for row in series:
         count = row["exchanges"]
@@ -234,7 +238,7 @@ def with_newcomers(series: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judged(folder: Path) -> list[dict[str, Any]]:
-    """What grew in each learner that lived long enough."""
+    """Return the growth of memory, threads and descriptors of each learner that ran long enough."""
     lives = []
     for file in sorted(folder.glob("learner.*.jsonl")):
         series = with_newcomers(rows(file))
@@ -252,7 +256,7 @@ def judged(folder: Path) -> list[dict[str, Any]]:
 
 
 def figure(folder: Path) -> None:
-    """Memory of every learner over time, and the faults."""
+    """Draw the resident memory of every learner over time, with the faults, to soak.png."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(9, 4), layout="constrained")
@@ -272,7 +276,7 @@ def figure(folder: Path) -> None:
 
 
 def soak(options: argparse.Namespace) -> dict[str, Any]:
-    """The job, the faults, and what came of it."""
+    """Run the job, commit faults, and return the results."""
     folder = options.out.resolve()
     for old in folder.glob("*"):
         old.unlink()
@@ -318,7 +322,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Soak, tell, judge."""
+    """Run the soak test, print its results; return the exit status, 0 if all criteria are met."""
     options = arguments()
     if options.learner:
         learner(options.learner)

@@ -1,18 +1,18 @@
-"""Speed-up of N learners that average every K minibatches: a model with two measured parameters.
+"""Models the speed-up of N learners that average every K minibatches, from two measured times.
 
-    python -m examples.studies.speedup                minutes, on an idle machine
-    python -m examples.studies.speedup --preset dnn   a small net
-    python -m examples.studies.speedup --recall       draw the measured again
+    python -m examples.studies.speedup                measure and draw; takes minutes on an idle machine
+    python -m examples.studies.speedup --preset dnn   with a small net
+    python -m examples.studies.speedup --recall       draw the measured times again
 
     S(N) = N K t / (K t + t_allreduce(N)),   t_allreduce(N) = a + b log2 N
 
-t: seconds of a minibatch (forward, backward, update) of a DNN of the speech example, on one core.
-t_allreduce: of a mean of its models through the averaging engine, summed by MPI and by the butterfly, for
-2, 4 and 8 learners on this machine; a and b by least squares, none of them below 0. The curves go to 32
-learners. Nothing beyond 8 is measured, and those that are share the cores of one machine.
+t is the time of a minibatch (forward, backward, update) of a DNN of the speech example, on one core.
+t_allreduce(N) is the time of a mean of N such models through the averaging engine, summed by MPI and by the
+butterfly, measured for 2, 4 and 8 learners on this machine; a >= 0 and b >= 0 are fitted by least squares.
+The curves are extrapolated to 32 learners; the measured 2 to 8 learners share the cores of one machine.
 
-Also drawn: the two speed-ups that Su and Chen report (arXiv:1507.01239), and what they imply for their
-all-reduce: N / S - 1 = t_allreduce(N) / (K t).
+Also drawn are the two speed-ups that Su and Chen report (arXiv:1507.01239), and the all-reduce time that
+they imply: N / S - 1 = t_allreduce(N) / (K t).
 Written to --out: result.json, table.md, speedup.png.
 """
 
@@ -35,18 +35,18 @@ from examples.acoustic_model.speech import model as models
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from hvd_adpsgd.theory import limits
 
-PAPER = {16: 9.3, 32: 17.0}  # learners: times faster than one
+PAPER = {16: 9.3, 32: 17.0}  # number of learners: speed-up over one learner
 PERIODS = (1, 10, 20, 100)
 MOST = 32
 WAYS = ("mpi", "butterfly")
-OUTPUTS = 256  # of a preset that leaves them to the data
+OUTPUTS = 256  # number of outputs, for a preset that takes it from the data
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Options of the script.
+    """Return the options of the script.
 
     Raises:
-        Problem: if one is out of range.
+        Problem: if an option is out of range.
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
@@ -63,7 +63,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def minibatch_s(shape: models.Shape, batch: int, rounds: int) -> tuple[float, int]:
-    """Median seconds of a minibatch on one core, and the number of parameters."""
+    """Return the median seconds of a minibatch on one core, and the number of parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = models.make(shape)
@@ -81,7 +81,7 @@ def minibatch_s(shape: models.Shape, batch: int, rounds: int) -> tuple[float, in
 
 
 def allreduce_s(parameters: int, learners: int, rounds: int) -> dict[str, dict[int, float]]:
-    """Seconds of a mean of all, by way of summing and number of learners.
+    """Measure a mean of all; return its seconds, by way of summing and number of learners.
 
     Raises:
         Problem: if the benchmark fails.
@@ -97,26 +97,26 @@ def allreduce_s(parameters: int, learners: int, rounds: int) -> dict[str, dict[i
 
 
 def fitted(seconds: dict[int, float]) -> tuple[float, float]:
-    """a and b of t(n) = a + b log2 n by least squares, both >= 0."""
+    """Return a and b of t(n) = a + b log2 n, fitted by least squares, both >= 0."""
     stages = [math.log2(n) for n in seconds]
     if len(seconds) == 1:
         return 0.0, next(iter(seconds.values())) / stages[0]
     b, a = statistics.linear_regression(stages, list(seconds.values()))[:2]
-    if a < 0:  # the line through 0 instead
+    if a < 0:  # fit b with a = 0 instead
         b = sum(x * y for x, y in zip(stages, seconds.values(), strict=True))
         return 0.0, b / sum(x * x for x in stages)
     return (a, b) if b > 0 else (statistics.mean(seconds.values()), 0.0)
 
 
 def speedup(n: int, period: int, result: dict[str, Any], way: str) -> float:
-    """S(n) with the fitted all-reduce."""
+    """Return the speed-up S(n) by the model, with the fitted all-reduce time."""
     a, b = result["fit"][way]
     seconds = a + b * math.log2(n) if n > 1 else 0.0
     return limits.averaging_speedup(n, period, result["minibatch_s"], seconds)
 
 
 def table(result: dict[str, Any]) -> str:
-    """Measured, fitted and computed, in Markdown."""
+    """Return a Markdown table of measured all-reduce times, fitted a and b, and speed-ups by the model."""
     lines = ["| sum by | " + " | ".join(f"t_allreduce({n}), ms" for n in result["sizes"])]
     lines[0] += " | a, ms | b, ms | " + " | ".join(
         f"S({n}), K = {k}" for n in PAPER for k in PERIODS
@@ -142,7 +142,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Speed-up over learners: the model's curves, the paper's two points."""
+    """Draw speed-up over the number of learners: the model's curves, and the paper's two points."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(8, 4.5), layout="constrained")
@@ -168,7 +168,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Both measurements and the fit."""
+    """Measure a minibatch and the all-reduce, fit a and b; return all of them."""
     shape = models.preset(options.preset, OUTPUTS)
     shape = replace(shape, inputs=models.PRESETS["dnn"].inputs)
     seconds, parameters = minibatch_s(shape, options.batch, options.rounds)
@@ -186,7 +186,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, fit, draw."""
+    """Measure and fit, or recall the results; write table and figure."""
     options = arguments()
     path = options.out / "result.json"
     if options.recall and not path.exists():

@@ -1,1 +1,1 @@
-"""Programs beside training: doctor, microbenchmarks, the Horovod build."""
+"""Command-line tools beside training: doctor, bench, simulate, report, timeline, top, the Horovod build."""

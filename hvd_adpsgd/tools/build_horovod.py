@@ -1,15 +1,15 @@
 """Builds Horovod 0.28.1 for the torch and the MPI of this environment, and installs it.
 
-    python hvd_adpsgd/tools/build_horovod.py        before anything else is installed
-    python -m hvd_adpsgd build-horovod        later
+    python hvd_adpsgd/tools/build_horovod.py  before hvd_adpsgd is installed
+    python -m hvd_adpsgd build-horovod        after hvd_adpsgd is installed
 
-Horovod's last release exists as source only, and needs changes to build and to start today: see
-`CHANGES`. A finished wheel stays in the user's cache folder, under a key of everything it depends
-on, so that the next environment takes seconds. Standard library only; nothing of the package is
-imported, because this file runs before its dependencies are installed.
+Horovod's last release exists as source only, and needs changes to compile and to run today: see
+`CHANGES`. A finished wheel stays in the user's cache folder, under a key of everything the wheel depends
+on, so that its installation into the next environment takes seconds. This file imports the standard
+library only, because it runs before the package and its dependencies are installed.
 
-GPU builds: the names Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL, HOROVOD_CUDA_HOME, ...) are
-passed on from the environment.
+For a build with GPUs set the variables that Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL,
+HOROVOD_CUDA_HOME, ...): they are passed on to Horovod's setup.py.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-# What a build takes while it runs, and for good (measured for a CPU build: 0.3 GB and 20 MB).
+# Free space required for a build in the temporary folder, and for its wheel in the cache folder (a CPU build
+# was measured to take 0.3 GB and 20 MB).
 BUILD_BYTES = 1 << 30
 CACHE_BYTES = 200 << 20
-# Memory of one compiler process (measured with g++ 12: 2.4 GB at worst, mpi_ops_v2.cc; others less).
+# Memory of one compiler process (with g++ 12, mpi_ops_v2.cc takes 2.4 GB, other files less).
 COMPILER_BYTES = 2 << 30
 
-# Horovod's setup.py wants these; without build isolation they must be there.
+# Packages that Horovod's setup.py imports; pip does not install them, as it runs without build isolation.
 BUILD_PACKAGES = ("setuptools", "wheel", "cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
 
 SETTINGS = {
@@ -58,11 +59,11 @@ PASSED_ON = ("HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_NCCL_", "HOROVOD_ROCM_", "
 
 
 class BuildError(Exception):
-    """Horovod cannot be built here; the message says why and what cures it."""
+    """Raised if Horovod cannot be built in this environment; the message gives the cause and the cure."""
 
 
 class Change(NamedTuple):
-    """One replacement in Horovod's sources; `before` must occur exactly once."""
+    """One replacement in Horovod's sources; `before` must occur exactly once in the file `path`."""
 
     path: str
     before: str
@@ -72,10 +73,10 @@ class Change(NamedTuple):
 # Under Open MPI 5 each learner runs below a shell. If the learner exits before hvd.shutdown() (os._exit,
 # exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
 # processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
-# status on (128 + n for signal n). The file named by ADPSGD_LEARNER has a byte from hvd.init() until the
+# status on (128 + n for signal n). The file named by ADPSGD_LEARNER holds a byte from hvd.init() until the
 # learner has left; see lifecycle/shutdown.py. The file has no name in any folder, so it vanishes if the
-# launcher kills both. Without room for it the name is empty. The launcher signals both: SIGTERM and SIGUSR1
-# are for the learner.
+# launcher kills shell and learner. If the file cannot be created, ADPSGD_LEARNER is empty. The launcher
+# signals both processes; the shell ignores SIGTERM, SIGUSR1 and SIGUSR2, which are for the learner.
 KEEPER = (
     'trap : TERM USR1 USR2; l=; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '
     '(set -C; : >"$f") 2>/dev/null && exec 9>"$f" && rm -f "$f" && l=/proc/$$/fd/9; '
@@ -83,10 +84,10 @@ KEEPER = (
     '[ -s "$l" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; kill -9 $$'
 )
 
-# Open MPI's heartbeats notice a host that is gone without a word (its power failed, its cable is out). They
-# begin where hvd.init() starts MPI (launch/communicators.py): with them MPI_Finalize does not return between
-# hosts, for which plain Horovod and mpi4py would wait without bound.
-# Its launcher would end the whole job when its own keepalive fails, after 8 minutes: switched off.
+# Open MPI's heartbeats detect a host that vanishes without closing its connections (power failure, unplugged
+# cable). They are enabled only when hvd.init() starts MPI (launch/communicators.py): with heartbeats between
+# hosts MPI_Finalize does not return, so plain Horovod and mpi4py would wait in it without bound.
+# Open MPI's launcher ends the whole job when its own TCP keepalive fails, after 8 minutes; 0 disables that.
 SILENCE = {
     "OMPI_MCA_mpi_ft_detector_thread": "1",  # also while a learner calls no MPI
     "OMPI_MCA_mpi_ft_detector_period": "5",
@@ -94,9 +95,11 @@ SILENCE = {
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
 }
 
-FAILED_STATUS = 75  # as in lifecycle/shutdown.py
-SCOPE, BEGUN = "hvd_adpsgd", "begun"  # as in launch/rendezvous.py
-FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0  # as in config.py
+FAILED_STATUS = 75  # exit status of a job with a failed super learner, as in lifecycle/shutdown.py
+# Scope and key at the rendezvous server, as in launch/rendezvous.py.
+SCOPE, BEGUN = "hvd_adpsgd", "begun"
+# Variable and default of the option failure_timeout_s, as in config.py.
+FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0
 
 CHANGES = (
     # torch >= 2.1 needs C++17; upstream did the same after the release. The run path lets a cached
@@ -282,9 +285,9 @@ CHANGES = (
     ),
 )
 
-# Made in every build, and part of the key where CUDA is compiled. CUDA 13's headers need C++17, and nvcc
-# knows it since CUDA 11. Horovod's copy of CMake's FindCUDAToolkit looks beside the nvcc of the PATH, which
-# may be a script that calls another one; CMake's own asks nvcc, since CMake 3.17.
+# Changes made in every build, but part of the cache key only of builds with CUDA. CUDA 13's headers need
+# C++17, which nvcc supports since CUDA 11. Horovod's copy of CMake's FindCUDAToolkit searches beside the nvcc
+# on PATH, which may be a script that calls another nvcc; CMake's own module, since CMake 3.17, asks nvcc.
 CUDA_CHANGES = (
     Change(
         "CMakeLists.txt",
@@ -323,24 +326,24 @@ int main() { std::optional<int> one{1}; return sign(*one) + int(std::string_view
 """
 
 
-# --- what is here --------------------------------------------------------------------------------
+# --- this environment ----------------------------------------------------------------------------
 
 
 class Machine(NamedTuple):
-    """All a Horovod build depends on, and the tools that make it."""
+    """Everything that a Horovod build depends on, and the paths of its compilers."""
 
     torch: str
-    mpi: str  # first line of what mpicc says of itself
-    compiler: str  # first line of what the C++ compiler says of itself
+    mpi: str  # version of MPI: first line that mpicc prints
+    compiler: str  # version of the C++ compiler: first line of its --version
     python: str  # implementation and version, as in a wheel's name
-    platform: str  # system, libc, and those CPU features Horovod compiles for
-    settings: tuple[tuple[str, str], ...]  # HOROVOD_* names of the build
+    platform: str  # system, libc, and the CPU features that Horovod compiles for
+    settings: tuple[tuple[str, str], ...]  # HOROVOD_* variables of the build
     mpicc: str
     cxx: str
     gpu: tuple[str, ...] = ()  # versions of CUDA and NCCL; empty for a build without GPUs
 
     def key(self, changes: Sequence[Change] = CHANGES) -> str:
-        """Name of this build in the cache: equal keys, interchangeable wheels."""
+        """Return the name of this build in the cache; wheels of equal keys are interchangeable."""
         relevant: tuple[object, ...] = (VERSION, SDIST_SHA256, tuple(changes), self[:6])
         if self.gpu:
             relevant += (CUDA_CHANGES, self.gpu)
@@ -348,12 +351,12 @@ class Machine(NamedTuple):
 
 
 def search_path() -> str:
-    """Where tools are looked for: beside this interpreter first, then PATH."""
+    """Return the search path of tools: the folder of this Python interpreter first, then PATH."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def first_line(*command: str) -> str | None:
-    """First line a command prints, or None when it fails."""
+    """Return the first line that a command prints; None if the command fails or prints nothing."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -419,7 +422,7 @@ def find_cmake() -> str:
 
 
 def find_gpu(settings: Mapping[str, str]) -> tuple[str, ...]:
-    """CUDA and NCCL of a build for GPUs; () if the settings ask for none.
+    """Return the versions of CUDA and NCCL of a build with GPUs; () if the settings ask for no GPUs.
 
     Raises:
         BuildError: if nvcc is missing.
@@ -442,7 +445,7 @@ def find_gpu(settings: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def nccl_version(settings: Mapping[str, str], nvcc: str) -> str:
-    """Of the header that the build will find; the wheel may link NCCL statically."""
+    """Return the version in the nccl.h that the build will find; the wheel may link NCCL statically."""
     folders = [
         settings.get("HOROVOD_NCCL_INCLUDE", ""),
         os.path.join(settings.get("HOROVOD_NCCL_HOME", ""), "include"),
@@ -466,10 +469,10 @@ def describe_platform() -> str:
 
 
 def find_machine() -> Machine:
-    """Look at this environment.
+    """Return the versions and tools of this environment.
 
     Raises:
-        BuildError: if torch, MPI or a compiler is missing, or CUDA where the settings ask for it.
+        BuildError: if torch, MPI or a compiler is missing, or CUDA if the settings ask for GPUs.
     """
     torch, mpicc, cxx = find_torch(), find_mpicc(), find_compiler()
     settings = {name: os.environ[name] for name in os.environ if name.startswith(PASSED_ON)}
@@ -526,7 +529,7 @@ def check_make() -> None:
 
 
 def check_cxx17(cxx: str, folder: Path) -> None:
-    """Compile a small C++17 program; a version number would not tell as much."""
+    """Compile a small C++17 program, which is a better check than the compiler's version number."""
     source = folder / "cxx17.cpp"
     source.write_text(CXX17_PROGRAM)
     command = [cxx, "-std=c++17", "-c", str(source), "-o", str(folder / "cxx17.o")]
@@ -561,7 +564,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock: of two builds with one key, the second waits and finds the first's wheel."""
+    """Hold a file lock: the second of two builds with one key waits, and then finds the first one's wheel."""
     import fcntl
 
     with path.open("w") as file:
@@ -578,7 +581,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch_sdist(cache: Path, scratch: Path) -> Path:
-    """Horovod's source archive, from the cache or through pip, with the checksum we know."""
+    """Return Horovod's source archive, from the cache or through pip, with its checksum verified."""
     kept = cache / SDIST
     if kept.exists() and sha256(kept) == SDIST_SHA256:
         return kept
@@ -591,7 +594,7 @@ def fetch_sdist(cache: Path, scratch: Path) -> Path:
     if answer.returncode != 0 or not fresh.exists():
         raise BuildError(
             f"pip could not download {SDIST}: {last_error(answer.stderr)} "
-            f"Without a network, lay that file into {cache}."
+            f"Without a network, put that file into {cache}."
         )
     if sha256(fresh) != SDIST_SHA256:
         raise BuildError(f"{SDIST} has sha256 {sha256(fresh)}, not {SDIST_SHA256}: not used.")
@@ -600,30 +603,30 @@ def fetch_sdist(cache: Path, scratch: Path) -> Path:
 
 
 def keep(fresh: Path, kept: Path) -> None:
-    """Copy a file into the cache; it appears there whole or not at all."""
+    """Copy a file into the cache, where it appears complete or not at all."""
     partial = kept.with_name(f".{kept.name}.{os.getpid()}")
     shutil.copyfile(fresh, partial)
     partial.replace(kept)
 
 
 def pip(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run this interpreter's pip; `cwd` keeps our own folders off its sys.path."""
+    """Run this interpreter's pip in `cwd`, a folder without a checkout, which would be on pip's sys.path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
 def last_error(output: str) -> str:
-    """The line of pip's output that says most."""
+    """Return the last line of pip's output that starts with ERROR; without one, the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["no message."])[-1]
 
 
 def changed(text: str, change: Change) -> str:
-    """`text` with one change made.
+    """Return `text` with `change` applied.
 
     Raises:
-        BuildError: if the text to replace is not there exactly once.
+        BuildError: if `change.before` does not occur exactly once in `text`.
     """
     found = text.count(change.before)
     if found != 1:
@@ -636,7 +639,7 @@ def changed(text: str, change: Change) -> str:
 
 
 def unpack(sdist: Path, scratch: Path) -> Path:
-    """Horovod's sources with all changes made."""
+    """Unpack Horovod's sources into `scratch` and apply all changes; return their folder."""
     changes = CHANGES + CUDA_CHANGES
     say(f"unpacking, {len(changes)} changes")
     safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -650,13 +653,13 @@ def unpack(sdist: Path, scratch: Path) -> Path:
 
 
 def default_jobs() -> int:
-    """As many compilers as there are CPUs for us and memory for them."""
+    """Return how many compilers to run in parallel: one per usable CPU, if memory allows so many."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // COMPILER_BYTES))
 
 
 def build_environment(machine: Machine, cmake: str, jobs: int) -> dict[str, str]:
-    # Of a make above us only its environment would be left, without its job server.
+    # If make has started this process, its variables name a job server that Horovod's make cannot reach.
     outer_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "GNUMAKEFLAGS"}
     environment = {name: value for name, value in os.environ.items() if name not in outer_make}
     mpi_bin = Path(machine.mpicc).parent
@@ -673,19 +676,19 @@ def build_environment(machine: Machine, cmake: str, jobs: int) -> dict[str, str]
 
 
 def local_version(machine: Machine) -> str:
-    """What follows 0.28.1+ in the version: pip and we can tell our builds apart by it."""
+    """Return the local part of the wheel's version (after 0.28.1+), which names the build's key."""
     return f"adpsgd.k{machine.key()}"
 
 
 class Progress:
-    """Shows make's percentage: one line that updates on a terminal, else a line every quarter."""
+    """Shows make's percentage: on a terminal one line that is updated, else a line per 25 %."""
 
     def __init__(self) -> None:
         self.live = sys.stdout.isatty()
         self.shown = -1
 
     def see(self, line: str) -> None:
-        """Take a line of the build's output."""
+        """Read a line of the build's output; show its percentage, if it has a new one."""
         match = re.search(r"\[ *(\d+)%\]", line)
         if not match or int(match[1]) <= self.shown:
             return
@@ -703,7 +706,7 @@ class Progress:
 
 
 def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
-    """Let pip build the wheel; all it says goes to `log`."""
+    """Let pip build the wheel, with all output in the file `log`; return the wheel's path."""
     target = source.parent / "wheel"
     command = [
         sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--verbose",
@@ -720,7 +723,8 @@ def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
                 file.write(line)
                 progress.see(line)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # pip, cmake, make and the compilers
+            # Kill the process group: pip, cmake, make and the compilers.
+            os.killpg(process.pid, signal.SIGKILL)
             raise
         finally:
             progress.end()
@@ -733,7 +737,7 @@ def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
 
 
 def relevant_lines(output: str, count: int = 12) -> str:
-    """The first errors a compiler, a linker or CMake wrote; else the last lines."""
+    """Return `count` lines from the first error of a compiler, the linker or CMake; without one, the last."""
     lines = output.splitlines()
     pattern = re.compile(r"\berror:|CMake Error|undefined reference|Error: |Killed|No space left")
     hits = [number for number, line in enumerate(lines) if pattern.search(line)]
@@ -742,16 +746,16 @@ def relevant_lines(output: str, count: int = 12) -> str:
 
 
 def make_wheel(machine: Machine, cache: Path, jobs: int) -> Path:
-    """Build the wheel for `machine` and put it into its folder of the cache."""
+    """Build the wheel for `machine`, put it into the cache folder of its key, and return its path there."""
     check_packages()
     check_headers()
     check_make()
     cmake = find_cmake()
     home = cache / machine.key()
     home.mkdir(exist_ok=True)
-    check_space(home, CACHE_BYTES, "Free some, or set XDG_CACHE_HOME to another place.")
+    check_space(home, CACHE_BYTES, "Free some space, or set XDG_CACHE_HOME to another folder.")
     temporary = Path(tempfile.gettempdir())
-    check_space(temporary, BUILD_BYTES, "Free some, or set TMPDIR to another place.")
+    check_space(temporary, BUILD_BYTES, "Free some space, or set TMPDIR to another folder.")
     with tempfile.TemporaryDirectory(prefix="hvd_adpsgd-") as scratch_name:
         scratch = Path(scratch_name)
         check_cxx17(machine.cxx, scratch)
@@ -765,7 +769,7 @@ def make_wheel(machine: Machine, cache: Path, jobs: int) -> Path:
 
 
 def install(wheel: Path) -> None:
-    """Install the wheel and see that it loads."""
+    """Install the wheel, and check that horovod.torch can be imported."""
     say(f"installing {wheel}")
     with tempfile.TemporaryDirectory(prefix="hvd_adpsgd-") as elsewhere:
         answer = pip(
@@ -779,12 +783,18 @@ def install(wheel: Path) -> None:
     if answer.returncode != 0:
         raise BuildError(
             f"Horovod is installed but does not load: {last_error(answer.stderr)} "
-            "Build it anew with --rebuild."
+            "Rebuild it with --rebuild."
         )
 
 
 def build(jobs: int, rebuild: bool, only_wheel: bool) -> None:
-    """Bring this environment to a Horovod that fits it, doing as little as needed."""
+    """Install a Horovod that fits this environment, unless it is installed; build a wheel if none is cached.
+
+    Args:
+        jobs: number of compilers that run in parallel.
+        rebuild: build a new wheel, even if one is installed or cached.
+        only_wheel: print the wheel's path instead of installing it.
+    """
     check_python()
     machine = find_machine()
     version = f"{VERSION}+{local_version(machine)}"
@@ -814,7 +824,7 @@ def stop(signum: int, frame: object) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_adpsgd build-horovod",
         description=f"Build Horovod {VERSION} for the installed torch and MPI, and install it.",

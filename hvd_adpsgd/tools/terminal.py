@@ -1,4 +1,4 @@
-"""What the commands need of a terminal: text that cannot steer it, and keys without Enter."""
+"""Terminal helpers of the commands: text without control characters, and keys read without Enter."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Keys", "keys", "printable"]
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for each control character: names come from files."""
+    """Return `text` with a question mark for each control character, which a name from a file may contain."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class Keys:
-    """The keys that are pressed on a terminal.
+    """Reads the keys that are pressed on a terminal.
 
     Args:
-        handle: file descriptor to read from; None: there are no keys.
-        woken: file descriptor that a signal makes readable.
+        handle: file descriptor of the terminal; None: stdin is no terminal, so no key can be pressed.
+        woken: file descriptor that a signal makes readable, which ends wait().
     """
 
     def __init__(self, handle: int | None, woken: int) -> None:
@@ -34,7 +34,7 @@ class Keys:
         self._woken = woken
 
     def wait(self, seconds: float) -> str | None:
-        """The keys of now, or of the next seconds as soon as there are any; "": none; None: the end."""
+        """Wait at most `seconds` for a key; return all keys pressed, "" without any, None at end of file."""
         handles = [self._woken] if self._handle is None else [self._woken, self._handle]
         ready, _, _ = select.select(handles, [], [], seconds)
         if self._woken in ready:
@@ -43,16 +43,17 @@ class Keys:
             return ""
         try:
             pressed = os.read(ready[-1], 1024)
-        except OSError:  # the terminal is gone
+        except OSError:  # the terminal was closed
             return None
         return pressed.decode("ascii", "replace") if pressed else None
 
 
 @contextlib.contextmanager
 def keys() -> Iterator[Keys]:
-    """The terminal of stdin gives keys at once, without echo; afterwards it is as before, also on SIGTERM.
+    """A context in which each key on stdin's terminal can be read at once, without Enter and without echo.
 
-    For the main thread.
+    The terminal's settings are restored at the end of the context, also on SIGTERM. Call it in the main
+    thread only, because it sets signal handlers.
     """
     with _signals() as woken:
         if sys.stdin is None or not sys.stdin.isatty():
@@ -69,9 +70,10 @@ def keys() -> Iterator[Keys]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """SIGTERM ends the block by an exception, and signals can be read.
+    """A context which SIGTERM ends by SystemExit; yields a file descriptor that each signal makes readable.
 
-    Without the latter, a signal that comes just before select() would be noticed only when that returns.
+    Without that descriptor, a signal that arrives just before select() would be noticed only after its
+    timeout.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:

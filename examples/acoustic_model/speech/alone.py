@@ -1,4 +1,4 @@
-"""The few names of Horovod that train.py uses, for one learner without a launcher."""
+"""Replaces Horovod for one learner without a launcher: the functions of horovod.torch that train.py calls."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ Sum = "sum"
 
 
 def init() -> None:
-    """Nothing to set up."""
+    """Do nothing: one learner needs no initialisation."""
 
 
 def rank() -> int:
-    """The only learner's rank."""
+    """Return 0, the rank of the only learner."""
     return 0
 
 
 def size() -> int:
-    """One learner."""
+    """Return 1, the number of learners."""
     return 1
 
 
 def DistributedOptimizer(optimizer, named_parameters=None):  # noqa: N802 - Horovod's
-    """The optimizer as it is."""
+    """Return the optimizer unchanged."""
     return optimizer
 
 
 def broadcast_parameters(params, root_rank):
-    """Nobody to send to."""
+    """Do nothing: there is no other learner to send to."""
 
 
 def broadcast_optimizer_state(optimizer, root_rank):
-    """Nobody to send to."""
+    """Do nothing: there is no other learner to send to."""
 
 
 def broadcast_object(obj, root_rank, name=None):
-    """The object itself."""
+    """Return the object itself."""
     return obj
 
 
 def allreduce(tensor, name=None, op=None):
-    """The sum over one learner."""
+    """Return the tensor itself, which is the sum over one learner."""
     return tensor

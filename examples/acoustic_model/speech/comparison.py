@@ -1,4 +1,4 @@
-"""Figures of several trainings: means over seeds, intervals over utterances."""
+"""Compares trainings by scheme: means over seeds, confidence intervals over utterances."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from .launch import Training
 
 
 def by_scheme(runs: list[Training]) -> Iterator[tuple[str, list[int]]]:
-    """Schemes in the order of their first run, each with the indices of its runs."""
+    """Yield each scheme with the indices of its runs, in the order of the schemes' first runs."""
     for scheme in dict.fromkeys(one.scheme for one in runs):
         yield scheme, [index for index, one in enumerate(runs) if one.scheme == scheme]
 
 
 def summary(runs: list[Training], decoded: list[dict], curves: list[list[dict]]) -> dict:
-    """Figures per scheme: means over seeds; the interval is over utterances.
+    """Return word error rate, training time and held-out loss by scheme, as means over seeds.
 
-    With several seeds an utterance counts with its mean number of errors over the seeds.
+    The interval of the word error rate is over utterances; with several seeds an utterance counts with its
+    mean number of errors over the seeds.
 
     Args:
         runs: the trainings.
-        decoded: what decode.py wrote, per training.
-        curves: lines of heldout.jsonl, per training.
+        decoded: results of decode.py, per training.
+        curves: entries of heldout.jsonl, per training.
     """
     result: dict = {
         name: {} for name in ("wer", "wer_interval", "wer_by_seed", "seconds", "heldout")
@@ -41,7 +42,7 @@ def summary(runs: list[Training], decoded: list[dict], curves: list[list[dict]])
 
 
 def difference(runs: list[Training], decoded: list[dict], one: str, other: str) -> dict:
-    """Paired comparison of two schemes on the same utterances, `one` minus `other`."""
+    """Return the paired comparison of two schemes' word error rates, `one` minus `other`."""
     chosen = dict(by_scheme(runs))
     words = np.array(decoded[0]["utterance_words"])
     errors = (_mean_errors(decoded, chosen[scheme]) for scheme in (one, other))

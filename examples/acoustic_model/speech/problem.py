@@ -1,4 +1,4 @@
-"""How the example says that it cannot go on: one line, without a traceback."""
+"""Errors that the examples report to the user in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import ModuleType
 
 
 class Problem(Exception):
-    """A mistake or a lack that the user can mend: what, where, value against bound, cure."""
+    """An error that the user can cure; its message says what, where, value against bound, and the cure."""
 
 
 def require(module: str, package: str) -> ModuleType:
-    """Import `module`, or say which package brings it.
+    """Import and return `module`, which belongs to `package`.
 
     Raises:
         Problem: if it cannot be imported.
@@ -31,24 +31,24 @@ def require(module: str, package: str) -> ModuleType:
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring, line by line."""
+    """Return an argument parser whose help shows a script's docstring with its line breaks."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
-    """Hold an option to its range, ends included.
+    """Check that the value of option `name` is in [low, high].
 
     Raises:
-        Problem: if it lies outside.
+        Problem: if the value is outside.
     """
     if not low <= value <= high:
         raise Problem(f"{name} is {value:g}, allowed are {low:g} to {high:g}")
 
 
 def drop_repeats(options: argparse.Namespace, *names: str) -> None:
-    """Each value of these options once, in the order given."""
+    """Remove repeated values from each of the options `names`, keeping their order."""
     for name in names:
         setattr(options, name, list(dict.fromkeys(getattr(options, name))))
 
@@ -77,7 +77,7 @@ _ADVICE = {
 
 
 def _leave(message: str, status: int) -> None:
-    """All learners of a job meet the same problem: the first one tells it."""
+    """Exit with `status`; only rank 0 prints the message, because all learners have the same problem."""
     if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)

@@ -21,13 +21,13 @@ _FAR = 1e-4  # means of visible units are kept this far from 0 and 1, where the 
 
 
 class RBM(nn.Module):
-    """One machine. Weights start from N(0, 0.1^2), hidden biases from 0.
+    """One restricted Boltzmann machine; weights start from N(0, 0.1^2), hidden biases from 0.
 
     Args:
-        visible, hidden: numbers of units.
-        gaussian: real visible units, instead of 0 or 1.
-        mean: mean activation of each visible unit, shape (visible,); its visible biases start from
-            the logit of it, or of one half without.
+        visible, hidden: numbers of visible and hidden units.
+        gaussian: visible units are real numbers, instead of 0 or 1.
+        mean: mean activation of each visible unit, shape (visible,); the visible biases start from its
+            logit, or from 0 without `mean`.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class RBM(nn.Module):
         self.visible_bias = nn.Parameter(start)
 
     def forward(self, v: torch.Tensor) -> torch.Tensor:
-        """P(h = 1 | v): (batch, visible) to (batch, hidden)."""
+        """Return P(h = 1 | v): (batch, visible) to (batch, hidden)."""
         return torch.sigmoid(linear(v, self.weight, self.bias))
 
     def back(self, h: torch.Tensor) -> torch.Tensor:
-        """Mean of v given h: (batch, hidden) to (batch, visible)."""
+        """Return the mean of v given h: (batch, hidden) to (batch, visible)."""
         v = linear(h, self.weight.t(), self.visible_bias)
         return v if self.gaussian else torch.sigmoid(v)
 
     def free_energy(self, v: torch.Tensor) -> torch.Tensor:
-        """F of each row of v, up to a constant: (batch, visible) to (batch,)."""
+        """Return the free energy F of each row of v, up to a constant: (batch, visible) to (batch,)."""
         hidden = softplus(linear(v, self.weight, self.bias)).sum(-1)
         if self.gaussian:
             return (v - self.visible_bias).square().sum(-1) / 2 - hidden
@@ -58,20 +58,20 @@ class RBM(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """One step of Gibbs sampling: sampled hidden units, then the mean of the visible ones."""
+        """Return one step of Gibbs sampling from v: hidden units are sampled, visible ones are their mean."""
         return self.back(torch.bernoulli(self(v), generator=generator))
 
     def contrastive(self, v: torch.Tensor, reconstructed: torch.Tensor) -> torch.Tensor:
-        """The loss whose gradient is CD-1's: mean F(v) - mean F(reconstructed)."""
+        """Return the loss whose gradient is that of CD-1: mean F(v) - mean F(reconstructed)."""
         return self.free_energy(v).mean() - self.free_energy(reconstructed).mean()
 
     @torch.no_grad()
     def shrink(self, factor: float) -> None:
-        """Scale all parameters: the cure when reconstructions grow far beyond the data."""
+        """Multiply all parameters by `factor`, if reconstructions have become much larger than the data."""
         for parameter in self.parameters():
             parameter.mul_(factor)
 
 
 def spread(v: torch.Tensor, reconstructed: torch.Tensor) -> tuple[float, float]:
-    """Standard deviations of the two over the batch, mean over the units."""
+    """Return the standard deviations of v and of its reconstruction over the batch, means over the units."""
     return v.std(0).mean().item(), reconstructed.std(0).mean().item()

@@ -1,4 +1,4 @@
-"""One speaker's utterances: synthesised, disturbed, turned into features. Runs in its own process."""
+"""Records one speaker in a process of its own: synthesises utterances, adds noise, computes features."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .synth import Espeak
 from .tasks import RATE, Task
 from .voices import Speaker
 
-BANK_S = 20  # length of the babble bank
-BANK_SPEAKERS = 8
+BANK_S = 20  # seconds of babble noise
+BANK_SPEAKERS = 8  # most speakers in the babble noise
 
 
 @dataclass(frozen=True)
 class Take:
-    """One utterance: features float16 (frames, 40) and what was said where (bounds in frames)."""
+    """One utterance: features, float16 (frames, 40), and its words with bounds in frames."""
 
     features: np.ndarray
     words: list[SpokenWord]
@@ -31,7 +31,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Job:
-    """What a recording process is told."""
+    """The arguments of a recording process: task, speaker, seconds of speech, babble noise."""
 
     task: Task
     speaker: Speaker
@@ -42,9 +42,10 @@ class Job:
 def in_fresh_processes(
     work: Callable[[Job], object], jobs: list[Job], processes: int
 ) -> Iterator[object]:
-    """Results of `work` on all jobs, in order; every job in a process that has spoken nothing yet.
+    """Yield the results of work(job) for all jobs, in order, each from a process of its own.
 
-    The processes are forked, so that they do not import everything anew (0.9 s each).
+    Each job needs a fresh process, because espeak-ng's output depends on everything it has synthesised in its
+    process. The processes are forked, because importing all modules again takes 0.9 s.
     """
     require("espeakng_loader", "espeakng-loader")
     require("kaldi_native_fbank", "kaldi-native-fbank")
@@ -60,7 +61,7 @@ def in_fresh_processes(
                     result, told = context.Pipe(duplex=False)
                     process = context.Process(target=_tell, args=(told, work, job), daemon=True)
                     process.start()
-                    told.close()  # or the end of a process that died is not seen
+                    told.close()  # else recv() would not see the end of a process that died
                     running[result] = number, process
                 for result in wait(list(running)):
                     number, process = running.pop(result)
@@ -92,7 +93,7 @@ def _told(result: Connection) -> object:
 
 
 def bank_voice(job: Job) -> np.ndarray:
-    """Clean speech of one speaker for the babble bank."""
+    """Return clean speech of one speaker, to be mixed into babble noise."""
     espeak = _engine(job.speaker)
     rng = np.random.default_rng([job.speaker.seed, 3])
     words = rng.choice(job.task.words, int(2 * job.seconds))
@@ -101,7 +102,7 @@ def bank_voice(job: Job) -> np.ndarray:
 
 
 def record(job: Job) -> list[Take]:
-    """Utterances of one speaker until `job.seconds` are filled."""
+    """Record utterances of one speaker until they last at least `job.seconds`."""
     espeak = _engine(job.speaker)
     rng = np.random.default_rng([job.speaker.seed, 4])
     takes: list[Take] = []
@@ -147,7 +148,7 @@ def _frames(onsets: tuple[int, ...], rate: int, before: float, frames: int) -> t
 
 
 def _disturb(clean: np.ndarray, job: Job, rng: np.random.Generator) -> np.ndarray:
-    """Reverberation and noise as the task has it, then a random loudness without clipping."""
+    """Add reverberation and noise by the task's settings, and scale to a random loudness without clipping."""
     task = job.task
     wet = room.reverberate(clean, rng) if rng.random() < task.reverb else clean
     kind = int(rng.integers(3))

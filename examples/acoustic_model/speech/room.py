@@ -1,4 +1,4 @@
-"""From clean 22 kHz speech to what a telephone would hear: 8 kHz, reverberation, noise."""
+"""Turns clean 22 kHz speech into telephone speech in a noisy room: 8 kHz, with reverberation and noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def to_telephone(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def reverberate(speech: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Direct sound plus a tail of decaying noise, T60 in 0.1 to 0.4 s, 3 to 12 dB below it."""
+    """Add reverberation: a tail of decaying noise, T60 in 0.1 to 0.4 s, 3 to 12 dB below the direct sound."""
     t60 = rng.uniform(0.1, 0.4)
     time = np.arange(int(t60 * RATE)) / RATE
     tail = rng.standard_normal(len(time)) * np.exp(-6.908 * time / t60)  # ln 1000: 60 dB
@@ -27,31 +27,31 @@ def reverberate(speech: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def white(length: int, rng: np.random.Generator) -> np.ndarray:
-    """Noise of equal power at all frequencies."""
+    """Return noise of equal power at all frequencies."""
     return rng.standard_normal(length).astype(np.float32)
 
 
 def pink(length: int, rng: np.random.Generator) -> np.ndarray:
-    """Noise whose power falls as 1/f."""
+    """Return noise whose power falls as 1/f."""
     spectrum = np.fft.rfft(rng.standard_normal(length))
     spectrum /= np.sqrt(np.maximum(np.arange(len(spectrum)), 1))
     return np.fft.irfft(spectrum, length).astype(np.float32)
 
 
 def babble(length: int, rng: np.random.Generator, bank: np.ndarray) -> np.ndarray:
-    """A stretch of the bank of many voices, from a random place, wrapping around."""
+    """Return `length` samples of babble noise from a random position in `bank`, wrapping around its end."""
     start = int(rng.integers(len(bank)))
     return np.take(bank, np.arange(start, start + length), mode="wrap")
 
 
 def add_noise(speech: np.ndarray, noise: np.ndarray, snr_db: float) -> np.ndarray:
-    """speech + noise, the noise scaled to the ratio of powers `snr_db`."""
+    """Return speech + noise, with the noise scaled to a signal-to-noise ratio of `snr_db` dB."""
     ratio = np.mean(speech**2) / max(float(np.mean(noise**2)), 1e-12)
     return speech + noise * np.float32(np.sqrt(ratio / 10 ** (snr_db / 10)))
 
 
 def mix_babble(voices: list[np.ndarray], length: int) -> np.ndarray:
-    """Sum of all voices, each repeated to `length` and brought to the same power."""
+    """Return babble noise: the sum of all voices, each repeated to `length` and scaled to the same power."""
     total = np.zeros(length, np.float32)
     for voice in voices:
         total += np.resize(voice, length) / max(float(np.sqrt(np.mean(voice**2))), 1e-6)

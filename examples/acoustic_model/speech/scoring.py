@@ -1,4 +1,4 @@
-"""Word error rate with jiwer; its uncertainty by resampling utterances."""
+"""Word error rates, computed by jiwer, with bootstrap intervals from resampled utterances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .problem import require
 
 
 def word_errors(said: list[str], heard: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Errors (substitutions, deletions, insertions) and words of each utterance, shape (n,) each."""
+    """Return errors (substitutions + deletions + insertions) and number of words by utterance, both (n,)."""
     jiwer = require("jiwer", "jiwer")
     errors, words = [], []
     for truth, guess in zip(said, heard, strict=True):
@@ -19,16 +19,16 @@ def word_errors(said: list[str], heard: list[str]) -> tuple[np.ndarray, np.ndarr
 
 
 def rate(errors: np.ndarray, words: np.ndarray) -> float:
-    """Word error rate as a fraction."""
+    """Return the word error rate as a fraction."""
     return float(errors.sum() / words.sum())
 
 
 def bootstrap(
     errors: np.ndarray, words: np.ndarray, seed: int = 0, draws: int = 2000
 ) -> tuple[float, float]:
-    """95 % interval of the word error rate: utterances drawn with replacement.
+    """Return the 95 % interval of the word error rate, from utterances drawn with replacement.
 
-    Utterances of one speaker are treated as independent, so the interval is on the narrow side.
+    Utterances of one speaker are treated as independent, which makes the interval too narrow.
     """
     chosen = _draw(len(words), seed, draws)
     rates = errors[chosen].sum(1) / words[chosen].sum(1)
@@ -39,7 +39,7 @@ def bootstrap(
 def paired_bootstrap(
     one: np.ndarray, other: np.ndarray, words: np.ndarray, seed: int = 0, draws: int = 2000
 ) -> dict[str, float]:
-    """Difference of two models on the same utterances, `one` minus `other`.
+    """Return the difference of two models' error rates on the same utterances, `one` minus `other`.
 
     Returns:
         difference of the rates, its 95 % interval (low, high), and `one_better`: the share of draws in

@@ -1,4 +1,4 @@
-"""Names of --strategy: today's short ones, and every averaging spec of the library."""
+"""Values of --strategy: the short names in NAMES, and every averaging spec of the library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NAMES = ("random-pairs", "fixed-ring", "random-ring", "ssgd", "single")
 
 
 def check(strategy: str) -> None:
-    """Read an averaging spec before any learner starts.
+    """Check the value of --strategy before any learner starts.
 
     Raises:
-        Problem: if it is neither one of NAMES nor a spec that the library reads.
+        Problem: if `strategy` is neither one of NAMES nor a valid averaging spec.
     """
     if strategy in NAMES:
         return
@@ -28,5 +28,5 @@ def check(strategy: str) -> None:
 
 
 def folder_name(strategy: str) -> str:
-    """The name with only letters, digits, `_`, `.` and `-`: "noloco:period=10" as noloco-period-10."""
+    """Return a strategy's name with `-` for special characters: noloco-period-10 for "noloco:period=10"."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in strategy)

@@ -1,7 +1,7 @@
-"""Many trainings, one after another: what is finished is kept; the rest is counted and timed.
+"""Runs many trainings one after another, keeps finished ones, and estimates the remaining time.
 
-A run's folder is named by a digest of its settings, so that a run with other settings neither takes its
-place nor is taken for it. Its run.json is written last: with it, the run is finished.
+The name of a run's folder has a digest of the run's settings, so that runs with different settings have
+different folders. A run is finished when its record, run.json, is written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         run: the training.
-        record: content of its run.json; None if it failed.
-        failure: why it failed, or "".
+        record: content of the run's run.json; None if the run failed.
+        failure: why the run failed; "" if it did not.
     """
 
     run: Training
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def known(specs: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The specs that this version of the library reads, and why it does not read the others."""
+    """Return the specs that this version of the library knows, and the error message of each other one."""
     refused = {}
     for spec in specs:
         try:
@@ -46,7 +46,7 @@ def known(specs: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def settings(run: Training, data: Path) -> dict:
-    """Everything that a run depends on: a finished run with equal settings is kept."""
+    """Return everything that a run's result depends on; a finished run with equal settings is kept."""
     chosen = dataclasses.asdict(run)
     del chosen["folder"]
     speech = json.loads((data / "settings.json").read_text())["digest"]
@@ -54,7 +54,7 @@ def settings(run: Training, data: Path) -> dict:
 
 
 def placed(run: Training, root: Path, data: Path) -> Training:
-    """The run with its folder, below `root`."""
+    """Return the run with its folder set, below `root`."""
     text = json.dumps(settings(run, data), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = f"{strategy.folder_name(run.scheme)}-{run.seed}-{digest}"
@@ -62,7 +62,7 @@ def placed(run: Training, root: Path, data: Path) -> Training:
 
 
 def recall(folder: Path) -> dict | None:
-    """The record of a finished run; None if there is none, or none that can be read."""
+    """Return the record of a finished run; None if `folder` has none that can be read."""
     try:
         record = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
@@ -71,19 +71,19 @@ def recall(folder: Path) -> dict | None:
 
 
 def keep(folder: Path, record: dict) -> None:
-    """Write a record, whole or not at all."""
+    """Write the record of a run, atomically."""
     part = folder / "run.json.part"
     part.write_text(json.dumps(record, indent=1) + "\n")
     part.replace(folder / "run.json")
 
 
 def perform(runs: list[Training], data: Path, act: Callable[[Training], dict]) -> list[Outcome]:
-    """Act on each run that is not finished; one that fails does not stop the others.
+    """Call act(run) for each run that is not finished; a run that fails does not stop the others.
 
     Args:
-        runs: trainings, placed.
-        data: folder of the speech.
-        act: trains one of them and returns what its record shall hold.
+        runs: trainings with folders, as placed() returns them.
+        data: folder of the speech corpus.
+        act: function that trains one run, and returns the content of its record.
     """
     records = [recall(run.folder) for run in runs]
     took = [record["seconds"] for record in records if record]
@@ -102,7 +102,7 @@ def perform(runs: list[Training], data: Path, act: Callable[[Training], dict]) -
 
 
 def _perform(run: Training, data: Path, act: Callable[[Training], dict]) -> Outcome:
-    shutil.rmtree(run.folder, ignore_errors=True)  # what an interrupted or failed try left
+    shutil.rmtree(run.folder, ignore_errors=True)  # remains of an interrupted or failed run
     run.folder.mkdir(parents=True)
     began = time.perf_counter()
     try:
@@ -120,7 +120,7 @@ def _perform(run: Training, data: Path, act: Callable[[Training], dict]) -> Outc
 
 
 def left(took: list[float], todo: int) -> str:
-    """How many runs are to come and how long they will take, judged by the mean of those before."""
+    """Return a text with the number of runs left, and their time by the mean of the finished runs."""
     runs = f"{todo} {'run' if todo == 1 else 'runs'} left"
     if not took:
         return runs
@@ -133,7 +133,7 @@ def left(took: list[float], todo: int) -> str:
 
 
 def failures(outcomes: list[Outcome]) -> list[str]:
-    """A line on every run that failed."""
+    """Return a line on every run that failed."""
     return [
         f"{one.run.scheme}, seed {one.run.seed}: {one.failure}"
         for one in outcomes

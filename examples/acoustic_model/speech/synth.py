@@ -1,7 +1,7 @@
-"""espeak-ng through ctypes: text to samples, with the onset of every phoneme.
+"""Speech synthesis by espeak-ng, through ctypes: text to samples, with the onset of every phoneme.
 
-What espeak says depends on everything it said before in the same process. For reproducible audio, use
-one fresh process per speaker and pass its seed.
+espeak's output depends on everything it has synthesised before in the same process. For reproducible audio,
+use one fresh process per speaker and pass the speaker's seed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Utterance:
-    """What espeak said.
+    """Synthesised speech.
 
     Attributes:
         samples: int16, at `rate` Hz.
@@ -57,7 +57,7 @@ class Utterance:
 
 
 class Espeak:
-    """One espeak-ng engine. There can be one per process, for the library is a singleton."""
+    """The espeak-ng engine; only one per process, because the library is a singleton."""
 
     def __init__(self, seed: int) -> None:
         loader = require("espeakng_loader", "espeakng-loader")
@@ -70,14 +70,14 @@ class Espeak:
         self._lib.espeak_ng_SetRandSeed(ctypes.c_long(seed))
         self._chunks: list[np.ndarray] = []
         self._phones: list[tuple[int, str]] = []
-        self._callback = _Callback(self._receive)  # kept: espeak holds only the pointer
+        self._callback = _Callback(self._receive)  # kept alive: espeak has only a pointer to it
         self._lib.espeak_SetSynthCallback(self._callback)
 
     def voice(self, accent: str, variant: str, rate: int, pitch: int, pitch_range: int) -> None:
-        """Choose who speaks: words per minute, pitch and range in [0, 99].
+        """Set the voice: rate in words per minute, pitch and pitch range in [0, 99].
 
         Raises:
-            Problem: if espeak does not know accent or variant.
+            Problem: if espeak does not know the accent or the variant.
         """
         name = f"{accent}+{variant}"
         if self._lib.espeak_SetVoiceByName(name.encode()) != 0:
@@ -87,7 +87,7 @@ class Espeak:
             self._lib.espeak_SetParameter(parameter, value, 0)
 
     def say(self, text: str) -> Utterance:
-        """Synthesise one sentence."""
+        """Synthesise a text."""
         self._chunks, self._phones = [], []
         raw = text.encode()
         status = self._lib.espeak_Synth(raw, len(raw) + 1, 0, 1, 0, _UTF8, None, None)

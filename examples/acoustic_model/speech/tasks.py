@@ -1,4 +1,4 @@
-"""What is said, and how hard it is to hear: the easy task and the hard one."""
+"""Settings of the speech corpora: vocabulary, accents, noise and hours of the easy and the hard task."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-FORMAT = 1  # raise it when the meaning of the files changes
-RATE = 8000
+FORMAT = 1  # version of the corpus' files, to be raised when their meaning changes
+RATE = 8000  # samples per second
 SPLITS = ("train", "dev", "test")
 
 DIGITS = "zero one two three four five six seven eight nine".split()
@@ -23,17 +23,17 @@ ACCENTS = tuple(
 
 @dataclass(frozen=True)
 class Task:
-    """Everything the prepared data depends on.
+    """All settings that the prepared corpus depends on.
 
     Attributes:
         words: the vocabulary; every word is equally likely, there is no language model.
         accents: espeak-ng accents; a speaker is an accent and a voice variant.
-        words_low, words_high: length of an utterance.
-        snr_low, snr_high: signal to noise ratio in dB, uniform.
+        words_low, words_high: least and largest number of words of an utterance.
+        snr_low, snr_high: bounds of the signal-to-noise ratio in dB, which is uniform between them.
         reverb: share of utterances with reverberation.
-        train_hours, dev_hours, test_hours: how much speech.
-        state_frames: a context-dependent state needs so many training frames, else it backs off.
-        seed: of everything random.
+        train_hours, dev_hours, test_hours: hours of speech of each split.
+        state_frames: least number of training frames of a context-dependent state, else it backs off.
+        seed: seed of all random numbers.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Task:
     format: int = FORMAT
 
     def hours(self, split: str) -> float:
-        """Length of one split."""
+        """Return the hours of speech of a split."""
         return {"train": self.train_hours, "dev": self.dev_hours, "test": self.test_hours}[split]
 
     def digest(self) -> str:
-        """Hash of all settings; prepared data are reused only if it agrees."""
+        """Return a hash of all settings; a prepared corpus is reused only if its hash is equal."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,11 +1,12 @@
-"""Best sequence of words through a loop over all pronunciations; vectorised over utterances.
+"""Viterbi decoder of the best word sequence, over a loop of all pronunciations; vectorised over utterances.
 
-Every pronunciation is a chain of states, silence a chain of one. A state may be held or left for the
-next one in any frame, at the same cost, which therefore drops out. From the last state of a chain the
-path may enter any chain; entering a word costs the word penalty, entering silence nothing.
+Every pronunciation is a chain of states, silence is a chain of one state. In each frame the path stays in its
+state or moves to the next one of the chain; both have the same cost, which is therefore omitted. From the
+last state of a chain the path may enter any chain; entering a word costs the word penalty, entering silence
+costs nothing.
 
-Instead of a back-pointer per state and frame, every state carries the frame in which its chain was
-entered. The best chain that ends in each frame, with its first frame, is enough to read the words back.
+Instead of a back-pointer per state and frame, every state stores the frame in which its chain was entered.
+The best chain that ends in each frame, with its first frame, is enough to trace the words back.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Graph:
 
     Attributes:
         states: acoustic state (column of the scores) of each graph state, shape (S,).
-        first, last: where each of C chains begins and ends in the row, shape (C,).
-        words: what each chain means; "" is silence.
+        first, last: positions of the first and last state of each of C chains in the row, shape (C,).
+        words: word of each chain; "" is silence.
     """
 
     states: np.ndarray
@@ -35,7 +36,7 @@ class Graph:
 
 
 def word_loop(chains: dict[str, list[list[int]]], silence: int = 0) -> Graph:
-    """Graph of a lexicon.
+    """Return the graph of a lexicon.
 
     Args:
         chains: acoustic states of each pronunciation of each word.
@@ -52,7 +53,7 @@ def word_loop(chains: dict[str, list[list[int]]], silence: int = 0) -> Graph:
 def decode(
     graph: Graph, scores: np.ndarray, lengths: np.ndarray, penalty: float
 ) -> list[tuple[str, ...]]:
-    """Best words of each utterance.
+    """Return the best word sequence of each utterance.
 
     Args:
         graph: from `word_loop`.
@@ -69,12 +70,12 @@ def decode(
 
 
 def _forward(graph: Graph, scores: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Best chain to end in each frame, and the frame in which it was entered; both (time, batch)."""
+    """Return the best chain that ends in each frame, and its first frame, both of shape (time, batch)."""
     batch, time, _ = scores.shape
     size = len(graph.states)
     value = np.full((batch, size), _NEVER, np.float32)
     entered = np.zeros((batch, size), np.int32)
-    ended = np.zeros(batch, np.float32)  # value of the best path that is between two chains
+    ended = np.zeros(batch, np.float32)  # score of the best path whose last chain has ended
     chains, starts = np.empty((time, batch), np.int32), np.empty((time, batch), np.int32)
     rows = np.arange(batch)
     from_left, entered_left = np.empty_like(value), np.empty_like(entered)

@@ -1,7 +1,7 @@
-"""Who speaks: espeak-ng's voice variants, grouped in families, split without overlap.
+"""Speakers of the corpus: espeak-ng's voice variants, grouped in families, split without overlap.
 
-Numbered variants (Gene, Gene2; steph, steph2, ...) are takes of one voice: a family. A family is in one
-split only, and every split has women's and men's voices.
+Numbered variants (Gene, Gene2; steph, steph2, ...) are takes of one voice and form a family. A family is in
+one split only, and every split has women's and men's voices.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from .problem import Problem, require
 from .tasks import SPLITS, Task
 
-# Not meant to be a person's voice: robots, whispers, effects.
+# Variants that do not sound like a person: robots, whispers, effects.
 _EFFECTS = re.compile(r"robo|whisper|demonic|croak|storm|tweaky|fast|announcer|serious", re.I)
-_HELD_OUT = 8  # families in dev, and in test; three of them women's
-_WOMEN = 3
-_LEAST_S = 10.0
-_LARGE = 3  # larger families go to train: they would be half of dev or test
+_HELD_OUT = 8  # families in dev, and in test
+_WOMEN = 3  # how many of these are women's
+_LEAST_S = 10.0  # seconds of speech that each speaker should have at least
+_LARGE = 3  # families with more variants go to train, because they would be half of dev or test
 
 
 @dataclass(frozen=True)
 class Voice:
-    """One variant: its family is its name without the trailing digits."""
+    """A voice variant; its family is its name without the trailing digits."""
 
     name: str
     female: bool
@@ -49,7 +49,7 @@ class Speaker:
 
 
 def installed() -> list[Voice]:
-    """All variants of the espeak-ng at hand that sound like a person, sorted by name."""
+    """Return all variants of the installed espeak-ng that sound like a person, sorted by name."""
     loader = require("espeakng_loader", "espeakng-loader")
     folder = Path(loader.get_data_path()) / "voices" / "!v"
     files = sorted(path for path in folder.iterdir() if not _EFFECTS.search(path.name))
@@ -57,14 +57,14 @@ def installed() -> list[Voice]:
 
 
 def split_voices(voices: list[Voice], seed: int) -> dict[str, list[Voice]]:
-    """Deal families to train, dev and test.
+    """Assign families of voices to train, dev and test at random.
 
     Args:
         voices: all variants.
-        seed: of the dealing.
+        seed: seed of the random assignment.
 
     Returns:
-        The voices of each split; families disjoint, both genders in each.
+        The voices of each split; no family is in two splits, and each split has both genders.
 
     Raises:
         Problem: if there are too few families for both genders in all splits.
@@ -96,9 +96,9 @@ def _deal(
 
 
 def speakers(task: Task, split: str, voices: list[Voice]) -> list[Speaker]:
-    """Two speakers per voice, with different accents where the task has two.
+    """Return two speakers per voice of a split, with different accents (one if the task has one accent).
 
-    Fewer, evenly chosen, if there is less than 10 s for each.
+    If the split has less than 10 s of speech for each, evenly spaced ones are returned.
     """
     rng = np.random.default_rng([task.seed, 2, SPLITS.index(split)])
     chosen = []

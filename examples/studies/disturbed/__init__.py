@@ -1,5 +1,4 @@
-"""The parts of `make bench-cluster`: what its learners do, what it measures, tables and figures.
+"""The parts of `make bench-cluster` (studies/cluster.py): learners, measurements, tables and figures.
 
-A package, so that its modules have names of their own: `cluster.py` is only run, never
-imported.
+They form a package, so that they can be imported: `cluster.py` is only run as a script.
 """

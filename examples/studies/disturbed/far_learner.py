@@ -1,12 +1,12 @@
 """One learner of the network benchmark, started by horovodrun on each host.
 
-It trains an MLP to name the class that another one, drawn from the seed, gives to random points. Every
-sample is new; which ones a learner sees depends on the seed, its rank and the step only.
+It trains an MLP to predict the class that a second MLP (the teacher, drawn from the seed) gives to random
+points. Every sample is new; a learner's samples depend only on the seed, its rank and the step.
 
-Speed: blocks of steps in turn, with averaging off (the plain optimizer on a model of its own, the
-engine at rest) and on, for each kind of computation. Curve: one training from the start, with copies of
-the model on the way, which are evaluated after training, so that evaluation takes no time from it.
-Learner 0 writes the counts of all learners to --out.
+To measure speed, it trains blocks of steps in turn, with averaging off (the plain optimizer on a model of
+its own, the engine idle) and on, for each kind of computation. With --curve-s it trains once and copies the
+model on the way; the copies are evaluated after training, so that evaluation takes no time from training.
+Learner 0 writes the results of all learners to --out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training.presence import live
 
 HELD_OUT = 512
-TEACHER = 32  # its hidden units
-REST_S = 120.0  # longest wait until no exchange runs
+TEACHER = 32  # hidden units of the teacher
+REST_S = 120.0  # longest wait until no exchange runs, in seconds
 
 
 def main() -> None:
@@ -44,10 +44,10 @@ def main() -> None:
     add("--computations", nargs="+", required=True, metavar="BATCH:WAIT_S")
     add("--rate", type=float, required=True, help="learning rate")
     add("--momentum", type=float, required=True)
-    add("--block-s", type=float, required=True, help="training with averaging off, per block")
-    add("--on-s", type=float, required=True, help="training with averaging on, per block")
+    add("--block-s", type=float, required=True, help="seconds per block with averaging off")
+    add("--on-s", type=float, required=True, help="seconds per block with averaging on")
     add("--repetitions", type=int, required=True)
-    add("--curve-s", type=float, help="train for so many seconds, record held-out loss, no blocks")
+    add("--curve-s", type=float, help="train once for so many seconds, and record held-out loss")
     add("--seed", type=int, required=True)
     add("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def mlp(sizes: list[int], seed: int) -> torch.nn.Sequential:
-    """The same model on every learner."""
+    """Return a new MLP, which is the same on every learner: its weights are drawn from `seed`."""
     torch.manual_seed(seed)
     layers: list[torch.nn.Module] = []
     for a, b in itertools.pairwise(sizes):
@@ -72,28 +72,28 @@ def mlp(sizes: list[int], seed: int) -> torch.nn.Sequential:
 
 
 class Task:
-    """Points with the class that the teacher gives them."""
+    """Random points with the class that the teacher MLP gives to each."""
 
     def __init__(self, inputs: int, classes: int, seed: int):
         self.inputs, self.seed = inputs, seed
         self.teacher = mlp([inputs, TEACHER, classes], seed + 1)
         for parameter in self.teacher.parameters():
             parameter.requires_grad_(False)
-        with torch.no_grad():  # every class is as large as another, roughly
+        with torch.no_grad():  # shift the outputs so that all classes are about equally frequent
             points = torch.randn(4096, inputs, generator=torch.Generator().manual_seed(seed + 2))
             self.teacher[-1].bias -= self.teacher(points).mean(0)
         self.held_out = self.samples(HELD_OUT, 0, 0)
 
     @torch.no_grad()
     def samples(self, count: int, who: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a learner (1, 2, ...) at a step; of 0 what no learner trains on."""
+        """Return the batch of learner `who` (1, 2, ...) at a step; `who` 0 gives held-out samples."""
         seed = (self.seed * 1009 + who) * 1_000_003 + step
         points = torch.randn(count, self.inputs, generator=torch.Generator().manual_seed(seed))
         return points, self.teacher(points).argmax(1)
 
     @torch.no_grad()
     def loss(self, model: torch.nn.Module) -> float:
-        """Held-out cross-entropy in nats per sample."""
+        """Return the model's held-out cross-entropy in nats per sample."""
         points, classes = self.held_out
         return float(torch.nn.functional.cross_entropy(model(points), classes))
 
@@ -102,7 +102,7 @@ class Task:
 
 
 class Trainer:
-    """A model with its optimizer, wrapped or plain."""
+    """A model with its optimizer: a DistributedOptimizer if `averaged`, else plain SGD."""
 
     def __init__(self, options: argparse.Namespace, task: Task, averaged: bool):
         self.model, self.task, self.steps = mlp(options.sizes, options.seed), task, 0
@@ -122,7 +122,7 @@ class Trainer:
         self.phases = dict.fromkeys(("gradient_s", "wait_s", "step_s"), 0.0)
 
     def step(self, batch: int, wait_s: float) -> None:
-        """One gradient, the wait for an accelerator if there is one, and the optimizer's step."""
+        """Compute a gradient, sleep `wait_s` seconds in place of an accelerator, call optimizer.step()."""
         began = time.monotonic()
         points, classes = self.task.samples(batch, 1 + hvd.rank(), self.steps)
         self.optimizer.zero_grad()
@@ -148,12 +148,12 @@ class Trainer:
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Blocks with averaging off and on, in turn."""
+    """Train blocks with averaging off and on in turn; return the counts of each block."""
     task = Task(options.sizes[0], options.sizes[-1], options.seed)
     off, on = (Trainer(options, task, averaged) for averaged in (False, True))
     kinds = [(int(b), float(w)) for b, w in (c.split(":") for c in options.computations)]
     with resting():
-        block(off, kinds[0], seconds=0.0)  # memory is touched
+        block(off, kinds[0], seconds=0.0)  # warm-up: touches memory
     first = block(on, kinds[0], seconds=0.0, steps=2 if on.in_step else None)
     rows: dict[str, list[Any]] = {computation: [] for computation in options.computations}
     for _ in range(options.repetitions):
@@ -168,10 +168,11 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """No exchange runs inside. Entered by all together, after what is under way has ended."""
+    """A context in which no exchange runs; all learners enter it together, after running exchanges ended."""
     engines = [averaging.engine for averaging in live()]
     comm = worlds.current().collectives.comm
-    for _ in range(2):  # what one began before it paused, another answers
+    # Twice, because a paused engine still answers exchanges that a peer began before its own pause.
+    for _ in range(2):
         for engine in engines:
             engine.pause(REST_S)
         wait(comm.Ibarrier())
@@ -182,7 +183,7 @@ def resting() -> Iterator[None]:
 
 
 def enough(first: list[dict[str, Any]], kind: tuple[int, float], seconds: float) -> int:
-    """Steps that fill some seconds, at least 2, the same number on all learners."""
+    """Return the number of steps that take about `seconds`, at least 2, the same on all learners."""
     slowest = max(told["seconds"] / told["steps"] for told in first)
     return max(2, math.ceil(seconds / (slowest + kind[1])))
 
@@ -190,7 +191,7 @@ def enough(first: list[dict[str, Any]], kind: tuple[int, float], seconds: float)
 def block(
     trainer: Trainer, kind: tuple[int, float], seconds: float, steps: int | None = None
 ) -> list[dict[str, Any]]:
-    """Train for so long, or so many steps where all wait for all. What each learner counted."""
+    """Train for `seconds`, or `steps` steps if learners wait for each other; return counts, by rank."""
     comm = worlds.current().collectives.comm
     wait(comm.Ibarrier())
     before, began, done = counted(trainer), time.monotonic(), 0
@@ -206,7 +207,7 @@ def block(
 
 
 def counted(trainer: Trainer) -> dict[str, float]:
-    """Numbers that only grow: of the trainer, the engine, the process and the host's interfaces."""
+    """Return monotonic counters of the trainer, the engine, the process and the host's interfaces."""
     metrics = hvd.metrics()
     names = ("exchanges", "bytes_sent", "engine_cpu_s", "optimizer_s", "collect_s", "offer_s")
     return {
@@ -218,7 +219,7 @@ def counted(trainer: Trainer) -> dict[str, float]:
 
 
 def wire_bytes(text: str) -> int:
-    """Bytes sent by all interfaces but the loopback; `text` is /proc/net/dev, which is the host's."""
+    """Return the bytes sent by all interfaces but the loopback, from the text of /proc/net/dev."""
     rows = [line.split(":") for line in text.splitlines() if ":" in line]
     return sum(int(values.split()[8]) for name, values in rows if name.strip() != "lo")
 
@@ -227,23 +228,24 @@ def wire_bytes(text: str) -> int:
 
 
 def curve(options: argparse.Namespace) -> dict[str, Any]:
-    """Held-out loss and consensus distance on the way, by steps and by seconds."""
+    """Train once; return held-out loss and consensus distance during training, by steps and by seconds."""
     task = Task(options.sizes[0], options.sizes[-1], options.seed)
     trainer = Trainer(options, task, averaged=bool(options.averaging))
     batch, wait_s = options.computations[0].split(":")
     copies = train_and_copy(trainer, (int(batch), float(wait_s)), options.curve_s)
     if live():
-        live()[0].engine.pause(REST_S)  # the copies are what is judged
+        live()[0].engine.pause(REST_S)  # only the copies are evaluated from here on
     alone = not options.averaging
     told = [judged(trainer, *copy, alone=alone) for copy in match(copies)]
     return {"batch": int(batch), "wait_s": float(wait_s), "curve": told}
 
 
-Copy = tuple[str, int, float, list[torch.Tensor]]  # its name, steps, seconds, parameters
+# A copied model: name, steps, seconds, parameters.
+Copy = tuple[str, int, float, list[torch.Tensor]]
 
 
 def train_and_copy(trainer: Trainer, kind: tuple[int, float], seconds: float) -> list[Copy]:
-    """Train for so long. Copies after 1, 2, 4, 8, ... steps and at 1/4, 1/2 and all of the time."""
+    """Train for `seconds`; return copies after 4, 8, 16, ... steps and at 1/4, 1/2 and all of the time."""
     comm, copies = worlds.current().collectives.comm, []
     parts = [(part, seconds * part) for part in (0.25, 0.5, 1.0)]
     wait(comm.Ibarrier())
@@ -252,7 +254,7 @@ def train_and_copy(trainer: Trainer, kind: tuple[int, float], seconds: float) ->
         trainer.step(*kind)
         now = time.monotonic() - began
         late = parts and now >= parts[0][1]
-        if trainer.in_step:  # all copy at the same step
+        if trainer.in_step:  # learner 0 decides, so that all learners copy at the same step
             late = bool(comm.bcast(late))
         if late:
             copies.append(_copy(trainer, f"time {parts.pop(0)[0]:g}", now))
@@ -268,7 +270,7 @@ def _copy(trainer: Trainer, name: str, seconds: float) -> Copy:
 
 
 def match(copies: list[Copy]) -> list[Copy]:
-    """The copies that all learners have, in one order."""
+    """Return those copies that all learners have taken, in learner 0's order."""
     names = worlds.current().collectives.comm.allgather([name for name, *_ in copies])
     common = [name for name in names[0] if all(name in others for others in names)]
     by_name = {copy[0]: copy for copy in copies}
@@ -280,7 +282,7 @@ def judged(
     trainer: Trainer, name: str, steps: int, seconds: float, parameters: list[torch.Tensor], *,
     alone: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Loss of each learner's own model and of the mean of all, and the distance from that mean."""
+    """Return the loss of each learner's copy and of the mean of all copies, and the distance from it."""
     comm = worlds.current().collectives.comm
     load(trainer.model, parameters)
     own = trainer.task.loss(trainer.model)
@@ -308,7 +310,7 @@ def load(model: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
 
 
 def to_the_mean(comm: Any, parameters: list[torch.Tensor]) -> float:
-    """Replace each by its mean over learners. Returns this learner's squared distance from it."""
+    """Replace each parameter by its mean over learners; return this learner's squared distance from it."""
     square = 0.0
     for values in parameters:
         mean = torch.empty_like(values)

@@ -1,7 +1,7 @@
-"""Two hosts with a shaped link between them: a cluster on this machine, of tests/cluster. Needs root.
+"""Simulates two hosts with a link of limited rate on this machine, by tests/cluster; needs root.
 
-The hosts share the machine's cores and memory; from one to the other there is only the network. (Each has
-a /dev/shm of its own: engines that find each other there would not use the network.)
+The hosts share the machine's cores and memory, but are connected by their network only. Each has its own
+/dev/shm, because engines that share a /dev/shm would exchange through it instead of the network.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Hosts", "missing"]
 
 
 def missing() -> str | None:
-    """Why there can be no such hosts here; None if there can."""
+    """Return why two hosts cannot be simulated on this machine; None if they can."""
     return unavailable()
 
 
 class Hosts:
-    """Two hosts, from `with` to its end.
+    """A context in which two hosts exist.
 
     Args:
-        start: whether they are needed at all.
+        start: whether to start the hosts; False if nothing will run on them.
     """
 
     def __init__(self, start: bool = True) -> None:
@@ -46,14 +46,14 @@ class Hosts:
         self._stack.close()
 
     def shape(self, rate: float) -> None:
-        """Let the link between the two carry `rate` bit/s, each way."""
+        """Limit the link between both hosts to `rate` bit/s in each direction."""
         self._cluster.shape(self._cluster.hosts[1], f"{rate:.0f}bit")
 
     def run(self, command: list[str], deadline_s: float, log: Path) -> None:
-        """Run one learner on each host; what they say goes to `log`.
+        """Run `command` as one learner on each host, with all output in the file `log`.
 
         Raises:
-            Problem: if it fails or takes too long.
+            Problem: if the job fails or does not end within `deadline_s`.
         """
         launcher = ["horovodrun", "-np", "2", "-H", ",".join(f"{h}:1" for h in self._cluster.hosts)]
         with log.open("w") as out:

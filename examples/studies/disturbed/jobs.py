@@ -1,4 +1,4 @@
-"""Jobs with a deadline, and records of those that are finished."""
+"""Runs measurement jobs with a deadline, and keeps a record of each finished one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TAIL = 1500  # characters of a failed job's output that are shown
 
 @dataclass(frozen=True)
 class Job:
-    """Something to measure.
+    """A measurement.
 
     Attributes:
-        name: for messages and for its folder.
-        settings: everything that its outcome depends on; a finished job with equal ones is kept.
-        act: measures; gets the job's folder, returns what its record shall hold.
+        name: name of the job in messages and in the name of its folder.
+        settings: everything that the outcome depends on; a finished job with equal settings is not repeated.
+        act: function that measures in the job's folder, its argument, and returns the content of the record.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Job:
 
 
 def folder(job: Job, root: Path) -> Path:
-    """Where its record is, named by a digest of its settings."""
+    """Return the folder of a job's record, whose name ends with a digest of the job's settings."""
     told = {**job.settings, "versions": launch.versions()}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in job.name)
@@ -48,15 +48,15 @@ def folder(job: Job, root: Path) -> Path:
 def perform(
     jobs: Sequence[Job], root: Path, recall_only: bool = False
 ) -> tuple[list[dict | None], list[str]]:
-    """Do what is not finished; one that fails does not stop the others.
+    """Run all jobs that are not finished; a job that fails does not stop the others.
 
     Args:
-        jobs: in the order in which they are done.
-        root: of their folders.
-        recall_only: do nothing; what is not finished has no record and is no failure.
+        jobs: the jobs, which run in this order.
+        root: folder of all jobs' folders.
+        recall_only: run no job; one that is not finished has no record then, and counts as no failure.
 
     Returns:
-        a record for each job, None where it failed, and a line on each failure.
+        a record for each job, None if it failed, and a line on each failure.
     """
     records = [sweep.recall(folder(job, root)) for job in jobs]
     took = [record["seconds"] for record in records if record]
@@ -77,7 +77,7 @@ def perform(
 
 
 def _perform(job: Job, place: Path) -> dict[str, Any]:
-    shutil.rmtree(place, ignore_errors=True)  # what an interrupted or failed try left
+    shutil.rmtree(place, ignore_errors=True)  # remains of an interrupted or failed run
     place.mkdir(parents=True)
     began, load = time.monotonic(), os.getloadavg()[0]
     found = job.act(place)
@@ -88,13 +88,13 @@ def _perform(job: Job, place: Path) -> dict[str, Any]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables of this process but for Horovod's and MPI's."""
+    """Return the variables of this process without Horovod's, MPI's and this library's, plus `variables`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     return kept | launch.paths() | {"OMP_NUM_THREADS": "1"} | variables
 
 
 def learner(program: str, options: Mapping[str, object], out: Path) -> list[str]:
-    """The command of one learner: a program of this package with its options."""
+    """Return the command of one learner: the program (a module of this package) with its options."""
     words: list[str] = []
     for name, value in {**options, "out": out.resolve()}.items():
         values = value if isinstance(value, list | tuple) else [value]
@@ -103,10 +103,10 @@ def learner(program: str, options: Mapping[str, object], out: Path) -> list[str]
 
 
 def run(command: Sequence[str], variables: Mapping[str, str], deadline_s: float, log: Path) -> None:
-    """Run a command to its end; its output goes to `log`.
+    """Run a command, with its output in the file `log`, and wait until it ends.
 
     Raises:
-        Problem: if it fails or takes too long; it and what it started are ended then.
+        Problem: if the command fails or does not end within `deadline_s`; its process group is killed.
     """
     with log.open("w") as out:
         child = subprocess.Popen(
@@ -125,12 +125,12 @@ def run(command: Sequence[str], variables: Mapping[str, str], deadline_s: float,
 
 
 def tail(log: Path) -> str:
-    """The end of what a command said."""
+    """Return the last _TAIL characters of a command's output."""
     return log.read_text(errors="replace")[-_TAIL:]
 
 
 def _end(child: subprocess.Popen) -> None:
-    """The launcher passes SIGTERM on to its learners; who does not listen is killed."""
+    """End a command's process group: SIGTERM, which a launcher forwards to learners; 10 s later SIGKILL."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None:
             return
@@ -142,7 +142,7 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def loads(records: Iterable[dict | None]) -> str:
-    """A line on how busy the machine was before the jobs began: the least and the most."""
+    """Return a line with the lowest and highest load average of the machine before the jobs."""
     found = [record["load_before"] for record in records if record]
     if not found:
         return "Nothing was measured."
@@ -150,10 +150,10 @@ def loads(records: Iterable[dict | None]) -> str:
 
 
 def told(file: Path) -> dict[str, Any]:
-    """What the first learner wrote.
+    """Return the results that learner 0 wrote to `file`.
 
     Raises:
-        Problem: if it wrote nothing.
+        Problem: if learner 0 wrote no results.
     """
     try:
         return json.loads(file.read_text())

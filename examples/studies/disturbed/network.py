@@ -1,4 +1,4 @@
-"""Two hosts with a link of limited rate: cost and benefit of averaging."""
+"""Measures cost and benefit of averaging on two hosts with a link of limited rate."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from examples.acoustic_model.speech.problem import Problem
 from . import jobs
 from .hosts import Hosts
 
-# Computation is measured in two ways. "cpu": gradients on the CPU, one core per host, which the engine
-# and the kernel's TCP share with the trainer. "accelerator": a small batch and a wait that stands for an
-# accelerator, in proportion to the model (0.25 s for the largest), during which the core is free. An
-# accelerator's step is rarely shorter beside a model of that size; a longer one hides more.
-# Blocks are as long as a dozen steps of that model; with averaging on as two exchanges, up to the cap. The
-# rate of learning is the best of 0.02, 0.05 and 0.1 for one learner with the smallest model, batch 8 and
-# seed 7. All of this was settled before anything was measured.
+# There are two kinds of computation. "cpu": gradients on the CPU, with one core per host, which the trainer
+# shares with the engine and the kernel's TCP. "accelerator": a small batch, and a sleep in place of an
+# accelerator, proportional to the model's size (0.25 s for the largest), during which the core is free. With
+# such a model an accelerator's step is rarely shorter; a longer step would hide more communication.
+# A block is as long as a dozen steps of its model; with averaging on, at least as long as two exchanges, but
+# at most longest_on_s. The learning rate is the best of 0.02, 0.05 and 0.1 for one learner with the smallest
+# model, batch 8 and seed 7. All of these settings were chosen before any measurement.
 SETTINGS: dict[str, Any] = {
     "inputs": 16,
     "classes": 10,
     "hidden_layers": 3,
     "batch": {"cpu": 32, "accelerator": 8},
-    "wait_s": 0.25,  # for the largest model
+    "wait_s": 0.25,  # seconds that each step of the largest model sleeps
     "rate": 0.02,
     "momentum": 0.9,
     "seed": 0,
@@ -54,39 +54,39 @@ Cell = tuple[str, str, str]  # link, model, scheme
 
 
 def hidden(parameters: float, inputs: int, classes: int) -> int:
-    """Units of each of three hidden layers, for about so many parameters.
+    """Return the width of each of three hidden layers, for a model of about `parameters` parameters.
 
-    The larger root of 2 h^2 + (inputs + classes + 3) h + classes = parameters.
+    It is the larger root h of 2 h^2 + (inputs + classes + 3) h + classes = parameters.
     """
     b = inputs + classes + 3
     return round((-b + math.sqrt(b * b + 8 * (parameters - classes))) / 4)
 
 
 def sizes(model: str) -> list[int]:
-    """Of the layers of a model."""
+    """Return the layer sizes of a model in MODELS, from inputs to classes."""
     inputs, classes = SETTINGS["inputs"], SETTINGS["classes"]
     units = hidden(MODELS[model], inputs, classes)
     return [inputs, *[units] * SETTINGS["hidden_layers"], classes]
 
 
 def count(layers: Sequence[int]) -> int:
-    """Parameters of an MLP of these layers."""
+    """Return the number of parameters of an MLP with these layer sizes."""
     return sum((a + 1) * b for a, b in itertools.pairwise(layers))
 
 
 def wire_s(link: str, model: str) -> float:
-    """Seconds that the model's float32 bytes take on the link, one way."""
+    """Return the seconds to send a model's float32 parameters over a link, in one direction."""
     return 8 * 4 * MODELS[model] / LINKS[link]
 
 
 def computation(kind: str, model: str) -> tuple[int, float]:
-    """Batch and wait in seconds."""
+    """Return the batch, and the seconds of sleep per step, of a kind of computation with a model."""
     share = MODELS[model] / max(MODELS.values())
     return SETTINGS["batch"][kind], SETTINGS["wait_s"] * share if kind == "accelerator" else 0.0
 
 
 def cells(links: Iterable[str], models: Iterable[str]) -> list[Cell]:
-    """What is measured in blocks."""
+    """Return all combinations of link, model and scheme whose speed is measured."""
     found = []
     for link in links:
         for model in models:
@@ -96,7 +96,7 @@ def cells(links: Iterable[str], models: Iterable[str]) -> list[Cell]:
 
 
 def options(cell: Cell, repetitions: int) -> dict[str, Any]:
-    """Of far_learner.py, for blocks."""
+    """Return the options of far_learner.py for measuring the speed of a cell."""
     link, model, scheme = cell
     on_s = min(max(BLOCK_S[model], 2 * wire_s(link, model)), SETTINGS["longest_on_s"])
     pairs = [computation(kind, model) for kind in KINDS]
@@ -110,7 +110,7 @@ def options(cell: Cell, repetitions: int) -> dict[str, Any]:
 
 
 def curve_options(link: str, model: str, kind: str, seconds: float, scheme: str) -> dict[str, Any]:
-    """Of far_learner.py, for a curve."""
+    """Return the options of far_learner.py for recording a loss curve."""
     batch, wait = computation(kind, model)
     return {
         **_common(model, scheme),
@@ -128,7 +128,7 @@ def _common(model: str, scheme: str) -> dict[str, Any]:
 
 
 def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> jobs.Job:
-    """A run of far_learner.py on two hosts."""
+    """Return a job that runs far_learner.py on two hosts, with the options `told`."""
 
     def act(folder: Path) -> dict[str, Any]:
         hosts.shape(LINKS[link])
@@ -140,7 +140,7 @@ def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> jobs.Job:
 
 
 def deadline(link: str, told: Mapping[str, Any]) -> float:
-    """Far more seconds than the run should take."""
+    """Return a deadline in seconds, several times what the run should take."""
     model_s = 8 * 4 * count(told["sizes"]) / LINKS[link]
     blocks = 2 * told["repetitions"] * (told["block_s"] + told["on_s"] + 8 * model_s)
     return 120 + 3 * (blocks + told.get("curve_s", 0.0)) + 40 * model_s
@@ -150,7 +150,7 @@ def deadline(link: str, told: Mapping[str, Any]) -> float:
 
 
 def results(found: Mapping[Cell, dict[str, Any]]) -> dict[str, Any]:
-    """By link, model and computation: speeds, ratios, bytes, and where the time goes."""
+    """Return speeds, ratios, bytes and times per step, by link, model, computation and scheme."""
     result: dict[str, Any] = {}
     for (link, model, scheme), told in found.items():
         for kind, rows in zip(KINDS, told["rows"].values(), strict=True):
@@ -163,12 +163,12 @@ def results(found: Mapping[Cell, dict[str, Any]]) -> dict[str, Any]:
 
 
 def walk(result: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Every link and model with its kinds of computation."""
+    """Return (link, model, results by kind of computation) of every link and model."""
     return [(link, model, kinds) for link, row in result.items() for model, kinds in row.items()]
 
 
 def one(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the blocks of a run; ratios of neighbours."""
+    """Return medians over the blocks of a run; ratios are between a block with averaging on and off."""
     kept = [rate(row["on"]) / rate(row["off"]) for row in rows]
     return {
         "off_steps_per_s": statistics.median(rate(row["off"]) for row in rows),
@@ -189,12 +189,12 @@ COUNTED = (
 
 
 def rate(block: list[dict[str, Any]]) -> float:
-    """Steps per second of a learner, mean over learners."""
+    """Return the mean over learners of their steps per second in a block."""
     return statistics.mean(learner["steps"] / learner["seconds"] for learner in block)
 
 
 def _per_step(rows: list[dict[str, Any]], which: str, name: str) -> float:
-    """Of a learner; the median over blocks."""
+    """Return a count per step of a learner, the median over blocks."""
     blocks = [row[which] for row in rows]
     return statistics.median(
         sum(told[name] for told in block) / sum(told["steps"] for told in block) for block in blocks
@@ -208,7 +208,7 @@ def _last_distance(rows: list[dict[str, Any]]) -> float | None:
 
 
 def _compare(schemes: dict[str, Any]) -> None:
-    """Speed against SSGD: of what is kept of averaging off, each measured in its own run."""
+    """Add the speed relative to SSGD, as a ratio of shares kept of the speed with averaging off."""
     if SYNCHRONOUS not in schemes:
         return
     for scheme, found in schemes.items():
@@ -217,7 +217,7 @@ def _compare(schemes: dict[str, Any]) -> None:
 
 
 def goal(result: Mapping[str, Any]) -> list[str]:
-    """A line for each kind of computation: what was wanted at 1 Gb/s with the largest model."""
+    """Return a line for each kind of computation: the goals for GOAL_CELL, and whether they are met."""
     link, model = GOAL_CELL
     lines = []
     for kind, schemes in result.get(link, {}).get(model, {}).items():
@@ -245,7 +245,7 @@ HEADS = (
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One row per link, model, computation and scheme, in Markdown."""
+    """Return a Markdown table with one row per link, model, computation and scheme."""
     rows = [_row(*HEADS), _row(*["---"] * len(HEADS))]
     for link, model, kinds in walk(result):
         for kind, schemes in kinds.items():
@@ -272,7 +272,7 @@ def _row(*cells: str) -> str:
 
 
 def profile(result: Mapping[str, Any], link: str, model: str) -> str:
-    """Where the time of a step goes, in ms per step of a learner, in Markdown."""
+    """Return a Markdown table of the parts of a step's time, in ms per step of a learner."""
     names = ("gradient_s", "optimizer_s", "collect_s", "offer_s", "engine_cpu_s", "cpu_s")
     heads = ("computation", "scheme", "averaging", *(name.removesuffix("_s") for name in names))
     rows = [_row(*heads), _row(*["---"] * len(heads))]
@@ -285,19 +285,19 @@ def profile(result: Mapping[str, Any], link: str, model: str) -> str:
 
 
 def at(curve: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """The copy of that name, if it was taken."""
+    """Return the copy of a curve with that name, None if there is none."""
     return next((copy for copy in curve if copy["at"] == name), None)
 
 
 def common(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Copies that every scheme has: numbers of steps, then times, in their order."""
+    """Return the names of the copies that every scheme has: first by number of steps, then by time."""
     first, *others = curves.values()
     names = [copy["at"] for copy in first if all(at(other, copy["at"]) for other in others)]
     return sorted(names, key=lambda name: (name.startswith("time"), float(name.split()[1])))
 
 
 def curve_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Held-out loss and consensus distance at equal samples and at equal time, in Markdown."""
+    """Return a Markdown table of held-out loss and consensus distance at equal samples and equal time."""
     rows = [_row("at", *(f"{s}: steps, loss, distance" for s in curves))]
     rows += [_row(*["---"] * (1 + len(curves)))]
     for name in common(curves):
@@ -318,10 +318,10 @@ def _copy(copy: Mapping[str, Any]) -> str:
 
 
 def require_known(names: Iterable[str], known: Iterable[str], option: str) -> None:
-    """Hold the values of an option to what there is.
+    """Check that all values of an option are known.
 
     Raises:
-        Problem: if one is unknown.
+        Problem: if a value is unknown.
     """
     for name in names:
         if name not in known:

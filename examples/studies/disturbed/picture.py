@@ -1,4 +1,4 @@
-"""Figures of what was measured. Colours: Okabe and Ito."""
+"""Figures of the measurements of stragglers and networks. Colours: Okabe and Ito."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CURVES = {
 
 
 def draw_stragglers(result: Mapping[str, Any], path: Path) -> None:
-    """What the healthy learners and all together keep of their speed, over the slowdown."""
+    """Draw the speed kept by the healthy learners, and by all learners together, over the slowdown."""
     plt = _pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
     for axis, who in zip(axes, ("healthy", "all"), strict=True):
@@ -85,7 +85,7 @@ def _axis(axis: Any, kept: Mapping[str, Any]) -> None:
 def draw_network(
     result: Mapping[str, Any], curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
 ) -> None:
-    """What averaging costs on each link, by model; held-out loss over time and over samples."""
+    """Draw the speed kept with averaging on each link, by model, and held-out loss over time and steps."""
     plt = _pyplot()
     rows = 1 + bool(curves)
     figure, axes = plt.subplots(

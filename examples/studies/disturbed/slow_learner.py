@@ -1,8 +1,8 @@
 """One learner of the straggler benchmark, started by horovodrun.
 
-A step is a small real gradient and a wait, which stands for a GPU that computes. Forward pass and wait
-together take the last learner s times as long. A block of steps is measured for each s in turn; learner
-0 writes the counts of all learners to --out.
+A step computes a small gradient on the CPU and sleeps, as if a GPU computed. On the last learner forward
+pass and sleep together take s times as long. A block of steps is measured for each s in turn; learner 0
+writes the counts of all learners to --out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Learner:
-    """A learner that can be slowed down."""
+    """A learner whose steps can be slowed down by a factor."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -69,7 +69,10 @@ class Learner:
         self.comm = worlds.current().collectives.comm
 
     def measured(self, slowdown: float) -> list[dict[str, Any]]:
-        """What each learner counted in a block of --block-s, or of some steps if all wait for all."""
+        """Train one block with the last learner slowed down; return each learner's counts, by rank.
+
+        The block takes --block-s seconds, or a fixed number of steps if all learners wait for each other.
+        """
         steps = None
         if self.period is not None:
             enough = self.options.block_s / (slowdown * self.options.wait_s)
@@ -77,10 +80,10 @@ class Learner:
         return self.block(slowdown, steps)
 
     def block(self, slowdown: float, steps: int | None) -> list[dict[str, Any]]:
-        """Train for so many steps, or with None for --block-s.
+        """Train for `steps` steps, or with None for --block-s seconds; return each learner's counts, by rank.
 
-        Where all wait for all, the time is until the last is through, for all: a scheme that averages
-        beside the gradient lets a learner be one step ahead, which is not speed.
+        If all learners wait for each other, each learner's time ends when the last one is done: a strategy
+        that averages during the gradient lets a learner be one step ahead, which must not count as speed.
         """
         slow = slowdown if hvd.rank() == hvd.size() - 1 else 1.0
         exchanges = hvd.metrics()["exchanges"]
@@ -103,15 +106,16 @@ class Learner:
         began = time.monotonic()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self.model(self.x), self.y)
-        time.sleep(self.options.wait_s)  # the work of a GPU
+        time.sleep(self.options.wait_s)  # stands for a GPU's work
         if slow > 1:
-            time.sleep((slow - 1) * (time.monotonic() - began))  # of a slow one
+            # Stands for the work of a slower GPU.
+            time.sleep((slow - 1) * (time.monotonic() - began))
         loss.backward()
         self.optimizer.step()
 
 
 def _period(spec: str) -> int | None:
-    """After how many steps all wait for others; None if nobody ever does."""
+    """Return after how many steps learners wait for others; None if the strategy lets no learner wait."""
     strategy = strategies.parse(spec)
     if strategy.averages == "nothing":
         return 1

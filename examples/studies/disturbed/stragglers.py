@@ -1,4 +1,4 @@
-"""One slow learner among four: the speed of the others and of all together, with each strategy."""
+"""Measures speed with one slow learner among four, of the others and of all together, by strategy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvd_adpsgd.theory import limits
 
 from . import jobs
 
-# What two cores can do for four learners without being busy: a gradient and an exchange of a model of
-# 0.92 M parameters are some milliseconds, the wait is 30, so that cores are no bottleneck and what is
-# measured is who waits for whom.
+# Settings with which two cores are not saturated by four learners: a gradient and an exchange of a model of
+# 0.92 M parameters take some milliseconds, the sleep takes 30. So cores are no bottleneck, and the
+# measurement shows which learners wait for others.
 SETTINGS: dict[str, Any] = {
     "learners": 4,  # as 4 super learners of 1
     "sizes": (256, 1024, 640, 10),
@@ -34,21 +34,22 @@ SCHEMES = (
     "synchronous_gossip:order=awc+fixed_ring",
     "synchronous",
 )
-GOAL = 0.97  # of their undisturbed speed, for the healthy learners, with gossip
+GOAL = 0.97  # share of their undisturbed speed that healthy learners should keep with gossip
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 
-Block = list[dict[str, Any]]  # what each learner counted; the last one is the slow one
-Found = dict[str, dict[float, list[dict[str, float]]]]  # by scheme and slowdown, per repetition
+Block = list[dict[str, Any]]  # counts of each learner, by rank; the last learner is slow
+# Speeds by scheme and slowdown, per repetition.
+Found = dict[str, dict[float, list[dict[str, float]]]]
 
 
 def order(slowdowns: Sequence[float], repetition: int) -> list[float]:
-    """The blocks of a run: undisturbed first and last; the rest forward and backward in turn."""
+    """Return the slowdowns of a run's blocks: 1 first and last; the others reversed in odd repetitions."""
     rest = [s for s in slowdowns if s != 1]
     return [1.0, *(rest if repetition % 2 == 0 else rest[::-1]), 1.0]
 
 
 def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jobs.Job:
-    """One run of a scheme through all slowdowns."""
+    """Return a job that measures a scheme with all slowdowns."""
     told = {**settings, "averaging": scheme, "seed": repetition}
     told["slowdowns"] = order(settings["slowdowns"], repetition)
     options = {k: v for k, v in told.items() if k != "learners"}
@@ -65,13 +66,13 @@ def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jo
 
 
 def waits(scheme: str) -> bool:
-    """Whether all wait for the slowest."""
+    """Return whether all learners wait for the slowest one with this scheme."""
     strategy = strategies.parse(scheme)
     return strategy.averages == "nothing" or strategy.plan(0, 4).in_step is not None
 
 
 def speeds(blocks: list[tuple[float, Block]]) -> dict[float, dict[str, float]]:
-    """Of one run, by slowdown: steps/s of all and of the healthy, exchanges per healthy step."""
+    """Return a run's steps/s of all and of healthy learners, and exchanges per healthy step, by slowdown."""
     found: dict[float, list[Block]] = {}
     for slowdown, block in blocks:
         found.setdefault(slowdown, []).append(block)
@@ -92,7 +93,7 @@ def _rate(learner: dict[str, Any]) -> float:
 
 
 def results(found: Found) -> dict[str, Any]:
-    """By scheme: speeds at s = 1, and by slowdown what is kept of them, beside the model."""
+    """Return, by scheme, the speed at s = 1 and the shares kept of it by slowdown, with the theory's."""
     return {scheme: _scheme(scheme, by_slowdown) for scheme, by_slowdown in found.items()}
 
 
@@ -115,7 +116,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any], batch: int = SETTINGS["batch"]) -> str:
-    """What the healthy keep, then what all together keep beside the model, in Markdown."""
+    """Return two Markdown tables of speed kept: of healthy learners; of all together, with the theory's."""
     slowdowns = [s for s in next(iter(result.values()))["kept"] if s != "1"]
     heads = [f"{s} times slower" for s in slowdowns]
     rows = [_row("the healthy learners keep", *heads, "exchanges per healthy step")]
@@ -142,7 +143,7 @@ def _between(kept: dict[str, float]) -> str:
 
 
 def notes(result: dict[str, Any], repetitions: int) -> list[str]:
-    """What a reader of the table must know, and whether the goal is met."""
+    """Return the notes below the tables: settings of the runs, and whether the goal is met."""
     gossip = {scheme: one for scheme, one in result.items() if not waits(scheme)}
     lines = [
         f"{SETTINGS['learners']} super learners of 1, a model of 0.92 M parameters, batch "
@@ -165,7 +166,7 @@ def notes(result: dict[str, Any], repetitions: int) -> list[str]:
 
 
 def gather(schemes: Sequence[str], repetitions: int, records: list[dict | None]) -> Found:
-    """The speeds of those schemes of which no run failed; records are by repetition, then scheme."""
+    """Return the speeds of schemes without a failed run; `records` are by repetition, then scheme."""
     found: Found = {}
     for place, scheme in enumerate(schemes):
         mine = records[place :: len(schemes)]

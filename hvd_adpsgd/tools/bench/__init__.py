@@ -1,4 +1,4 @@
-"""Microbenchmarks: what averaging costs here, as ratios of two things measured in one run."""
+"""Microbenchmarks: the cost of averaging on this machine, as ratios of two times measured in one run."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("absorb", "calibrate", "kernels", "peers")
+_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds that _measure() does not launch
 
-# Of arguments that mean the same in all kinds.
+# Lower bounds of arguments that mean the same in all kinds; _LEAST_OF has those of one kind.
 _LEAST = {
     "mib": 0.01,
     "rounds": 1,
@@ -61,60 +61,60 @@ _LEAST = {
 _LEAST_OF = {"gossip": {"steps": 0}}
 
 _MEANINGS = {
-    "memcpy_gb_per_s": "read and written",
+    "memcpy_gb_per_s": "bytes read and written",
     "*.float32": "bytes per second / memcpy's (median of rounds)",
     "one_to_copy": "time of the pass by one thread / of a copy of the model (median of rounds)",
-    "several_to_copy": "the same by several threads",
-    "several_to_one": "ratio of the two, median of rounds",
+    "several_to_copy": "time of the pass by several threads / of a copy of the model (median of rounds)",
+    "several_to_one": "time of the pass by several threads / by one (median of rounds)",
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "*.mb_per_s_each_way": "of the model, median of rounds",
-    "*.cpu_s_per_gb": "of the averaging thread (socket: of both threads), per GB sent or received",
-    "*.speed_to_socket": "of the same bytes in the same round, median",
+    "*.cpu_s_per_gb": "CPU of the averaging thread (socket: of both threads), per GB sent or received",
+    "*.speed_to_socket": "speed / that of the plain socket in the same round (median)",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
-    "copy_ms": "of the model, all learners at once where there are several (median)",
+    "copy_ms": "time of a copy of the model; several learners copy at once (median)",
     "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
-    "straggler_speed_kept": "steps/s of the others while one sleeps / while none sleeps",
+    "straggler_speed_kept": "steps/s of the other learners while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
     "watching_cpu": "share of a core that watching uses, the largest of all learners",
-    "*.samples_per_s": "of all learners",
-    "*.cpu_ms_per_step": "of a learner, threads of the library included",
-    "*.loss_after_samples": "held out, mean of all models, after --steps steps",
-    "*.loss_after_time": "after --seconds seconds",
-    "*.slow_samples_per_s": "of all learners, one of which sleeps",
-    "*.slow_others_kept": "steps/s of the others while one sleeps / while none sleeps",
-    "*.slow_loss_after_time": "after --seconds seconds, while one sleeps",
-    "*.cpu_ms_per_exchange": "of one side's averaging thread (median of blocks)",
-    "*.cpu_to_two": "the same, to that of two super learners in the same round",
-    "*.copies_ms": "of the learner that has most, per step: parameters to the mirror, corrections",
-    "*.private_mib": "of the learner that has most, for averaging",
-    "*.engine_cpu_ms": "of the learner that has most, per exchange",
-    "exchange_to_whole": "ratio of the two, median of rounds",
-    "copies_to_whole": "ratio of the two, median of rounds",
-    "engine_cpu_to_whole": "ratio of the two, median of rounds",
+    "*.samples_per_s": "samples per second of all learners together",
+    "*.cpu_ms_per_step": "CPU of a learner, with the threads of the library",
+    "*.loss_after_samples": "held-out loss of the mean of all models after --steps steps",
+    "*.loss_after_time": "held-out loss of the mean of all models after --seconds seconds",
+    "*.slow_samples_per_s": "samples per second of all learners together, one of which sleeps",
+    "*.slow_others_kept": "steps/s of the other learners while one sleeps / while none sleeps",
+    "*.slow_loss_after_time": "held-out loss of the mean after --seconds seconds, while one learner sleeps",
+    "*.cpu_ms_per_exchange": "CPU of one side's averaging thread (median of blocks)",
+    "*.cpu_to_two": "cpu_ms_per_exchange / that of two super learners in the same round",
+    "*.copies_ms": "per step, largest of all learners: parameters to the mirror, corrections",
+    "*.private_mib": "private memory for averaging, largest of all learners",
+    "*.engine_cpu_ms": "CPU of the engine per exchange, largest of all learners",
+    "exchange_to_whole": "exchange_ms in shards / of the whole model (median of rounds)",
+    "copies_to_whole": "copies_ms in shards / of the whole model (median of rounds)",
+    "engine_cpu_to_whole": "engine_cpu_ms in shards / of the whole model (median of rounds)",
     "idle": "share of a core that an idle engine uses",
-    "decay.from_law": "largest difference to the law, models of size 1",
-    "*.theory": "rate of the expectation, or a ratio of two",
-    "*.measured": "the same through the engine",
-    "*.typical": "rate of a typical run",
-    "*.allreduce_ms": "MPI_Allreduce with nothing around it",
-    "*.mpi_ms": "the same by MPI",
+    "decay.from_law": "largest difference of engine and exact update, for models of size 1",
+    "*.theory": "decay rate of the expectation in theory, or a ratio of two rates",
+    "*.measured": "decay rate of the expectation, measured through the engine",
+    "*.typical": "decay rate of a typical run",
+    "*.allreduce_ms": "MPI_Allreduce of the model's bytes, without the engine",
+    "*.mpi_ms": "the operation by MPI",
     "*.over_mpi_ms": "the library's operation over MPI's messages",
-    "*.sockets_ms": "the same over sockets, as without MPI",
-    "*.over_mpi_to_mpi": "ratio to MPI's, median of rounds",
-    "*.sockets_to_mpi": "ratio to MPI's, median of rounds",
-    "*.butterfly_ms": "the same, summed by the butterfly",
-    "*.butterfly_to_mpi": "ratio of the two, median of rounds",
-    "*.mean_ms": "a mean of all beside nothing",
+    "*.sockets_ms": "the library's operation over sockets, as without MPI",
+    "*.over_mpi_to_mpi": "over_mpi_ms / mpi_ms (median of rounds)",
+    "*.sockets_to_mpi": "sockets_ms / mpi_ms (median of rounds)",
+    "*.butterfly_ms": "the mean of all through the engine, summed by the butterfly",
+    "*.butterfly_to_mpi": "butterfly_ms / mpi_ms (median of rounds)",
+    "*.mean_ms": "a mean of all while nothing else runs",
     "step_ms": "a step's work on the model beside the optimizer: publish, apply, mirror",
-    "chunk_us": "of the engine for a chunk: snapshot and merge",
+    "chunk_us": "the engine's work on a chunk: snapshot and merge",
     "*.off_ms": "step of the plain optimizer",
     "*.delay_to_max": "delay_by_one / max(off, mean)",
     "*.delay_to_sum": "delay_by_one / (off + mean)",
-    "*.delay_hidden": "share of the shorter that is hidden behind the longer",
-    "*.periodic_to_sum": "averaging after every step / (off + mean)",
+    "*.delay_hidden": "share of the shorter of off and mean that runs during the longer",
+    "*.periodic_to_sum": "step with averaging after every step / (off + mean)",
 }
 
-# Each kind is a module of this package: what it is, and its options with their defaults.
+# The kinds of benchmark, each a module of this package: its description, and its options with defaults.
 _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
     "kernels": (
         "the engine's loops over memory, against memcpy",
@@ -128,7 +128,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         {
             "mib": (512.0, "size of the model"),
             "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
-            "threads": (0, "0: as many as cores"),
+            "threads": (0, "threads of the second pass; 0: as many as cores"),
             "rounds": (9, ""),
         },
     ),
@@ -137,7 +137,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         {
             "mib": (164.6, "size of the model"),
             "rounds": (9, ""),
-            "through-mpi": (False, "use messages, as between hosts"),
+            "through-mpi": (False, "exchange by MPI messages, as between hosts"),
             "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
         },
     ),
@@ -147,7 +147,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "mib": (32.0, "size of the model"),
             "rounds": (9, ""),
             "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
-            "hosts": ("", "two hosts, as node1,node2, with :SLOTS or without; none: here"),
+            "hosts": ("", "two hosts, as node1,node2, with or without :SLOTS; none: this host"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
@@ -161,47 +161,47 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "straggler": (0.0, "one learner sleeps S seconds per step"),
             "device-ms": (
                 0.0,
-                "learners sleep so long per step, as for a device, and compute one sample",
+                "learners sleep so many ms per step, as for a device, and compute one sample",
             ),
-            "threads": (1, "of torch in each learner"),
+            "threads": (1, "torch's threads in each learner"),
             "averaging": ("random_pairs", "a strategy"),
         },
     ),
     "shards": (
         "an exchange of the whole model by the leaders, against one in shards by all learners",
         {
-            "learners": (4, "of two super learners"),
+            "learners": (4, "learners of both super learners together"),
             "mib": (200.0, "size of the model"),
             "rounds": (9, ""),
         },
     ),
     "scaling": (
-        "CPU of an exchange, as super learners become more",
+        "CPU of an exchange, by the number of super learners",
         {
-            "learners": (16, "2, 4, ... up to this"),
+            "learners": (16, "largest number of super learners: 2, 4, ... up to this"),
             "mib": (16.0, "size of the model"),
             "rounds": (5, ""),
             "steps": (30, "steps per block"),
-            "pause-ms": (5.0, "of a step, times the number of super learners"),
+            "pause-ms": (5.0, "pause of a step, times the number of super learners"),
         },
     ),
     "peers": (
-        "this library beside others, on the same work",
+        "this library beside other libraries, on the same work",
         {
             "learners": (4, ""),
             "rounds": (3, ""),
-            "steps": (200, "steps of each learner, for the loss after as many samples"),
-            "seconds": (15.0, "of training, for speed and the loss after as much time"),
+            "steps": (200, "steps of each learner, for the loss at equal samples"),
+            "seconds": (15.0, "seconds of training, for speed and the loss at equal time"),
             "slow": (0.5, "seconds that the last learner sleeps per step in the third run"),
             "schemes": (
                 ["random_pairs", "horovod", "ddp", "post_local_sgd", "torchft", "hivemind"],
-                "which",
+                "libraries to compare",
             ),
-            "hosts": ("", "as horovodrun -H: node1:2,node2:2; none: this one"),
+            "hosts": ("", "as horovodrun -H: node1:2,node2:2; none: this host"),
         },
     ),
     "watching": (
-        "training steps, watched and recorded against not",
+        "training steps of a run that is watched and recorded, against one that is not",
         {
             "learners": (2, ""),
             "blocks": (9, ""),
@@ -210,13 +210,13 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         },
     ),
     "gossip": (
-        "a ring, with and without A2CiD2, against theory",
+        "averaging on a ring, with and without A2CiD2, against theory",
         {
             "learners": (8, ""),
             "windows": (200, "windows to measure decay in; 0: none"),
-            "simulated": (100, "long runs without engines"),
+            "simulated": (100, "long runs that are computed without engines"),
             "steps": (1500, "steps with updates; 0: none"),
-            "columns": (100, "columns per kind of update"),
+            "columns": (100, "columns of the model per kind of update"),
             "seeds": ([0], ""),
         },
     ),
@@ -227,8 +227,11 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "mib": (32.0, "size of the model"),
             "blocks": (5, ""),
             "steps": (8, "steps per block"),
-            "compute": ([0.5, 1.0, 2.0, 3.0], "steps, in means"),
-            "busy": (False, "compute instead of sleeping"),
+            "compute": (
+                [0.5, 1.0, 2.0, 3.0],
+                "lengths of a step's computation, in times of a mean of all",
+            ),
+            "busy": (False, "compute matrix products instead of sleeping"),
             "picture": ("", "file: draw traced steps instead (matplotlib)"),
         },
     ),
@@ -246,12 +249,12 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "learners": (8, "largest number of learners: 2, 4, ... up to this"),
             "mib": (64.0, "size of the large tensor; the small one has 1 KiB"),
             "rounds": (9, ""),
-            "hosts": ("", "as node1,node2, with :SLOTS or without; none: this one"),
+            "hosts": ("", "as node1,node2, with or without :SLOTS; none: this host"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
     "calibrate": (
-        "what averaging costs beside the network, for simulate --calibration",
+        "the cost of averaging on a host without the network, for simulate --calibration",
         {
             "mib": (164.6, "size of the model"),
             "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
@@ -263,7 +266,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m hvd_adpsgd bench`."""
+    """Add the options of `python -m hvd_adpsgd bench` to `parser`."""
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name, (told, options) in _KINDS.items():
         kind = kinds.add_parser(name, help=told)
@@ -283,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the learners, print what they measured. Returns 0, 1 if they failed, 2 for a wrong argument."""
+    """Run the benchmark `args.kind`, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     try:
         require_at_least(_LEAST | _LEAST_OF.get(args.kind, {}), vars(args))
         return _run(args)
@@ -316,17 +319,17 @@ def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> No
         if name in given and not bound <= given[name] < math.inf:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}. "
-                "Pass such a number."
+                "Pass a finite number in that range."
             )
 
 
 def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
-    """By a module that needs no launcher, or starts its own."""
+    """Return the results of a benchmark that runs in this process, or that launches its own learners."""
     return dict(importlib.import_module(f"{__name__}.{args.kind}").measure(args))
 
 
 def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
-    """Launch the learners of one benchmark; their report, or None if they failed (stderr is printed)."""
+    """Launch the learners of one benchmark; return their report, None if they failed (output is printed)."""
     kind = asked["kind"]
     path = programs_path()
     size = str(asked["super_learner_size"])
@@ -355,7 +358,7 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
 
 
 def with_slots(hosts: str, learners: int) -> str:
-    """Hosts as horovodrun -H takes them; those without slots share the learners that are left."""
+    """Return `hosts` for horovodrun -H; hosts without :SLOTS share the learners that have no slot yet."""
     names = hosts.split(",")
     without = [name for name in names if ":" not in name]
     left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)
@@ -364,12 +367,13 @@ def with_slots(hosts: str, learners: int) -> str:
 
 
 def _draw_overlap(asked: dict[str, Any]) -> int:
-    """Trace a few steps of each scheme, and draw them."""
+    """Trace a few steps of each scheme of `bench overlap`, and draw the traces."""
     from hvd_adpsgd.tools.bench import picture
 
     with tempfile.TemporaryDirectory() as folder:
         traces, compute_ms = {}, 0.0
-        for scheme in reversed(picture.SCHEMES):  # first what shows how long a mean takes alone
+        # "periodic" comes first, because it measures the time of a mean alone.
+        for scheme in reversed(picture.SCHEMES):
             traces[scheme] = os.path.join(folder, f"{scheme}.json")
             own = os.path.join(folder, str(len(traces)))
             os.mkdir(own)
@@ -384,12 +388,12 @@ def _draw_overlap(asked: dict[str, Any]) -> int:
 
 
 def programs_path() -> str:
-    """PATH, with the folder of this Python's programs first, whether or not its environment is activated."""
+    """Return PATH with the folder of this Python's programs first: its environment may not be activated."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def machine() -> str:
-    """Cores and processor."""
+    """Return the number of cores and the model of the processor, as a text."""
     names = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -407,7 +411,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(name, value, meaning), names of what is nested joined by dots."""
+    """Yield (name, value, meaning) of each result; names of nested results are joined by dots."""
     for name, value in result.items():
         label = f"{above}.{name}" if above else name
         if isinstance(value, dict):
@@ -417,22 +421,22 @@ def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, s
             yield label, value, meaning
 
 
-# ---- in a learner
+# ---- functions of a benchmark's learners
 
 
 def settings() -> argparse.Namespace:
-    """What this learner was asked to measure."""
+    """Return the options of the benchmark that this process is a learner of, from its command line."""
     return argparse.Namespace(**json.loads(sys.argv[1]))
 
 
 def report(rank: int, result: dict[str, Any]) -> None:
-    """The first learner's result, on one line that no launcher cuts."""
+    """On learner 0, print the result as JSON by one write, so that the launcher keeps it on one line."""
     if rank == 0:
         os.write(1, (MARK + json.dumps(result) + "\n").encode())
 
 
 def timed(comm: Any, act: Callable[[], object]) -> float:
-    """Seconds from a common start until all of `comm` are done."""
+    """Run act(); return the seconds from a barrier of `comm` until all its processes are done."""
     comm.Barrier()
     began = time.perf_counter()
     act()
@@ -441,5 +445,5 @@ def timed(comm: Any, act: Callable[[], object]) -> float:
 
 
 def spread_of(name: str, ratios: list[float]) -> dict[str, float]:
-    """Median, least and most of ratios."""
+    """Return the median, minimum and maximum of `ratios`, under `name`, NAME_min and NAME_max."""
     return {name: statistics.median(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}

@@ -1,7 +1,7 @@
-"""The trainer's pass over its model, by one thread and by several, against a copy of the model.
+"""Benchmark of a step's pass over the model, by one thread and by several, against a copy of the model.
 
-Run by `python -m hvd_adpsgd bench absorb`, in one process: the pass applies a full slot of corrections to a
-float32 model and fills the mirror, as a leader does in each step beside its optimizer.
+Run by `python -m hvd_adpsgd bench absorb`, in one process: the pass applies corrections of all parameters to
+a float32 model and copies the model to the mirror, as a leader does in each step beside its optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvd_adpsgd.tools.bench.calibrate import WARM_UP, Trial
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Each round: a copy, a pass by one thread, a pass by several."""
+    """Return the times of a copy, of a pass by one thread and by several, measured in turn in each round."""
     threads = args.threads or len(os.sched_getaffinity(0))
     trial = Trial(int(args.mib * 2**18), args.chunk_kib * 1024)
     copy = np.empty_like(trial.model)
@@ -33,9 +33,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _round(trial: Trial, copy: np.ndarray, threads: int) -> tuple[float, float, float]:
-    """Seconds of each."""
+    """Return the seconds of a copy, of a pass by one thread, and of a pass by several threads."""
     copy_s = trial.timed(lambda: np.copyto(copy, trial.model))
-    trial.chunks()  # an exchange fills the slot
+    trial.chunks()  # merges a correction into each chunk, which the next pass applies
     one_s = trial.timed(trial.step)
     trial.chunks()
     return copy_s, one_s, trial.timed(lambda: trial.step(threads))

@@ -1,9 +1,10 @@
-"""A mean of all through the engine, summed by MPI's all-reduce and by the butterfly.
+"""Benchmark of a mean of all through the engine, summed by MPI's all-reduce or by the butterfly.
 
-Run by `python -m hvd_adpsgd bench allreduce`, one process per super learner, no torch. For n = 2, 4, 8, ...
-learners of one job, in turn in each round so that all see the same machine: MPI_Allreduce of the same bytes
-with nothing around it, the engine's mean with MPI's non-blocking all-reduce, and with the butterfly. A mean
-reads the model, sums it and hands the difference to the trainer, so it is more than a sum.
+Run by `python -m hvd_adpsgd bench allreduce`, one process per super learner, without torch, with n = 2, 4, 8,
+... learners of one job. Each round measures in turn, under the same load of the machine: MPI_Allreduce of the
+same bytes without the engine, the engine's mean with MPI's non-blocking all-reduce, and the engine's mean
+with the butterfly. A mean takes longer than a sum: it also reads the model and passes the difference to the
+trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hvd_adpsgd.strategies import PeriodicAveraging
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = 2  # rounds
+WARM_UP = 2  # rounds that are not counted
 WAYS = ("mpi", "butterfly")
 
 
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def measure(comm: Any, count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round."""
+    """Return the seconds of each round, by way of summing."""
     model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
     total = np.empty_like(model)
     plan = PeriodicAveraging(period=1).plan(comm.rank, comm.size)

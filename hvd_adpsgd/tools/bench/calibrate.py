@@ -1,7 +1,8 @@
-"""What averaging costs on this machine beside the network: for `simulate --calibration FILE`.
+"""Measures the cost of averaging on this machine without the network, for `simulate --calibration FILE`.
 
-Run by `python -m hvd_adpsgd bench calibrate`, in one process. A step of the leader publishes, applies a full
-slot of corrections and fills the mirror; the engine takes a snapshot of each chunk and merges a received one.
+Run by `python -m hvd_adpsgd bench calibrate`, in one process. Timed are a leader's step (it publishes and
+applies corrections of all parameters, and copies the model to the mirror), and the engine's work on each
+chunk of an exchange (it takes a snapshot and merges a received chunk).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.tools.bench import machine
 
-OWN_TYPE = -1  # of chunks on the wire
-WARM_UP = 2  # rounds; each touches one of the two slots for the first time
+OWN_TYPE = -1  # type of chunks on the wire: that of the parameters
+WARM_UP = 2  # rounds that are not counted: each touches one of the two slots of corrections first
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and write the file if one is asked for."""
+    """Measure the costs, write them to the file args.out if it is given, and return them for the table."""
     found = calibrated(args.mib, args.chunk_kib, args.rounds)
     if args.out:
         found.write(args.out)
@@ -38,7 +39,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def calibrated(mib: float, chunk_kib: int, rounds: int) -> Calibration:
-    """Measure a model of that size: medians over rounds."""
+    """Measure the costs for a model of `mib` MiB; return medians over `rounds` rounds."""
     trial = Trial(int(mib * 2**18), chunk_kib * 1024)
     found = [(trial.timed(trial.chunks), trial.timed(trial.step)) for _ in range(rounds + WARM_UP)]
     chunks_s, step_s = (statistics.median(column[WARM_UP:]) for column in zip(*found, strict=True))
@@ -52,7 +53,7 @@ def calibrated(mib: float, chunk_kib: int, rounds: int) -> Calibration:
 
 
 class Trial:
-    """A float32 model in a store, and what an engine and a trainer do with it."""
+    """A float32 model in the engine's memory, with the work of a trainer and of an engine on it."""
 
     def __init__(self, count: int, chunk_nbytes: int) -> None:
         self.model = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
@@ -72,13 +73,13 @@ class Trial:
         return time.perf_counter() - began
 
     def step(self, threads: int = 1) -> None:
-        """What a leader does beside its optimizer."""
+        """Do a leader's work of a step beside its optimizer: publish, apply corrections, fill the mirror."""
         self.memory.publish()
         self.memory.absorb(self._addresses, self._step, threads)
         self._step += 1
 
     def chunks(self) -> None:
-        """What the engine does in an exchange, without the wire."""
+        """Do the engine's work of one exchange without sending: snapshot and merge each chunk."""
         chunks = [chunk for part in self.memory.layout.parts for chunk in part.chunks]
         for i, chunk in enumerate(chunks):
             nbytes = 4 * chunk.count

@@ -1,4 +1,4 @@
-"""An engine without a trainer: one model, averaged on command."""
+"""An engine that averages an array without training, for benchmarks: each round runs on command."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvd_adpsgd.strategies.plan import Plan
 
 
 class Driven:
-    """The engine of a model, driven round by round.
+    """An engine that averages the array `model`, one round per call of round().
 
     Args:
-        comm: all super learners.
-        model: an array; corrections are added to it.
-        plan: of the strategy.
-        options: of Config, other than the deadline.
+        comm: communicator of all super learners.
+        model: the array to average; corrections are added to it.
+        plan: plan of the averaging strategy.
+        options: options of Config other than deadline_s.
     """
 
     def __init__(self, comm: Any, model: np.ndarray, plan: Plan, **options: Any) -> None:
@@ -32,11 +32,11 @@ class Driven:
         self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
         self.engine.memory.extend([TensorSpec("model", model.shape, str(model.dtype))])
         self.engine.start()
-        self._model = model  # corrections go to its address
+        self._model = model  # kept alive: corrections are written to its address
         self._addresses = np.array([model.ctypes.data], dtype=np.uintp)
 
     def round(self, number: int, average: Callable[[], Any]) -> Any:
-        """Offer the model, let it be averaged, and add the corrections."""
+        """Offer the model to the engine, call average(), add the corrections; return average()'s result."""
         engine = self.engine
         engine.memory.absorb(self._addresses, number)
         engine.offer(number)
@@ -46,6 +46,6 @@ class Driven:
         return found
 
     def average(self, number: int) -> None:
-        """The exchange, or the mean, of that round."""
+        """Run round `number` of the plan, an exchange or a mean of all, and wait for its end."""
         self.engine.rounds.begin(number)
         self.engine.rounds.finish()

@@ -1,8 +1,8 @@
-"""One exchange of a model between two super learners, against raw MPI_Sendrecv of the same bytes.
+"""Benchmark of one exchange of a model between two super learners, against MPI_Sendrecv of the same bytes.
 
 Run by `python -m hvd_adpsgd bench exchange`, in two processes. Each round times one Sendrecv of the
-whole model and one exchange through the engine (snapshot, transfer, merge), in turn, so that both
-see the same machine.
+whole model and one exchange through the engine (snapshot, transfer, merge), in turn, under the same load
+of the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = 2  # rounds; each touches one of the two slots of corrections for the first time
+WARM_UP = 2  # rounds that are not counted: each touches one of the two slots of corrections first
 
 
 def main() -> None:

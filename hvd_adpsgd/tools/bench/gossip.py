@@ -1,20 +1,19 @@
-"""Pure averaging on a ring, with and without A2CiD2, through the real engine, against theory.
+"""Benchmark of averaging on a ring through the engine, with and without A2CiD2, against theory.
 
-Run by `python -m hvd_adpsgd bench gossip`, one process per super learner. Exchanges come at the
-times of a Poisson process that all draw from one seed; each is a round of the engine between two
-super learners. Between its exchanges a super learner couples its model to the second one for the
-time that has passed. Every exchange carries plain columns and accelerated ones: both schemes see
-the same events.
+Run by `python -m hvd_adpsgd bench gossip`, one process per super learner. Exchanges happen at the times of a
+Poisson process that all processes draw from one seed; each exchange is a round of the engine between two
+super learners. Between its exchanges a super learner couples its model to its second model (A2CiD2) for the
+elapsed time. Every exchange moves plain and accelerated columns, so that both schemes see the same events.
 
---windows R: R short times from the slowest moments of disagreement (theory.gossip.slowest_disagreement).
-The mean of the squared disagreement left is exp(-decay time) to the sampling error: the rate of
-the expectation. Long times give the rate of a typical run, from the mean of the logarithm: it is
-faster, because unlucky runs carry the expectation. There is no closed form for it; --simulated S
-runs of the law alone stand in.
+--windows R: R short runs, which start with the disagreement that decays most slowly in expectation
+(theory.gossip.slowest_disagreement). The mean of the squared disagreement at the end is exp(-rate x time) up
+to the sampling error, which gives the rate of the expectation. Long runs give the rate of a typical run, from
+the mean of the logarithm; it is higher, because few unlucky runs dominate the expectation. It has no closed
+form; instead --simulated S runs compute the exact updates without engines.
 
---steps K: besides, updates after every unit of time, one column group each: white noise, noise
-through momentum 0.9, a constant drift of each super learner's own. What stays is compared with plain
-gossip, also at twice the rate.
+--steps K: K further steps, with an update after every unit of time, and one group of columns per kind of
+update: white noise, noise through momentum 0.9, a constant drift that differs between super learners. The
+remaining disagreement is compared with that of plain gossip, also at twice the rate of exchanges.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ from hvd_adpsgd.tools.bench import report, settings
 from hvd_adpsgd.tools.bench.driven import Driven
 
 Matrix = npt.NDArray[np.float64]
-Event = tuple[float, int, int]  # time, and two neighbours
+Event = tuple[float, int, int]  # an exchange: its time, and the ranks of two neighbours
 
 UPDATES = ("white", "momentum", "drift")
 MOMENTUM = 0.9
-SHORT, LONG = 2.0, 40.0  # lengths of a window and of a long run, in times of accelerated decay
+# Lengths of a window and of a long run, in units of 1 / accelerated decay rate.
+SHORT, LONG = 2.0, 40.0
 LONG_RUNS = 8
-BURN_IN = 12  # in units of chi1, the time in which the slowest mode of the mean model shrinks
+BURN_IN = 12  # length of the burn-in, in units of chi1, the decay time of the expected model's slowest mode
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def draw(rng: np.random.Generator, n: int, rate: float, seconds: float) -> list[Event]:
-    """Exchanges of a ring: each super learner takes part in `rate` of them per unit of time."""
+    """Draw the exchanges of a ring in [0, seconds]; each super learner has `rate` per unit of time."""
     edges = topology.ring_edges(n)
     count = rng.poisson(rate * n / 2 * seconds)
     times = np.sort(rng.uniform(0, seconds, count))
@@ -69,16 +69,16 @@ def draw(rng: np.random.Generator, n: int, rate: float, seconds: float) -> list[
 
 
 class Gossip:
-    """The models of one super learner, averaged by its engine at the events of a sequence.
+    """The model of one super learner, which its engine averages at the events of given sequences.
 
-    The first `plain` columns know nothing of a second model.
+    The first `plain` columns have no second model; the others are averaged by A2CiD2.
 
     Args:
-        comm: all super learners.
-        constants: of A2CiD2.
-        plain: columns, and
-        accelerated: columns, of the model.
-        sequences: of events; all that will come, in order.
+        comm: communicator of all super learners.
+        constants: constants of A2CiD2.
+        plain: number of columns without A2CiD2.
+        accelerated: number of columns with A2CiD2.
+        sequences: all sequences of events that will be used, in order.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Gossip:
         self.comm, self.events = comm, [event for events in sequences for event in events]
         self.next = 0
         self.model = np.zeros(plain + accelerated)
-        self.distance = np.zeros(accelerated)  # xt - x of the accelerated columns
+        self.distance = np.zeros(accelerated)  # second model minus model (xt - x)
         self._fast = self.model[plain:]
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
-        self._coupled = 0.0  # up to this time
+        self._coupled = 0.0  # time up to which both models are coupled
         plan = Plan.nobody(Rounds(1, DURING, self._partners()), weight=1 / 2)
         self.driven = Driven(comm, self.model, plan, chunk_kib=64)
 
     def _partners(self) -> npt.NDArray[np.int32]:
-        """One row per event: the peer that this super learner asks, and the peer that asks it."""
+        """Return a row per event: the peer that this super learner asks, and the peer that asks it."""
         table = np.full((max(1, len(self.events)), 2), NOBODY, dtype=np.int32)
         for k, (_, i, j) in enumerate(self.events):
             if self.comm.rank in (i, j):
@@ -108,12 +108,12 @@ class Gossip:
         return table
 
     def start(self, model: Matrix, distance: Matrix) -> None:
-        """From these values, at time 0."""
+        """Set the model, and the distance of the second model from it, at time 0."""
         self.model[:], self.distance[:] = model, distance
         self._coupled = 0.0
 
     def until(self, time: float, last: int) -> None:
-        """All events before number `last`, and the coupling up to `time`."""
+        """Perform all events before number `last`, and couple both models up to `time`."""
         for k in range(self.next, last):
             if self.comm.rank in self.events[k][1:]:
                 self.couple(self.events[k][0])
@@ -122,20 +122,20 @@ class Gossip:
         self.couple(time)
 
     def couple(self, time: float) -> None:
-        """x += h (1 - exp(-2 eta dt)) / 2, h *= exp(-2 eta dt)."""
+        """Couple both models up to `time`: x += h (1 - exp(-2 eta dt)) / 2, h *= exp(-2 eta dt)."""
         left = math.exp(-2 * self._eta * (time - self._coupled))
         self._fast += self.distance * ((1 - left) / 2)
         self.distance *= left
         self._coupled = time
 
     def _exchange(self, k: int) -> None:
-        """Event k: the mean of the pair; h takes 2 alpha_tilde - 1 of what x is moved by."""
+        """Perform event k: x becomes the pair's mean, and h grows by (2 alpha_tilde - 1) x change of x."""
         before = self._fast.copy()
         self.driven.round(k, lambda: self.driven.average(k))
         self.distance += self._share * (self._fast - before)
 
     def squares(self) -> Matrix:
-        """Squared distances from the mean, by column; over all super learners."""
+        """Return the squared distance from the mean model, summed over super learners, by column."""
         mean = self._sum(self.model) / self.comm.size
         return self._sum((self.model - mean) ** 2)
 
@@ -149,7 +149,7 @@ class Gossip:
 
 
 def decay(comm: Any, constants: theory.Acceleration, args: argparse.Namespace) -> dict[str, Any]:
-    """Rates of decay of the squared disagreement, measured and in theory."""
+    """Return the decay rates of the squared disagreement, measured and in theory."""
     n = comm.size
     edges = topology.ring_edges(n)
     plain, fast = theory.gossip_decay(n, edges), theory.gossip_decay(n, edges, constants)
@@ -178,7 +178,7 @@ def decay(comm: Any, constants: theory.Acceleration, args: argparse.Namespace) -
 def window_factors(
     comm: Any, start: Start, windows: list[list[Event]], length: float
 ) -> tuple[Matrix, float]:
-    """Squared disagreement after each window, by scheme; the largest difference to the law."""
+    """Return the squared disagreement after each window by scheme, and the largest error against after()."""
     gossip, factors, from_law = Gossip(comm, start.constants, *start.columns, windows), [], 0.0
     for events in windows:
         gossip.start(*start.of(comm.rank))
@@ -191,7 +191,7 @@ def window_factors(
 
 
 def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: float) -> Matrix:
-    """Rates of typical runs by scheme, over the second half of each."""
+    """Return the mean decay rate of `runs`, over the second half of each run, by scheme."""
     gossip, rates = Gossip(comm, start.constants, *start.columns, runs), []
     for events in runs:
         gossip.start(*start.of(comm.rank))
@@ -205,24 +205,24 @@ def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: floa
 
 
 def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
-    """`count` sequences of events for each seed; `seeds` are these and a number for the purpose."""
+    """Draw `count` sequences of events for each seed; `seeds` is (seeds, number of this use of them)."""
     each = [np.random.default_rng([seed, seeds[1]]) for seed in seeds[0]]
     return [draw(rng, n, 1.0, length) for rng in each for _ in range(count)]
 
 
 def halves(events: list[Event], length: float) -> list[tuple[float, list[Event]]]:
-    """The events up to half of the time, and those behind it."""
+    """Split `events` at half of `length`; return (end time, events) of both halves."""
     cut = sum(time < length / 2 for time, _, _ in events)
     return [(length / 2, events[:cut]), (length, events[cut:])]
 
 
 def by_scheme(squares: Matrix, n: int) -> tuple[float, float]:
-    """Squared disagreement, 1 at the start, of plain and accelerated columns."""
+    """Return the squared disagreement of plain and of accelerated columns, each 1 at the start."""
     return float(squares[:n].sum() / n), float(squares[n:].sum() / n)
 
 
 def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matrix:
-    """Rates of typical runs by the law alone, over the second half of each."""
+    """Return the same rates as typical_rates(), computed without engines; NaN without sequences."""
     n = len(start.model)
     rates = []
     for events in sequences:
@@ -236,13 +236,13 @@ def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matri
 
 
 class Start:
-    """Models whose moments are exactly `theory.gossip.slowest_disagreement`: no sampling, 3 n columns.
+    """Initial models whose second moments over 3 n columns are exactly theory.gossip.slowest_disagreement.
 
     Attributes:
-        model: of all super learners; the first n columns are for plain gossip. Shape (n, 3 n).
+        model: models of all super learners, shape (n, 3 n); the first n columns are for plain gossip.
         shadow: second models of the other columns, shape (n, 2 n).
-        constants: of A2CiD2.
-        columns: how many are plain, and how many accelerated.
+        constants: constants of A2CiD2.
+        columns: numbers of plain and of accelerated columns.
     """
 
     def __init__(self, n: int, constants: theory.Acceleration):
@@ -254,12 +254,12 @@ class Start:
         self.constants, self.columns = constants, (n, 2 * n)
 
     def of(self, rank: int) -> tuple[Matrix, Matrix]:
-        """Model, and distance of the second one, of a super learner."""
+        """Return the model of super learner `rank`, and the distance of its second model from it."""
         n = len(self.model)
         return self.model[rank], self.shadow[rank] - self.model[rank, n:]
 
     def after(self, events: list[Event], length: float) -> Matrix:
-        """Final models by the law, both models of every super learner in one array."""
+        """Return the models of all super learners at time `length`, computed without an engine."""
         n = len(self.model)
         eta, weight = self.constants.eta, self.constants.alpha_tilde
         x, xt = self.model.copy(), self.shadow.copy()
@@ -275,17 +275,17 @@ class Start:
 
 
 def square_root(moments: Matrix) -> Matrix:
-    """R with R R^T = M as one matrix, shape (copies n, copies n)."""
+    """Return R with R R^T = M, where M is `moments` as one matrix, shape (copies n, copies n)."""
     copies, _, n, _ = moments.shape
     values, vectors = np.linalg.eigh(moments.transpose(0, 2, 1, 3).reshape(copies * n, copies * n))
     return np.asarray(vectors * np.sqrt(np.maximum(values, 0)))
 
 
-# ---- what stays under updates -------------------------------------------------------------------
+# ---- disagreement under updates -----------------------------------------------------------------
 
 
 def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What A2CiD2, and twice the exchanges, leave of plain gossip's squared disagreement."""
+    """Return the ratios of squared disagreement to plain gossip's, of A2CiD2 and of twice the exchanges."""
     found: dict[str, Any] = {}
     rows = [(left(comm, 1.0, s, args), left(comm, 2.0, s, args)) for s in args.seeds]
     for kind, name in enumerate(UPDATES):
@@ -303,7 +303,7 @@ def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def left(comm: Any, rate: float, seed: int, args: argparse.Namespace) -> Matrix:
-    """Mean squared distance from the mean model per number, by scheme (plain, a2cid2) and update."""
+    """Return the mean squared distance from the mean model per element, by scheme and kind of update."""
     n, width = comm.size, args.columns
     constants = theory.acceleration(n, topology.ring_edges(n), rate)
     burn_in = math.ceil(BURN_IN * constants.chi1)

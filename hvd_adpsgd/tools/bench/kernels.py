@@ -1,8 +1,8 @@
-"""The engine's loops over memory, against memcpy.
+"""Benchmark of the engine's loops over memory, against memcpy.
 
 Run by `python -m hvd_adpsgd bench kernels`, in one process. Each round copies an array of --mib MiB with
-memcpy and runs every loop over arrays of as many elements, in turn. What counts is bytes read and written per
-second, as a share of memcpy's in the same round: 1 is a loop that costs no more than the memory does.
+memcpy and runs every loop over arrays of as many elements, in turn. The result is bytes read and written per
+second, divided by memcpy's in the same round: 1 means that the loop is limited by memory bandwidth alone.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DTYPES = {
     "float16": kernels.FLOAT16,
 }
 LINE_NBYTES = 64
-WARM_UP = 1  # rounds, which touch the memory
+WARM_UP = 1  # rounds that are not counted: they touch the memory for the first time
 Bytes = NDArray[np.uint8]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds; the least and the most of the ratios of single rounds beside them."""
+    """Return the median over rounds of each loop's ratio to memcpy, with its minimum and maximum."""
     count = int(args.mib * 2**18)
     loops = {f"{name}.{dtype}": loop for dtype in DTYPES for name, loop in loops_of(dtype, count)}
     source, target = np.ones(count, np.float32), np.empty(count, np.float32)
@@ -62,7 +62,7 @@ def seconds_of(act: Callable[[], object]) -> float:
 
 
 def loops_of(dtype: str, count: int) -> list[tuple[str, tuple[int, Callable[[], object]]]]:
-    """(name, (bytes read and written, the loop)) over `count` numbers of that type."""
+    """Return (name, (bytes read and written, function)) of each loop over `count` numbers of `dtype`."""
     code = DTYPES[dtype]
     wide = kernels.FLOAT64 if dtype == "float64" else kernels.FLOAT32
     own = [array_of(code, count, seed) for seed in range(4)]
@@ -107,7 +107,7 @@ def loops_of(dtype: str, count: int) -> list[tuple[str, tuple[int, Callable[[], 
 
 
 def array_of(code: int, count: int, seed: int) -> Bytes:
-    """Random numbers of that type, as bytes; as in the engine they begin with a line of the caches."""
+    """Return `count` random numbers of type `code` as bytes, aligned to a cache line as in the engine."""
     rng = np.random.default_rng(seed)
     if code == kernels.FLOAT64:
         return _aligned(rng.standard_normal(count).view(np.uint8))

@@ -1,10 +1,10 @@
-"""Operations over all learners beside MPI's: an all-reduce and a broadcast, small and large.
+"""Benchmark of the library's all-reduce and broadcast over all learners, against MPI's collectives.
 
-Run by `python -m hvd_adpsgd bench operations`, on one host or on several. For n = 2, 4, 8, ... learners of
-one job, in turn in each round so that all see the same machine: MPI's own collective on numpy arrays with
-nothing around it; the library's operation with its comparison and its agreement, over MPI's messages; and the
-same over sockets, as where no MPI joins the learners. On one host large arrays go through shared memory in
-both.
+Run by `python -m hvd_adpsgd bench operations`, on one host or on several, with n = 2, 4, 8, ... learners of
+one job. Each round measures in turn, under the same load of the machine: MPI's own collective on numpy
+arrays; the library's operation over MPI's messages, with its comparison of the learners' calls and its
+agreement on failures; and the library's operation over sockets, as in a job without MPI. On one host both
+library operations send large arrays through shared memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.sockets import Hub
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 
-WARM_UP = 2  # rounds; connections are opened, memory is touched for the first time
-SMALL_NBYTES, SMALL_TIMES = (
-    1024,
-    20,
-)  # as large as what travels with a call; operations of one round
+# Rounds that are not counted: they open connections and touch memory for the first time.
+WARM_UP = 2
+# Bytes of the small array, which travels with the Call; operations on it per round.
+SMALL_NBYTES, SMALL_TIMES = 1024, 20
 
 
 class Ours:
@@ -43,14 +42,14 @@ class Ours:
         )
 
     def allreduce(self, model: np.ndarray) -> np.ndarray:
-        """As hvd.allreduce: what is small travels with the call."""
+        """Sum `model` over learners as hvd.allreduce does: a small array travels with the Call itself."""
         if model.nbytes > SMALL_NBYTES:
             return self._all.run("allreduce", lambda attempt: attempt.allreduce(model))
         call = Call("allreduce", private=model)
         return self._all.run(call, _sum_of_calls)
 
     def broadcast(self, model: np.ndarray) -> None:
-        """As hvd.broadcast_, of learner 0."""
+        """Broadcast `model` from learner 0 in place, as hvd.broadcast_ does."""
         self._all.run("broadcast", lambda attempt: attempt.broadcast(model, 0))
 
 
@@ -71,13 +70,13 @@ def main() -> None:
         comm = world.Split(0 if world.rank < n else MPI.UNDEFINED, world.rank)
         if world.rank < n:
             result[f"n {n}"] = measure(comm, int(args.mib * 2**18), args.rounds, args.nics or None)
-        barrier(world)  # asleep: the cores are for those that measure
+        barrier(world)  # it waits by sleeping, which leaves the cores to the learners that measure
         n *= 2
     report(world.rank, result)
 
 
 def measure(comm: Any, count: int, rounds: int, nics: str | None) -> dict[str, Any]:
-    """Milliseconds of each operation, and their ratios to MPI's."""
+    """Return the milliseconds of each operation, and their ratios to MPI's."""
     plain = comm.Dup()
     hub = Hub(comm.rank, comm.size, Config(nics=nics), comm.allgather)
     pair = [hub.communicator(range(comm.size)) for _ in range(2)]
@@ -108,7 +107,7 @@ def measure(comm: Any, count: int, rounds: int, nics: str | None) -> dict[str, A
 def _compared(
     comm: Any, acts: dict[str, Callable[[], object]], rounds: int, times: int
 ) -> dict[str, float]:
-    """Each in turn, so many times per round."""
+    """Time each of `acts` in turn, `times` times per round; return medians, and ratios to "mpi"."""
 
     def several(act: Callable[[], object]) -> None:
         for _ in range(times):
@@ -128,7 +127,7 @@ def _compared(
 
 
 def _timed(comm: Any, act: Callable[[], object]) -> float:
-    """Seconds from a common start until all are done; those that wait for the end leave their core free."""
+    """Return the seconds of act() from a barrier until all are done; waiting learners sleep, not spin."""
     barrier(comm)
     began = time.perf_counter()
     act()

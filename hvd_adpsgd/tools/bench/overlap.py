@@ -1,16 +1,16 @@
-"""Does averaging run beside the computation? Step times of delay-by-one against the two extremes.
+"""Benchmark of how much averaging overlaps the computation: step times of delay-by-one and two extremes.
 
 Run by `python -m hvd_adpsgd bench overlap`. Each learner, its own super learner, trains a model of
---mib with known gradients; the computation of a step is a sleep, which stands for a GPU's work and
-leaves the processor to the engine, or with --busy real matrix products, which share it. Its length
-is given in times of the mean of all, as that takes when nothing else runs. In turn, so that all see
-the same machine: the plain optimizer, delay-by-one (the mean of all runs beside the computation) and
-averaging after every step (the step waits for it).
+--mib with fixed gradients; the computation of a step is a sleep, which stands for a GPU's work and
+leaves the CPU to the engine, or with --busy matrix products, which share the CPU with it. The length of
+the computation is given in units of the time of a mean of all while nothing else runs. Measured in turn,
+under the same load of the machine, are the plain optimizer, delay-by-one (the mean of all runs beside the
+computation) and averaging after every step (the step waits for the mean).
 
-With t_off the time of a plain step and t_mean that of the mean with nothing beside it, full overlap
-gives max(t_off, t_mean), none t_off + t_mean; either way the step also adds corrections and fills the
-mirror. hidden = (t_off + t_mean - step) / min(t_off, t_mean): 1 for full overlap without any cost of
-its own, 0 for none.
+With t_off the time of a plain step and t_mean that of a mean of all while nothing else runs, a step takes
+max(t_off, t_mean) with full overlap and t_off + t_mean with none; in both cases it also adds corrections
+and fills the mirror. hidden = (t_off + t_mean - step) / min(t_off, t_mean) is 1 for full overlap at no
+other cost, 0 for no overlap.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def traced(args: argparse.Namespace) -> dict[str, Any]:
-    """One block of one kind, for a picture of its trace."""
+    """Train one block of the kind args.only, whose trace is drawn; return the time of a mean of all."""
     trial = Trial(args.mib, args.busy, (args.only,))
     trial.block(args.only, args.steps, 0.0)
     mean_s = trial.mean_s(args.only)
@@ -49,10 +49,10 @@ def traced(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rows, by length of the computation. A row sees the same machine, more or less."""
+    """Return medians over rows (one block of each kind, in turn), by the length of the computation."""
     trial = Trial(args.mib, args.busy, tuple(KINDS))
     for kind in KINDS:
-        trial.block(kind, args.steps, 0.0)  # memory is touched
+        trial.block(kind, args.steps, 0.0)  # warm-up: touches memory
     result: dict[str, Any] = {"learners": hvd.size(), "model_mib": args.mib, "busy": args.busy}
     for times in args.compute:
         rows = [trial.row(args.steps, times) for _ in range(args.blocks)]
@@ -73,7 +73,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 class Trial:
-    """One model per kind, each with its optimizer."""
+    """One model per kind of averaging in KINDS, each with its optimizer."""
 
     def __init__(self, mib: float, busy: bool, kinds: tuple[str, ...]):
         self.comm = worlds.current().collectives.comm
@@ -93,14 +93,14 @@ class Trial:
         )
 
     def row(self, steps: int, times: float) -> dict[str, float]:
-        """Seconds of a mean of all beside nothing, and of a step of each kind."""
+        """Return the seconds of a mean of all while nothing else runs, and of a step of each kind."""
         before = self.means("periodic")
         self.block("periodic", steps, 0.0)
         mean_s = self.mean_s("periodic", before)
         return {"mean": mean_s} | {k: self.block(k, steps, times * mean_s) for k in KINDS}
 
     def block(self, kind: str, steps: int, compute_s: float) -> float:
-        """Seconds per step, of the learner that took longest."""
+        """Train a block of one kind; return the seconds per step of the slowest learner."""
         optimizer = self.optimizers[kind]
         for _ in range(WARM_UP):
             optimizer.step()
@@ -113,13 +113,13 @@ class Trial:
 
     def _compute(self, seconds: float) -> None:
         if self._product_s is None:
-            time.sleep(seconds)  # the work of a GPU
+            time.sleep(seconds)  # stands for a GPU's work
             return
         for _ in range(round(seconds / self._product_s)):
             self._square @ self._square
 
     def _time_of_product(self) -> float:
-        """Seconds of one matrix product while all learners compute."""
+        """Return the seconds of one matrix product while all learners compute."""
         self.comm.Barrier()
         began = time.monotonic()
         for _ in range(2000):
@@ -127,12 +127,12 @@ class Trial:
         return max(self.comm.allgather((time.monotonic() - began) / 2000))
 
     def means(self, kind: str) -> tuple[int, float]:
-        """Means of all so far, and their seconds together."""
+        """Return how many means of all the engine of `kind` has done, and their seconds together."""
         numbers = metrics_of(self.optimizers[kind]._averaging)
         return numbers["means"], numbers["mean_s"]
 
     def mean_s(self, kind: str, before: tuple[int, float] = (0, 0.0)) -> float:
-        """Seconds of one mean of all, the same on all learners."""
+        """Return the seconds of one mean of all since `before`, the maximum over learners."""
         count, seconds = self.means(kind)
         mine = (seconds - before[1]) / max(1, count - before[0])
         return max(self.comm.allgather(mine))

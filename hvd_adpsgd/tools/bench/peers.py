@@ -1,9 +1,9 @@
-"""hvd_adpsgd beside other libraries: the same model, data and batch (peers_learner.py), in turns.
+"""Benchmark of hvd_adpsgd beside other libraries, with the same model, data and batch (peers_learner.py).
 
-Run by `python -m hvd_adpsgd bench peers`. Each round runs every library that is installed three times: for
---steps steps (the loss after as many samples), for --seconds seconds (samples per second, the loss after as
-much time), and for --seconds seconds with a learner that sleeps --slow seconds in every step. With --hosts
-the learners are on several hosts, and what the libraries send crosses the network between them.
+Run by `python -m hvd_adpsgd bench peers`. Each round runs every installed library three times: for --steps
+steps (which gives the loss at equal samples), for --seconds seconds (samples per second, loss at equal
+time), and for --seconds seconds with a learner that sleeps --slow seconds in every step. With --hosts
+the learners run on several hosts, so that the libraries' messages cross the network between these.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ DEADLINE_S = 240.0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds. A library that is not installed, or fails, is named with the reason.
+    """Return medians over rounds, by library; for a library that is not installed or fails, the reason.
 
     Raises:
-        ConfigError: for a scheme that there is not, an argument out of range, or without horovodrun.
+        ConfigError: if a scheme is unknown, an argument is out of range, or there is no horovodrun.
     """
     if unknown := [name for name in args.schemes if name not in SCHEMES]:
         raise ConfigError(
-            f"--schemes {' '.join(unknown)}: there is no such scheme. Pass some of {', '.join(SCHEMES)}."
+            f"--schemes {' '.join(unknown)}: unknown. Pass some of {', '.join(SCHEMES)}."
         )
     _require_arguments(args)
-    for ends in (signal.SIGTERM, signal.SIGHUP):  # the learners are in a process group of their own
+    # Raise SystemExit on these signals, so that bounded() ends the learners' process group.
+    for ends in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ends, _end)
     result: dict[str, Any] = {"learners": args.learners, "rounds": args.rounds}
     result |= {"hosts": args.hosts} if args.hosts else {}
@@ -85,7 +86,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 class _Failed(Exception):
-    """A library does not run here."""
+    """Raised if a library's training fails or times out."""
 
 
 def _missing(name: str) -> str:
@@ -114,7 +115,7 @@ def _round(name: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def _rate(learners: list[dict[str, float]]) -> float:
-    """Steps per second of these learners together."""
+    """Return the steps per second of `learners` together."""
     return sum(each["steps"] / each["seconds"] for each in learners)
 
 
@@ -141,7 +142,7 @@ def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict
 
 
 def _free_port() -> int:
-    """Of this host, which has the first learner if it is the first of --hosts."""
+    """Return a free port of this host, which has learner 0 if it is the first of --hosts."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

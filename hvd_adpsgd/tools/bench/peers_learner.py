@@ -1,8 +1,8 @@
-"""One learner of `bench peers`: the same model, data and batch under each library.
+"""One learner of `bench peers`, which trains the same model, data and batch with any of the libraries.
 
 The work is an MLP of 9.5 M parameters (512-2048-2048-2048-10), batch 32, SGD with momentum, one thread.
-Labels come from a fixed linear classifier; no two learners see the same sample. What counts in the end is the
-mean of all learners' models on held-out samples.
+Labels come from a fixed linear classifier; no two learners see the same sample. The result is the held-out
+loss of the mean of all learners' models.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ __all__ = ["PERIOD", "SCHEMES"]
 SIZES = (512, 2048, 2048, 2048, 10)
 HELD_OUT = 2048
 RATE, MOMENTUM = 0.05, 0.9
-PERIOD = 4  # steps between means, where a library averages models
-LOOK = 5  # steps between looks at the clock, where all must stop together
-HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50  # of gathering partners, which a short period would wait for
+PERIOD = 4  # steps between means, for libraries that average models
+# Steps between checks of the time limit, for libraries whose learners must stop at one step.
+LOOK = 5
+# Seconds of hivemind's matchmaking; steps between means, a period too long to wait for matchmaking.
+HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50
 
 
 class Scheme:
-    """What `bench peers` asks of a library; here torch.distributed over Gloo, without any averaging.
+    """Interface of a library in `bench peers`; this base class uses torch.distributed without averaging.
 
     Args:
         batch: samples per step of a learner.
-        host: by which the other learners reach this one.
-        first, port: where the first learner has torch's store.
+        host: host name by which other learners reach this one.
+        first, port: host name and port of the TCPStore of learner 0.
 
     Attributes:
-        together: learners wait for each other, and must make as many steps.
+        together: whether learners wait for each other, and so must make equally many steps.
     """
 
     together = True
@@ -53,7 +55,7 @@ class Scheme:
         self.batch, self.host, self.first, self.port = batch, host, first, port
 
     def start(self) -> tuple[int, int]:
-        """Rank and size, as horovodrun has told them to its processes: over MPI, or --gloo."""
+        """Join all learners; return rank and size, from horovodrun's environment variables (MPI or Gloo)."""
         rank, size = (
             int(os.environ.get(f"OMPI_COMM_WORLD_{what}") or os.environ[f"HOROVOD_{what}"])
             for what in ("RANK", "SIZE")
@@ -67,7 +69,7 @@ class Scheme:
         return rank, size
 
     def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
-        """What to call, and what to step."""
+        """Return the model and the optimizer, wrapped by the library for training."""
         return model, optimizer
 
     @contextlib.contextmanager
@@ -75,13 +77,13 @@ class Scheme:
         yield
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any learner. All learners call it together."""
+        """Return whether `flag` is set on any learner; all learners must call it."""
         found = torch.tensor([float(flag)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
 
     def average(self, model: torch.nn.Module) -> None:
-        """Give all learners the mean of their models."""
+        """Replace the model by the mean of all learners' models; all learners must call it."""
         for p in model.parameters():
             dist.all_reduce(p.data)
             p.data /= dist.get_world_size()
@@ -102,7 +104,7 @@ class DataParallel(Scheme):
 
 
 class PostLocalSGD(Scheme):
-    """Models are averaged every PERIOD steps, gradients not at all after the first ones."""
+    """torch's post-local SGD: averages gradients in the first two steps, then models every PERIOD steps."""
 
     def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
@@ -117,7 +119,7 @@ class PostLocalSGD(Scheme):
 
 
 class TorchFT(Scheme):
-    """LocalSGD of torchft: a replica group per learner."""
+    """LocalSGD of torchft, with one replica group per learner."""
 
     def wrap(self, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any]:
         from torchft._torchft import LighthouseServer
@@ -158,7 +160,10 @@ class TorchFT(Scheme):
 
 
 class Hivemind(Scheme):
-    """Local updates, with models averaged in the background every HIVEMIND_PERIOD steps of all."""
+    """hivemind's Optimizer with local updates, which averages models in the background.
+
+    It averages each time that the learners together have made HIVEMIND_PERIOD steps per learner.
+    """
 
     together = False
 
@@ -185,7 +190,7 @@ class Hivemind(Scheme):
 
 
 class Horovod(Scheme):
-    """Plain Horovod."""
+    """Plain Horovod, which averages gradients in every step."""
 
     library = "horovod.torch"
 
@@ -213,7 +218,7 @@ class Horovod(Scheme):
 
 
 class Adpsgd(Horovod):
-    """hvd_adpsgd with its default strategy, a super learner per learner."""
+    """hvd_adpsgd with its default strategy, and super learners of one learner."""
 
     library = "hvd_adpsgd.torch"
     together = False
@@ -241,7 +246,7 @@ def network(sizes: tuple[int, ...], seed: int) -> torch.nn.Sequential:
 
 
 class Data:
-    """Random inputs, and the labels that a fixed classifier gives them."""
+    """Random inputs with the labels that a fixed linear classifier gives them."""
 
     def __init__(self, seed: int):
         self.teacher = network((SIZES[0], SIZES[-1]), 2**20)
@@ -277,12 +282,12 @@ def main() -> None:
         stepped.zero_grad()
         torch.nn.functional.cross_entropy(called(x), y).backward()
         stepped.step()
-        time.sleep(slow_s)  # the work of a slow learner
+        time.sleep(slow_s)  # stands for the work of a slow learner
 
     with scheme.training():
         for _ in range(args.warm_up):
             step()
-        scheme.any(False)  # from here on together
+        scheme.any(False)  # a barrier: all learners start the clock together
         began, cpu, steps = time.monotonic(), time.process_time(), 0
         ends = began + args.seconds if args.seconds else math.inf
         while steps < (args.steps or math.inf):

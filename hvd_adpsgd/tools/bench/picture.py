@@ -1,4 +1,4 @@
-"""Draws the traces of `bench overlap`: what trainers and engines do, side by side."""
+"""Draws the traces of `bench overlap`: computation, waiting and means of trainers and engines over time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ COLOURS = {
 }
 STEPS = 5
 
-Bar = tuple[int, bool, str, float, float]  # learner, of its engine, what, from, for (ms)
+# A bar: learner, whether it belongs to the engine, kind, start and length in ms.
+Bar = tuple[int, bool, str, float, float]
 
 
 def shown(events: list[dict[str, Any]], steps: int = STEPS) -> list[Bar]:
-    """The bars of the last steps but one of a trace, from time 0.
+    """Return the bars of `steps` steps at the end of a trace (without the last step), starting at time 0.
 
-    The trace has no record of the computation: it is what lies between two steps. Of `collect` and
-    `offer` what overlaps the learner's own mean of all was waiting for it.
+    The trace does not record the computation, which is drawn between the end of a step and the start of the
+    next. The part of `collect` and `offer` that overlaps the learner's own mean of all is drawn as waiting.
     """
     mine = [e for e in events if e.get("ph") == "X"]
     bars: list[Bar] = []
@@ -61,7 +62,7 @@ def shown(events: list[dict[str, Any]], steps: int = STEPS) -> list[Bar]:
 
 
 def _ends_within(means: list[dict[str, Any]], part: dict[str, Any]) -> list[float]:
-    """When means of all ended during a part of the step that waits for them."""
+    """Return the end times of the means of all that ended during `part`, if it is one that waits for them."""
     if part["name"] not in ("collect", "offer"):
         return []
     ends = [e["ts"] + e["dur"] for e in means]
@@ -69,11 +70,11 @@ def _ends_within(means: list[dict[str, Any]], part: dict[str, Any]) -> list[floa
 
 
 def draw(traces: dict[str, str], path: str) -> None:
-    """One panel per scheme.
+    """Draw the picture, with one panel per scheme.
 
     Args:
-        traces: file of each scheme's trace.
-        path: of the picture.
+        traces: path of each scheme's trace.
+        path: path of the picture to write.
 
     Raises:
         ConfigError: if a trace holds no whole step.

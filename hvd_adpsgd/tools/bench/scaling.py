@@ -1,9 +1,9 @@
-"""CPU of the averaging thread per exchange, as super learners become more.
+"""Benchmark of the averaging thread's CPU time per exchange, by the number of super learners.
 
-Run by `python -m hvd_adpsgd bench scaling`, in --learners processes. The first 2, 4, 8, ... of them take
-turns: so many engines average their models by random_pairs, one exchange per step, while the other
-processes wait. A step is a pause in place of a gradient, as many times longer as there are engines, so
-that the machine's cores are equally busy with each number of them.
+Run by `python -m hvd_adpsgd bench scaling`, in --learners processes. In turn the first 2, 4, 8, ... processes
+average their models by random_pairs, one engine each and one exchange per step, while the other processes
+wait. A step is a pause in place of a gradient; its length is proportional to the number of engines, so that
+the machine's cores are equally busy with each number of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = 1  # blocks; memory is touched, peers meet
+WARM_UP = 1  # blocks that are not counted: they touch memory and connect peers
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 class Team:
-    """The first `size` processes of `comm`, an engine each."""
+    """The first `size` processes of `comm`, with one engine each."""
 
     def __init__(self, comm: Any, size: int, mib: float):
         self.size = size
@@ -54,12 +54,14 @@ class Team:
         self._step = 0
 
     def block(self, steps: int, pause_s: float) -> dict[str, float]:
-        """Means over its engines: CPU of an exchange, on each side, and exchanges per step."""
-        wait(self._comm.Ibarrier())  # a barrier that waits by spinning would use the cores
+        """Run `steps` steps; return CPU per exchange (of one side) and exchanges per step, over engines."""
+        # wait() sleeps between polls; MPI_Barrier would spin and keep the cores busy.
+        wait(self._comm.Ibarrier())
         before = self._counts()
         for _ in range(steps if self._driven else 0):
             assert self._driven is not None
-            self._driven.round(self._step, lambda: time.sleep(self.size * pause_s))  # the gradient
+            # The pause stands for a gradient.
+            self._driven.round(self._step, lambda: time.sleep(self.size * pause_s))
             self._step += 1
         wait(self._comm.Ibarrier())
         told = self._comm.allgather([b - a for a, b in zip(before, self._counts(), strict=True)])
@@ -70,7 +72,7 @@ class Team:
         }
 
     def _counts(self) -> tuple[float, int]:
-        """CPU seconds and exchanges of the own engine so far."""
+        """Return the CPU seconds and the number of exchanges of this process's engine so far."""
         if self._driven is None:
             return 0.0, 0
         metrics = self._driven.engine.metrics()
@@ -82,7 +84,7 @@ class Team:
 
 
 def _summary(found: dict[int, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over blocks; ratios to the block of two engines of the same round."""
+    """Return medians over blocks, and ratios to the block with two engines of the same round."""
     result: dict[str, Any] = {}
     for size, rows in found.items():
         ratios = [

@@ -1,7 +1,7 @@
-"""An exchange of a whole model between two leaders, against one in shards between all learners.
+"""Benchmark of an exchange of a whole model by two leaders, against one in shards by all learners.
 
-Run by `python -m hvd_adpsgd bench shards`, in two super learners. Each round times the two in turn, with
-messages, as between hosts. What counts is the learner that has most to do.
+Run by `python -m hvd_adpsgd bench shards`, with two super learners. Each round times both exchanges in turn,
+by messages, as between hosts. Each result is the largest of all learners.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 
-WARM_UP = 2  # rounds
+WARM_UP = 2  # rounds that are not counted
 
 
 class Cut:
-    """The engine of a model in shards.
+    """The engine of a model that is cut into shards.
 
     Args:
-        comm: all learners.
-        model: an array; corrections are added to it.
-        shards: into how many it is cut; 1: the leader has all of it.
-        per_super_learner: learners of a super learner.
+        comm: communicator of all learners.
+        model: the array to average; corrections are added to it.
+        shards: number of shards; with 1 the leader exchanges the whole model.
+        per_super_learner: number of learners of a super learner.
     """
 
     def __init__(self, comm: Any, model: np.ndarray, shards: int, per_super_learner: int):
@@ -56,7 +56,7 @@ class Cut:
         self.private_mib = private_mib() - before
 
     def exchange(self) -> None:
-        """Between the two super learners; each learner waits for its own shard."""
+        """Exchange the model between both super learners; each learner waits for its own shard."""
         loop = self.engine.loop
         if loop is None:
             return
@@ -66,7 +66,7 @@ class Cut:
             raise SystemExit("an exchange took more than 60 s")
 
     def round(self, comm: Any) -> tuple[float, float, float]:
-        """Seconds of an exchange, and of this learner's copies and engine."""
+        """Run a round; return the seconds of the exchange, this learner's copies, and its engine's CPU."""
         copies = self._absorb()
         self.engine.offer(self._rounds)
         cpu = self.engine.metrics()["engine_cpu_s"]
@@ -86,7 +86,7 @@ class Cut:
 
 
 def private_mib() -> float:
-    """Memory of this process that it shares with no other."""
+    """Return the MiB of this process's memory that no other process shares."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(kib) for kib in re.findall(r"Private_\w+:\s+(\d+) kB", text)) / 1024
 

@@ -1,13 +1,14 @@
-"""Training steps with averaging on against the same training with averaging off.
+"""Benchmark of training steps with averaging on, against the same training with averaging off.
 
 Run by `python -m hvd_adpsgd bench step`. The work is an MLP of 9.5 M parameters
 (512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner by default. Every learner trains
-blocks of steps in turn: one with averaging off (the plain optimizer, the engine at rest), one with
-averaging on, so that each ratio compares two things that saw the same machine. Between them all copy their
-model, the unit for what step() takes beside the optimizer and the all-reduce.
+blocks of steps in turn: one with averaging off (the plain optimizer, the engine idle), one with averaging on,
+so that each ratio compares two blocks under the same load of the machine. Between these blocks all learners
+copy their model: the time of a copy is the unit of the time in step() beside the optimizer and the
+all-reduce.
 
-With --straggler S there are blocks in which the last learner sleeps S seconds in every step; what
-counts is the speed of its peers, averaging on, against their speed when no learner sleeps.
+With --straggler S there are blocks in which the last learner sleeps S seconds in every step; the result is
+the speed of the other learners with averaging on, against their speed when no learner sleeps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     hvd.init()
     trial = Trial(args.averaging, args.device_ms / 1e3)
-    trial.block(True, args.steps, 0.0)  # warm-up: memory is touched, peers are met
+    trial.block(True, args.steps, 0.0)  # warm-up: touches memory, connects to peers
     trial.block(False, args.steps, 0.0)
     rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
     result = {"learners": hvd.size(), "super_learners": hvd.super_size(), "rows": rows}
@@ -45,11 +46,11 @@ def main() -> None:
 
 
 class Trial:
-    """The same model trained by two optimizers, one of them averaged.
+    """One model with two optimizers, one plain and one that averages.
 
     Args:
-        averaging: a strategy.
-        device_s: of each step on a device, for which the learner waits; then its batch is one sample.
+        averaging: spec of the averaging strategy.
+        device_s: seconds that each step sleeps, as if a device computed; if not 0, the batch is one sample.
     """
 
     def __init__(self, averaging: str, device_s: float = 0.0):
@@ -83,7 +84,7 @@ class Trial:
         return row
 
     def block(self, averaging: bool, steps: int, sleep_s: float) -> list[dict[str, float]]:
-        """Train for as long as the first learner needs for `steps`. All learners' numbers."""
+        """Train `steps` steps (the sleeping learner: until the others are done); return counts, by rank."""
         optimizer = self.averaged if averaging else self.plain
         before = hvd.metrics()
         self.comm.Barrier()
@@ -94,7 +95,7 @@ class Trial:
             self.step(optimizer)
             done += 1
             if straggles:
-                time.sleep(sleep_s)  # the work of a slow learner
+                time.sleep(sleep_s)  # stands for the work of a slow learner
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         if stop is None and sleep_s:
             wait(self.comm.Ibarrier())
@@ -111,7 +112,7 @@ class Trial:
         return list(self.comm.allgather(mine))
 
     def copies(self, count: int) -> list[dict[str, float]]:
-        """All learners copy their parameters so often. All learners' numbers."""
+        """Copy the parameters `count` times on all learners at once; return the time of a copy, by rank."""
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         self.comm.Barrier()
         began = time.monotonic()
@@ -123,22 +124,22 @@ class Trial:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         if self._device_s:
-            time.sleep(self._device_s)  # the work of a device
+            time.sleep(self._device_s)  # stands for a device's work
         torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
         optimizer.step()
 
     def idle(self, seconds: float) -> float:
-        """Share of a core that the engine uses while it is idle; the largest of all learners."""
+        """Return the share of a core that an idle engine uses, the largest of all learners."""
         self.comm.Barrier()
         engines = [averaging.engine for averaging in live()]
         before = sum(engine.metrics()["engine_cpu_s"] for engine in engines)
-        time.sleep(seconds)  # what is measured is idleness
+        time.sleep(seconds)  # the engine is idle meanwhile
         used = sum(engine.metrics()["engine_cpu_s"] for engine in engines) - before
         return max(self.comm.allgather(used / seconds))
 
 
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Medians over blocks; ratios block by block."""
+    """Return medians over blocks of speeds, and of ratios between blocks of one row."""
     rows = result.pop("rows")
     copy_ms = [_mean(row.pop("copies"), "copy_ms") for row in rows]
     beside_ms = [_mean(row["on"], "beside_ms") for row in rows]
@@ -159,7 +160,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rate(block: list[dict[str, float]]) -> float:
-    """Steps per second of all learners together."""
+    """Return the steps per second of all learners of a block together."""
     return sum(learner["steps_per_s"] for learner in block)
 
 

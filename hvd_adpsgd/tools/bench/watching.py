@@ -1,8 +1,9 @@
-"""Training steps of a run that is watched and recorded against the same steps of one that is not.
+"""Benchmark of training steps of a run that is watched and recorded, against one that is not.
 
-Run by `python -m hvd_adpsgd bench watching`. The work is that of `bench step`, with numbers logged in every
-step. Every learner trains blocks of steps in turn: with the thread that reports, records and warns at work,
-and at rest. The engine's message per second goes on in both. The CPU seconds of that thread are counted too.
+Run by `python -m hvd_adpsgd bench watching`. The work is that of `bench step`, with hvd.log() in every step.
+Every learner trains blocks of steps in turn: in one block the thread hvd_adpsgd.watching reports, records and
+warns, in the next one it is idle. The engine sends its report per second in both. The CPU seconds of the
+thread are counted too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
         (_block(trial, False, args.steps), _block(trial, True, args.steps))
         for _ in range(args.blocks)
     ]
-    used = 2 * (_cpu_s() - cpu) / (time.monotonic() - began)  # half of the time it rests
+    used = 2 * (_cpu_s() - cpu) / (time.monotonic() - began)  # the thread is idle half of the time
     result: dict[str, Any] = {"learners": hvd.size()}
     result["steps_per_s"] = statistics.median(off for off, _ in rows)
     result |= spread_of("watched_speed_kept", [on / off for off, on in rows])
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def _block(trial: Trial, watched: bool, steps: int) -> float:
-    """Steps per second of all learners together."""
+    """Train a block of steps with or without watching; return the steps/s of all learners together."""
     for watcher in watching.running():
         watcher.rests = not watched
     trial.comm.Barrier()

@@ -1,7 +1,7 @@
-"""One exchange of a model as messages, over MPI and over TCP, against a plain socket both ways.
+"""Benchmark of one exchange of a model by messages, over MPI and over TCP, against plain sockets.
 
-Run by `python -m hvd_adpsgd bench wires`, in two processes, on one host or on two. The three take turns, so
-that all see the same machine and the same link.
+Run by `python -m hvd_adpsgd bench wires`, in two processes, on one host or on two. MPI, TCP and plain sockets
+take turns in each round, under the same load of the machine and of the link.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = 2  # rounds; connections are opened, slots touched for the first time
+# Rounds that are not counted: they open connections and touch memory for the first time.
+WARM_UP = 2
 WIRES = ("mpi", "tcp")
 
 
 class Sockets:
-    """Two connections between two processes, one each way, and a thread that sends."""
+    """Two connections between two processes, one in each direction, with a thread that sends."""
 
     def __init__(self, comm: Any, nics: str | None):
         networks = comm.allgather((network_name(), addresses()))
@@ -41,7 +42,7 @@ class Sockets:
         self.cpu_s = 0.0
 
     def exchange(self, model: np.ndarray, received: np.ndarray) -> None:
-        """Send the one, receive the other."""
+        """Send `model` and receive the other process's model into `received`, at the same time."""
         sender = threading.Thread(target=self._timed, args=(lambda: self._out.sendall(model.data),))
         sender.start()
         self._timed(lambda: self._receive(received.data.cast("B")))
@@ -107,7 +108,7 @@ def _exchange(comm: Any, driven: Driven, number: int) -> float:
 def _summary(
     mib: float, seconds: dict[str, list[float]], cpu: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Per GB sent or received: an exchange moves the model twice."""
+    """Return speed, CPU seconds per GB sent or received (an exchange moves two models), and ratios."""
     moved = 2 * mib * 2**20 / 1e9
     result: dict[str, Any] = {"model_mib": mib, "rounds": len(seconds["socket"]) - WARM_UP}
     for name, times in seconds.items():

@@ -1,4 +1,4 @@
-"""Is this environment fit? One line for each thing that training needs, with the cure."""
+"""Checks whether this environment is fit for training: one line per check, with the cure if it fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if nothing fails, 1 otherwise."""
+    """Run the command; return 0 if no check fails, 1 if one does, 130 after Ctrl-C."""
     args = _parser().parse_args(arguments)
     try:
         return _run(args)
@@ -73,7 +73,7 @@ def _summary(found: Sequence[Finding], fit: bool) -> str:
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, each as soon as it is known."""
+    """Run all checks; yield the finding of each as soon as it is known."""
     seconds = args.patience
     yield findings.judge_python(sys.version_info[:3], sys.executable)
     packages = {name: probes.package_version(name) for name in findings.PACKAGES}
@@ -83,7 +83,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = Config.from_environment()
         problem = None
-        if f"{PREFIX}AVERAGING" in os.environ:  # none as well if it cannot be told
+        if f"{PREFIX}AVERAGING" in os.environ:  # `problem` stays None if the package does not load
             problem = probes.ask(probes.SPEC, seconds).get("problem")
     except ConfigError as error:
         problem = str(error)
@@ -102,15 +102,15 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
-    """MPI and ULFM.
+    """Yield the findings about MPI and ULFM.
 
     Returns:
-        whether ULFM is compiled in, and whether a plain horovodrun switches it on.
+        whether ULFM is compiled into MPI, and whether a plain horovodrun switches ULFM on.
     """
     mpirun, launcher = probes.mpirun_version(seconds)
     library = probes.ask(probes.LIBRARY, seconds, probes.UNSTARTED)
     yield findings.judge_mpi(mpirun, launcher, library)
-    if "error" not in library:  # else that is the cause, and said already
+    if "error" not in library:  # else mpi4py does not load, which judge_mpi() has reported
         yield findings.judge_threads(probes.ask(probes.THREADS, seconds), os.environ)
     info = probes.ompi_info(mpirun, seconds)
     yield findings.judge_ulfm_compiled(info)
@@ -122,7 +122,7 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
 def _examine_machine(
     args: argparse.Namespace, config: Config, here: findings.Here
 ) -> Generator[Finding, None, list[str]]:
-    """Memory, cores and network of this host, and the other hosts.
+    """Yield the findings about memory, cores and network of this host, and about the other hosts.
 
     Returns:
         names of the hosts on which learners may be started.
@@ -148,16 +148,16 @@ def _examine_machine(
 
 
 def _different(visits: Sequence[findings.Visit]) -> list[str]:
-    """Names of hosts, this one under its first name only."""
+    """Return the names of the visited hosts, each once; this host under its first name only."""
     local = [visit.host for visit in visits if visit.local][:1]
     return list(dict.fromkeys(v.host for v in visits if not v.local or v.host in local))
 
 
 def _visits(args: argparse.Namespace) -> list[findings.Visit]:
-    """Run the checks on each named host, by ssh; an empty list if no host is named.
+    """Run the checks on each named host, by ssh; return an empty list if no host is named.
 
     Raises:
-        ConfigError: if they cannot be read.
+        ConfigError: if the hostfile or the list of hosts cannot be read.
     """
     if args.hostfile is None and args.hosts is None:
         return []

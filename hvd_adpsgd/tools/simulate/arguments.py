@@ -1,4 +1,4 @@
-"""The arguments of `simulate`: what is asked for, and the options that belong to it."""
+"""Parses the arguments of `simulate`, and rejects options that do not belong to the requested mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAN_DEFAULTS = {
     "random_seed": 0,
 }
 DEFAULTS = {**PLAN_DEFAULTS, "chart": False, "no_shrink": False}
-OF = {  # the modes that an option belongs to
+OF = {  # option: the modes that it belongs to
     "chart": REPLAY,
     "timeline": REPLAY,
     "lines": RUNS,
@@ -38,10 +38,10 @@ OF = {  # the modes that an option belongs to
 
 
 def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, with defaults.
+    """Return the parsed arguments, with defaults.
 
     Raises:
-        ConfigError: if an option does not belong to what is asked for, which would ignore it.
+        ConfigError: if an option does not belong to the requested mode, which would ignore it.
     """
     args = _parser(description).parse_args(arguments)
     mode = next(mode for mode in MODES if getattr(args, mode) is not None)
@@ -78,9 +78,11 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     what.add_argument(
         "--explore", nargs="*", metavar="JOB", help="explore every interleaving of small jobs"
     )
-    what.add_argument("--super-learners", type=int, metavar="N", help="plan a cluster of so many")
-    _add_run_arguments(parser.add_argument_group("a run, or many"))
-    _add_plan_arguments(parser.add_argument_group("a cluster"))
+    what.add_argument(
+        "--super-learners", type=int, metavar="N", help="plan a cluster of N super learners"
+    )
+    _add_run_arguments(parser.add_argument_group("with --seed, --scenario or --seeds"))
+    _add_plan_arguments(parser.add_argument_group("with --super-learners"))
     return parser
 
 
@@ -89,45 +91,50 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--chart",
         action="store_true",
         default=None,
-        help="of one run: draw the messages as a sequence chart",
+        help="with --seed or --scenario: draw the messages as a sequence chart",
     )
     group.add_argument(
-        "--timeline", metavar="FILE", help="of one run: write a Chrome trace, as training does"
+        "--timeline",
+        metavar="FILE",
+        help="with --seed or --scenario: write a Chrome trace, as training does",
     )
     group.add_argument(
         "--lines",
         type=int,
         metavar="N",
-        help="only the last N lines of a chart (default: all, of a failure 60)",
+        help="draw only the last N lines of a chart (default: all; 60 for a broken promise)",
     )
     group.add_argument(
         "--no-shrink",
         action="store_true",
         default=None,
-        help="do not look for the smallest failure",
+        help="do not search for the smallest scenario that breaks a promise",
     )
     group.add_argument(
         "--keep",
         metavar="FILE",
-        help="of --seeds: the report so far; the same call again continues it",
+        help="with --seeds: file of the report so far, which a repeated call continues",
     )
     group.add_argument(
-        "--workers", type=int, metavar="N", help="of --seeds: processes (default: cores)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="with --seeds: number of processes (default: cores)",
     )
 
 
 def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     for name, kind, metavar, meaning in (
-        ("model", str, "350M", "float32 parameters"),
-        ("step", str, "0.35s", "time of a step"),
-        ("network", str, "10Gb/s,50us", "of each host's link"),
-        ("slow", str, "1x10", "one is ten times slower"),
-        ("fail", str, "0.01/h", "failures of one super learner"),
-        ("strategy", str, "SPEC", "as averaging="),
+        ("model", str, "350M", "number of float32 parameters"),
+        ("step", str, "0.35s", "time of a training step"),
+        ("network", str, "10Gb/s,50us", "bandwidth and latency of each host's link"),
+        ("slow", str, "1x10", "1 super learner is 10 times slower"),
+        ("fail", str, "0.01/h", "failures of one super learner per hour"),
+        ("strategy", str, "SPEC", "averaging strategy, as averaging="),
         ("rate", float, "R", "exchanges per step"),
-        ("share", float, "S", "of the model that an exchange moves"),
-        ("minutes", float, "M", "of training"),
-        ("random_seed", int, "N", "of all that is random"),
+        ("share", float, "S", "share of the model that an exchange moves"),
+        ("minutes", float, "M", "minutes of training"),
+        ("random_seed", int, "N", "seed of all random numbers"),
     ):
         group.add_argument(
             _option(name),
@@ -135,10 +142,12 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
             metavar=metavar,
             help=f"{meaning} (default {PLAN_DEFAULTS[name]})",
         )
-    group.add_argument("--json", metavar="FILE", help="write all numbers")
+    group.add_argument("--json", metavar="FILE", help="write all results as JSON")
     group.add_argument(
         "--figure", metavar="FILE", help="draw decay, staleness and steps (needs matplotlib)"
     )
     group.add_argument(
-        "--calibration", metavar="FILE", help="costs of averaging on a host, of `bench calibrate`"
+        "--calibration",
+        metavar="FILE",
+        help="costs of averaging on a host, as `bench calibrate` writes them",
     )

@@ -1,4 +1,4 @@
-"""Files to be written after a simulation: refused before it if that cannot be done."""
+"""Checks before a simulation that its output files can be written after it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["check_image", "check_writable"]
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Check that the file of an option can be written; what is in it stays.
+    """Check that the file of an option can be written, without changing its content.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if the file cannot be written.
     """
     if path is None:
         return
@@ -34,8 +34,8 @@ def check_image(option: str, path: str | None) -> None:
     """Check that matplotlib can draw into the file of an option.
 
     Raises:
-        MissingRequirementError: if there is no matplotlib.
-        ConfigError: if it knows no images with this suffix, or if the file cannot be written.
+        MissingRequirementError: if matplotlib is not installed.
+        ConfigError: if matplotlib writes no images with this suffix, or the file cannot be written.
     """
     if path is None:
         return

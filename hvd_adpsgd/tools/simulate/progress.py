@@ -1,4 +1,4 @@
-"""How far a long simulation is: one line, rewritten on a terminal and every ten seconds elsewhere."""
+"""Shows the progress of a long simulation: one line, updated on a terminal, else printed every 10 s."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["of_plan", "of_seeds", "of_states"]
 
 
 class _Line:
-    """The line, on stderr."""
+    """The progress line on stderr."""
 
     def __init__(self) -> None:
         self.began = self._shown = time.monotonic()
         self._terminal = sys.stderr.isatty()
 
     def show(self, text: Callable[[], str], last: bool = False) -> None:
-        """Show it if it is time to, or if it is the last one."""
+        """Print text() if it is the `last` one, or 0.2 s (without a terminal 10 s) after the previous one."""
         now = time.monotonic()
         if now - self._shown < (0.2 if self._terminal else 10) and not last:
             return
@@ -29,9 +29,9 @@ class _Line:
 
 
 def of_seeds(runs: int) -> Callable[[Report], None]:
-    """For so many seeds: how many have run, and how long the others will take."""
+    """Return a callback that shows how many of `runs` seeds have run, and how long the others will take."""
     line = _Line()
-    before: int | None = None  # runs of earlier calls
+    before: int | None = None  # seeds that earlier calls of the command have run (--keep)
 
     def show(report: Report) -> None:
         nonlocal before
@@ -49,13 +49,13 @@ def of_seeds(runs: int) -> Callable[[Report], None]:
 
 
 def of_states(name: str) -> Callable[[int], None]:
-    """For `--explore`: prints how many states of the job were reached."""
+    """Return a callback for `--explore` that shows how many states of the job `name` were reached."""
     line = _Line()
     return lambda states: line.show(lambda: f"{name}: {states:,} states so far")
 
 
 def of_plan() -> Callable[[float], None]:
-    """For a plan: the share of its time that is over. A short one shows nothing."""
+    """Return a callback that shows the share of a planned time that is simulated; nothing in a short run."""
     line = _Line()
 
     def show(share: float) -> None:

@@ -1,4 +1,4 @@
-"""Sizes, times and rates as one writes them: 350M, 0.35s, 10Gb/s,50us, 1x10, 0.01/h."""
+"""Parses sizes, times and rates with units: 350M, 0.35s, 10Gb/s,50us, 1x10, 0.01/h."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def _number(text: str, units: dict[str, float], what: str, example: str) -> floa
 
 
 def model(text: str) -> float:
-    """Parameters: 350M."""
+    """Return the number of parameters that a text like "350M" means."""
     return _number(text, _COUNTS, "--model", "350M")
 
 
 def seconds(text: str) -> float:
-    """A time: 0.35s."""
+    """Return the seconds of a text like "0.35s"."""
     return _number(text, _TIMES, "time", "0.35s")
 
 
 def network(text: str) -> tuple[float, float]:
-    """Bytes per second and latency of a link: 10Gb/s,50us."""
+    """Return bytes per second and latency (seconds) of a link, from a text like "10Gb/s,50us"."""
     rate, _, latency = text.partition(",")
     return (
         _number(rate, _RATES, "--network", "10Gb/s,50us"),
@@ -46,7 +46,7 @@ def network(text: str) -> tuple[float, float]:
 
 
 def slow(text: str) -> tuple[int, float]:
-    """How many super learners are how many times slower: 1x10."""
+    """Return how many super learners are how many times slower: 1 and 10.0 for "1x10"."""
     try:
         many, much = text.split("x")
         return int(many), float(much)
@@ -57,5 +57,5 @@ def slow(text: str) -> tuple[int, float]:
 
 
 def failures(text: str) -> float:
-    """Failures of one super learner per hour: 0.01/h."""
+    """Return the failures of one super learner per hour, from a text like "0.01/h"."""
     return _number(text, {"/h": 1.0, "/d": 1 / 24}, "--fail", "0.01/h")

@@ -1,4 +1,4 @@
-"""All learners of a run in one trace, for Perfetto: their timelines, and traces of torch's profiler.
+"""Merges the timelines and torch profiler traces of all learners of a run into one trace for Perfetto.
 
 python -m hvd_adpsgd timeline merge FOLDER_OR_FILES... -o merged.json
 """
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 if there is no trace or the file cannot be written."""
+    """Run the command; return 0, or 2 if there is no trace or the merged file cannot be written."""
     args = _parser().parse_args(arguments)
     try:
         merged = merge(args.paths, args.output)
@@ -47,5 +47,5 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         help="files of HVD_ADPSGD_TIMELINE or torch's profiler (also *.json.gz), or folders",
     )
-    merging.add_argument("-o", "--output", metavar="FILE", required=True, help="a Chrome trace")
+    merging.add_argument("-o", "--output", metavar="FILE", required=True, help="trace to write")
     return parser

@@ -1,10 +1,10 @@
-"""A table of a run in the terminal, from its record or its live page: a row per super learner.
+"""A table of a run in the terminal, one row per super learner, from the run's record or its live page.
 
-python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: of HVD_ADPSGD_RECORD
-python -m hvd_adpsgd top URL               of the live page (HVD_ADPSGD_DASHBOARD), with its token
+python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: the run's HVD_ADPSGD_RECORD
+python -m hvd_adpsgd top URL               URL of the live page (HVD_ADPSGD_DASHBOARD), with its token
 python -m hvd_adpsgd top --once [--json]   one table, or JSON for other programs
 
-Keys: q ends it, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
+Keys: q quits, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_TAIL_NBYTES = 200_000  # of each file: some hundred reports
+_TAIL_NBYTES = 200_000  # read from the end of each file of the record: some hundred reports
 _SORTS = ("super_learner", "host", "state", "step", "steps_per_s", "distance", "apart_s", "loss")
 _COLUMNS = (
     "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "MB/s", "loss", ""
 )  # fmt: skip
-_LEFT = ("host", "state", "")  # columns of text
-_DROPPED = ("", "MB/s", "exch/s", "stale", "distance", "host")  # first to last, where it is narrow
-_HOST_WIDTH = 12  # at least
-_WIDTH = 140  # all columns, where no terminal tells its width
-_EVERY_S = (0.1, 86400.0)
+_LEFT = ("host", "state", "")  # columns of text, which are left-aligned
+# Columns to drop, in this order, if the terminal is narrow.
+_DROPPED = ("", "MB/s", "exch/s", "stale", "distance", "host")
+_HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
+_WIDTH = 140  # characters, enough for all columns; used when the output is no terminal
+_EVERY_S = (0.1, 86400.0)  # bounds of --every
 _STYLES = {
     "ok": "green",
     "SLOW": "yellow",
@@ -53,7 +54,7 @@ _STYLES = {
 
 @dataclass
 class _Order:
-    """By which column the rows are sorted; keys change it."""
+    """The column by which rows are sorted, and the direction; the keys s and r change them."""
 
     by: str
     descending: bool = False
@@ -65,7 +66,7 @@ class _Order:
             self.descending = not self.descending
 
     def sort(self, found: Sequence[Row]) -> list[Row]:
-        """The rows in this order; those whose number is not finite come last."""
+        """Return the rows in this order; rows whose value is NaN or infinite come last."""
         ordered = sorted(found, key=lambda row: _key(row, self.by), reverse=self.descending)
         return sorted(ordered, key=lambda row: _key(row, self.by)[0])
 
@@ -74,7 +75,7 @@ class _Order:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, 1 if the reader of a pipe has gone, or 2 if there is no record."""
+    """Run the command; return 0, 1 if the reader of its pipe has exited, or 2 if there is no record."""
     args = _parser().parse_args(arguments)
     try:
         if not _EVERY_S[0] <= args.every <= _EVERY_S[1]:
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        # Python flushes stdout at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
 
@@ -108,12 +110,14 @@ def _parser() -> argparse.ArgumentParser:
         "where",
         nargs="?",
         metavar="FOLDER or URL",
-        help="the record (default: $HVD_ADPSGD_RECORD), or the live page",
+        help="folder of the record (default: $HVD_ADPSGD_RECORD), or URL of the live page",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--json", action="store_true", help="print JSON once and exit")
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="default: 1 s")
-    parser.add_argument("--sort", choices=_SORTS, default="super_learner", help="column")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="seconds per table (default: 1)"
+    )
+    parser.add_argument("--sort", choices=_SORTS, default="super_learner", help="column to sort by")
     return parser
 
 
@@ -145,7 +149,7 @@ def _as_json(run: Run, now_s: float) -> dict[str, object]:
 
 
 def _show(where: str, args: argparse.Namespace) -> None:
-    """Print the table once, or again and again in its place."""
+    """Print the table once with --once, else every args.every seconds, on a terminal always in one place."""
     if importlib.util.find_spec("rich") is None:
         raise MissingRequirementError(
             "no table: the package rich is not installed. Run: python -m pip install 'hvd_adpsgd[view]', "
@@ -165,7 +169,7 @@ def _show(where: str, args: argparse.Namespace) -> None:
 
 
 def _console() -> Console:
-    """With the width of the terminal or of COLUMNS, else one for all columns."""
+    """Return a console as wide as the terminal or COLUMNS; without either, wide enough for all columns."""
     from rich.console import Console
 
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
@@ -173,7 +177,7 @@ def _console() -> Console:
 
 
 def _show_in_place(where: str, console: Console, order: _Order, every_s: float) -> None:
-    """Until q or Ctrl-C, each table in place of the one before."""
+    """Redraw the table in one place of the terminal every `every_s` seconds, until q or Ctrl-C is pressed."""
     from rich.layout import Layout
     from rich.live import Live
     from rich.text import Text
@@ -193,7 +197,7 @@ def _show_in_place(where: str, console: Console, order: _Order, every_s: float) 
 
 
 def _drawn(run: Run, order: _Order, width: int) -> Group:
-    """The table and the last events, in so many characters."""
+    """Return the table and the last six events of the run, at most `width` characters wide."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -222,7 +226,10 @@ def _clock(time_s: float) -> str:
 
 
 def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
-    """The columns that fit, with their widths: names of hosts are shortened, then columns are dropped."""
+    """Return the columns that fit into `width`, with their widths.
+
+    Names of hosts are shortened first, then whole columns are dropped.
+    """
     from rich.cells import cell_len
 
     needed = {name: max(map(cell_len, [name, *(c[name] for c in cells)])) for name in _COLUMNS}
@@ -230,7 +237,8 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     needed["host"] = min(hosts, _HOST_WIDTH)
 
     def spare() -> int:
-        return width - sum(needed.values()) - 3 * len(needed) - 1  # the frame
+        # The table's frame takes 3 characters per column, and 1 more.
+        return width - sum(needed.values()) - 3 * len(needed) - 1
 
     for name in _DROPPED:
         if spare() >= 0:
@@ -242,7 +250,7 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
 
 
 def _key(row: Row, by: str) -> tuple[int, object]:
-    """For sorting: numbers that are not finite last."""
+    """Return the sort key of a row; values that are NaN or infinite sort last."""
     value = getattr(row, by)
     if isinstance(value, float) and not math.isfinite(value):
         return 1, 0.0

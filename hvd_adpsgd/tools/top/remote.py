@@ -1,4 +1,4 @@
-"""The newest part of a run's record, from its live page."""
+"""Fetches the newest part of a run's record from the run's live page."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ _MOST_NBYTES = 32 << 20
 
 
 def fetched(url: str) -> list[bytes]:
-    """The lines that the live page answers.
+    """Return the lines of the record that the live page at `url` serves.
 
     Args:
-        url: as the job has logged it, with its token.
+        url: URL of the live page as the job has logged it, with its token.
 
     Raises:
-        ConfigError: if there is no such page, or it refuses.
+        ConfigError: if no live page answers at `url`, or it refuses the token.
     """
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise _none(url, str(error)) from error
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # the token is for it alone
+    # No proxy: the token is for the live page alone.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         address = urlunsplit((parts.scheme, parts.netloc, "/record", parts.query, ""))
         with opener.open(address, timeout=_TIMEOUT_S) as answer:
