@@ -130,7 +130,9 @@ def test_an_argument_out_of_bounds_is_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", kind, f"--{option}={value}"])
     assert commands.main() == 2
-    assert capsys.readouterr().err == f"bench: --{option} {value}: allowed is at least {least}.\n"
+    assert capsys.readouterr().err == (
+        f"bench: --{option} {value}: allowed is at least {least}. Pass a finite number in that range.\n"
+    )
 
 
 def test_absorb() -> None:

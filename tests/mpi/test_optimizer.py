@@ -458,7 +458,7 @@ def test_an_optimizer_of_which_a_part_is_wrapped_again_is_named_at_once() -> Non
     assert len(refused()["logged at wrapping"]) == 4
     for lines in (facts["logged"] for facts in refused()["logged at wrapping"]):
         assert len(lines) == 1, "the second optimizer is closed, and trains as much as the first"
-        assert "averages bias no longer" in lines[0]
+        assert "has stopped averaging bias" in lines[0]
         assert "around 1 of its 2 parameters" in lines[0]
 
 

@@ -566,7 +566,7 @@ def test_who_makes_more_steps_than_a_mean_of_all_can_is_told(spec: str, period: 
     for facts in others:
         assert facts["error"] == "PeerFailedError", facts
         assert "learner 0 has left" in facts["text"]
-        assert "as many steps" in facts["text"]
+        assert "the same number of steps" in facts["text"]
         assert 3 <= facts["steps"] <= 3 + period
 
 
