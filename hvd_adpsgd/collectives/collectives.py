@@ -117,7 +117,8 @@ class Collectives:
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread that runs an operation now
         self._blocked: set[int] = set()  # threads that wait for an operation, see `blocking`
-        self._caller, self._late = Caller("", "", 0), 0.0  # of the operation that runs now
+        # of the operation that runs now: the line that calls it, and when it reports missing learners
+        self._caller, self._late = Caller("", "", 0), 0.0
         self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
         self._refused: int | None = None  # number of the attempt that `require_step` has ended
         self._earlier: list[Messages] = []  # kept alive: MPI may still read their buffers

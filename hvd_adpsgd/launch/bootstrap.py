@@ -438,7 +438,7 @@ def _stop_horovod(seconds: float) -> bool:
         exit_state.stuck = "Horovod, which waits for a learner that has stopped or died"
         log.warning(
             "Horovod did not stop within %g s: a learner of this super learner has stopped or died. "
-            "It is left behind.",
+            "Horovod's background thread is left running until this process ends.",
             seconds,
         )
     return stopped

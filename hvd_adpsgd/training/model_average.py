@@ -108,7 +108,9 @@ def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
             "for all."
         )
     if world.rank == world.collectives.ranks[0]:
-        log.warning("%s: %s holds NaN or Inf; it gets the mean of the others.", doing, who)
+        log.warning(
+            "%s: %s holds NaN or Inf; the mean of the other models takes its place.", doing, who
+        )
 
 
 @counted("consensus_distance")

@@ -177,7 +177,7 @@ class Watcher:
         config = world.config
         self._membership = world.membership
         self._joining = world.collectives.joining
-        # opens its page after a while only: another leader serves one
+        # a joining leader serves the page only if no other leader does after a while
         self._replaces = self._joining
         self._every_s = config.report_s
         self._record: Record | None = None

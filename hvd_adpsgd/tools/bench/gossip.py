@@ -37,7 +37,8 @@ Event = tuple[float, int, int]  # an exchange: its time, and the ranks of two ne
 
 UPDATES = ("white", "momentum", "drift")
 MOMENTUM = 0.9
-# Lengths of a window and of a long run, in units of 1 / accelerated decay rate.
+# Lengths of a measured window and of a long run, in units of 1 / r: the distance of the models decays as
+# exp(-r t) with A2CiD2.
 SHORT, LONG = 2.0, 40.0
 LONG_RUNS = 8
 BURN_IN = 12  # length of the burn-in, in units of chi1, the decay time of the expected model's slowest mode
