@@ -322,6 +322,6 @@ def _require_schedule(table: npt.NDArray[np.int32]) -> None:
 def _require_plan_weight(weight: float, width: int) -> None:
     if not 0 <= weight <= 0.5 or (weight == 0 and width > 0):
         raise ConfigError(
-            f"bad weight: Plan got weight {weight} with width {width} (peers asked per round), allowed is > 0 and "
-            "<= 0.5, or 0 if width is 0. Give 0.5 for the mean of a pair."
+            f"bad weight: Plan got weight {weight} with width {width} (peers asked per round), allowed is "
+            "> 0 and <= 0.5, or 0 if width is 0. Give 0.5 for the mean of a pair."
         )

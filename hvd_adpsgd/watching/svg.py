@@ -229,7 +229,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bars(title: str, counts: Mapping[int, int], x_label: str) -> str:
-    """Return a histogram as SVG: a bar per integer key, as high as its share of all counts; "" if there are none."""
+    """Return a histogram as SVG: a bar per key, as high as its share of all counts; "" without counts."""
     total = sum(counts.values())
     if not total:
         return ""

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-# tensors of at most so many bytes in total travel in the message that announces the call, larger ones after it
+# up to so many bytes of tensors travel in the message that announces the call, larger ones after it
 _TOLD = 1024
 _COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # Sum and Average: np.add
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
