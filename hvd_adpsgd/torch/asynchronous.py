@@ -50,6 +50,10 @@ class Handle(Future[Any]):
         super().__init__()
         self.caller, self.collectives = caller, collectives
 
+    def cancel(self) -> bool:
+        """Return False: the other learners wait for the operation."""
+        return False
+
 
 def synchronize(handle: Any) -> Any:
     """Wait for an asynchronous operation and return its result; a further call returns the same result.

@@ -54,6 +54,18 @@ def test_an_operation_runs_on_the_stream_of_the_script(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("world")
+def test_an_operation_is_not_cancelled() -> None:
+    """Other learners take part in it; and its thread, which sets its result, serves later ones."""
+    act = threading.Event()
+    handle = asynchronous._begin("allreduce_async", [], lambda: act.wait(DEADLINE_S))
+    assert not handle.cancel()
+    act.set()
+    assert asynchronous.synchronize(handle) is True
+    later = asynchronous._begin("allreduce_async", [], lambda: "done")
+    assert asynchronous.synchronize(later) == "done"
+
+
+@pytest.mark.usefixtures("world")
 def test_operations_of_several_threads_share_one_thread_in_the_order_of_their_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
