@@ -143,9 +143,9 @@ class GradientOrderError(AdpsgdError, AssertionError):
     """Gradients were changed, or computed once more, while they are being averaged.
 
     Without this error the learners of a super learner would step with different gradients. It is also an
-    AssertionError because Horovod raises an AssertionError then. Nothing was applied to the model unless the
-    message says so. Call `optimizer.synchronize()` before gradients are changed, and `optimizer.zero_grad()`
-    before new gradients are computed.
+    AssertionError because Horovod raises an AssertionError then. The model is unchanged, or the message
+    tells what was applied. Call `optimizer.synchronize()` before gradients are changed, and
+    `optimizer.zero_grad()` before new gradients are computed.
     """
 
 

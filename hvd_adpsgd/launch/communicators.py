@@ -311,7 +311,7 @@ def over_sockets(
         if place.rank == 0:
             gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
-            store.set(BEGUN, "1")  # from now on, the launcher lets the job go on if a process fails
+            store.set(BEGUN, "1")  # the launcher ends no other process if one fails after this
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None

@@ -286,7 +286,7 @@ def _admit(
     optimizers: list[torch.optim.Optimizer],
     state: bytes,
 ) -> None:
-    """Connect all learners to the joining super learner and send its state; if it fails, go on without it."""
+    """Connect all learners to the joining super learner and send it the state; without it if it fails."""
     here, candidate = join_server(world), None
     if chosen.rank == world.rank:
         candidate = next(n for n in here.candidates if n.number == chosen.number and n.request)

@@ -252,7 +252,7 @@ class Averaging:
             self.step += 1
 
     def _round(self) -> None:
-        """Begin the round that follows this step, if one is due; wait for it if the plan says so."""
+        """Begin the round that is due after this step, if any; wait for it if `Rounds.waits`."""
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return

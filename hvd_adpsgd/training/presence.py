@@ -21,10 +21,11 @@ def live(also_stopping: bool = False) -> list[Averaging]:
 
 
 def live_on_all() -> list[Averaging]:
-    """Return the running averagings, the same ones on all learners, for what all learners do together.
+    """Return the running averagings whose optimizers the script still holds, for operations of all learners.
 
     A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging would stay in the
     list until the garbage collector runs, at a different moment on each learner; so this runs the collector.
+    A weakness: learners that do not all hold the same optimizers get different lists.
     """
     if _live:
         gc.collect()

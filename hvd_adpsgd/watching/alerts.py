@@ -141,7 +141,7 @@ class Alerts:
         ]
 
     def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Of `whom`, which have the problem now, return those that have had it for LASTING_S; since when."""
+        """Return when the problem began, for those of `whom`, who have it now, where it lasts LASTING_S."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}

@@ -62,7 +62,7 @@ def test_a_collection_on_any_thread_waits_for_nothing() -> None:
 
 
 def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -> None:
-    """It lives on in a reference cycle until the collector runs: here on learner 1 before the others."""
+    """A reference cycle holds it until the garbage collector runs, here on learner 1 before the others."""
     program = """
         import gc
         import torch

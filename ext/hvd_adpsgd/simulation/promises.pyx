@@ -225,7 +225,7 @@ cdef object wrong_exchanges(int i, Core* e):
 
 
 cdef int64_t take_credit(Core* e, int64_t* begun, double* credit) noexcept:
-    """Every exchange takes one when it begins, whoever asked. Returns how many have begun; `begun`: before this turn."""
+    """Take a credit for each exchange that has begun in this turn; return how many have begun in all."""
     cdef Exchange* x = e.pairs.running
     cdef int64_t count = e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive + e.mailbox.counters.broken
     while x != NULL:

@@ -199,8 +199,9 @@ def train(args: argparse.Namespace, script: Script) -> dict[str, Any]:
 def go_on(script: Script, advance: Callable[[], None]) -> dict[int, int]:
     """Steps until each surviving super learner has exchanged twice with each other since it noticed the loss.
 
-    They notice at different moments, so whoever has enough goes on for the others. Returns how often, by
-    survivor.
+    They notice it at different moments, so a learner with enough exchanges trains on until all have enough.
+
+    Returns the number of exchanges, by surviving super learner.
     """
     args = script.args
     lost = {rank // hvd.super_learner.size() for rank in args.victims}

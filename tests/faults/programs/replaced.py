@@ -1,8 +1,8 @@
 """Trains a float64 model with super learners that have failed, one after the other, and replaced.
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
-models differ. When everybody is there, the next of --victims kills itself (or all of them do); when all
-of them have been replaced, everybody trains --after more epochs. Replacements of the super learners in
+models differ. When all super learners train, the next of --victims kills itself (or all of them do);
+when all victims have been replaced, all super learners train --after more epochs. Replacements of those in
 --held never come: when some, but not all, have been there for --part epochs, learner --then kills
 itself, and the others train as many more. Each learner says its facts.
 """
