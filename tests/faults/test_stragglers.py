@@ -121,7 +121,7 @@ def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -
         pid = job.pid_of(victim)
         job.wait((tmp_path / "stopped").exists, "it stops in an exchange")
         try:
-            parked = lambda: sum(job.left(rank, "progress")["parked"] for rank in others)  # noqa: E731
+            parked = lambda: sum(f["parked"] for f in job.trains(others).values())  # noqa: E731
             job.wait(parked, "its exchange is parked")
             job.others_go_on(others)
             then = job.trains(others)
