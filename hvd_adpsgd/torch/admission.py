@@ -33,7 +33,7 @@ from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model
 from hvd_adpsgd.training.pause import averaging_paused, resume
-from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.presence import held, live, renumber
 
 __all__ = ["admit", "replace_failed"]
 
@@ -95,12 +95,13 @@ def admit(
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if world.collectives.joining:
-        state = _arrive(world, model, optimizers)
+        with held(world, DOING):
+            state = _arrive(world, model, optimizers)
         tell_membership(worlds.current(), joined=True)
         return state
     if world.is_plain:
         return state
-    with on_failure("continue"):
+    with on_failure("continue"), held(world, DOING, by_job=True):
         packed, problem = _packed(state)
         chosen = _survey(world, patience_s, problem)
         if chosen is not None:
@@ -420,6 +421,7 @@ def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
     grown = new_group.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
         averaging.move_to(grown, engine)
+    renumber()
     grown.collectives.gather(DOING, None)
     new_group.end_by(None)
     if old is not None:

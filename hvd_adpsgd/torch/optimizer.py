@@ -61,7 +61,14 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
-from hvd_adpsgd.training.presence import drop, live, live_on_all, register, stop_dropped
+from hvd_adpsgd.training.presence import (
+    drop,
+    live,
+    new_number,
+    register,
+    stop_dropped,
+    stop_unreferenced,
+)
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
@@ -158,7 +165,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         ranks = inner_process_set(process_set, world).ranks or ()
         require_same_sets(world, "hvd.DistributedOptimizer", ranks)
-    live_on_all()  # frees the memory of dropped optimizers, before the new engine allocates its own
+    stop_unreferenced()  # frees its memory before the new engine allocates its own
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
@@ -174,7 +181,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))
         return wrapped
     _become_averaging(wrapped, type(optimizer))
-    mine = wrapped._averaging = Averaging(world, spec)
+    mine = wrapped._averaging = Averaging(world, spec, new_number(world))
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
@@ -187,7 +194,8 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
     """Merge all learners into one super learner if the strategy is `synchronous`; return the World."""
     if strategy.averages != "nothing" or world.super_size == 1:
         return world
-    if live_on_all():
+    stop_unreferenced()
+    if live():
         raise StrategyMismatchError(
             "averaging=synchronous joins all learners into one super learner, but an optimizer is "
             "already averaged between super learners. Use one strategy for all optimizers."

@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import StrategyMismatchError
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.presence import live_on_all
+from hvd_adpsgd.training.presence import live, stop_unreferenced
+from hvd_adpsgd.training.super_learner import meeting_of
 
 __all__ = ["joined"]
 
@@ -39,7 +41,10 @@ def joined(device: int) -> Iterator[None]:
         StrategyMismatchError: at once, for a strategy whose super learners wait for each other.
         LearnerFailedError: if a learner of this super learner has failed.
     """
-    averagings = live_on_all()
+    world = worlds.current()
+    stop_unreferenced()
+    averagings = live()
+    optimizers = [averaging.optimizer() for averaging in averagings]  # keeps them alive
     for averaging in averagings:
         _require_asynchronous(averaging)
     for averaging in averagings:
@@ -51,9 +56,14 @@ def joined(device: int) -> Iterator[None]:
         for averaging in averagings:
             stack.enter_context(averaging.super_learner.reducing())
         waiting.result()
+    mine = {averaging.number: _Made.by(averaging) for averaging in averagings}
+    with meeting_of(world, world.config.deadline_s, "join", "join"):
+        told = allgather_object(world.inner, mine)
     for averaging in averagings:
-        with averaging.super_learner.meeting("join"):
-            _end(averaging)
+        if all(averaging.number in its for its in told):  # else a mate has dropped the optimizer
+            with averaging.super_learner.meeting("join"):
+                _end(averaging, [its[averaging.number] for its in told])
+    del optimizers
 
 
 def _require_asynchronous(averaging: Averaging) -> None:
@@ -75,22 +85,42 @@ def _begin(averaging: Averaging) -> None:
         averaging.super_learner.mates.joins()
 
 
+class _Made(NamedTuple):
+    """How far a learner has come with one optimizer.
+
+    Attributes:
+        sets: number of sets of gradients.
+        step: number of steps.
+        places: by shard, where its slots are: see ShardMemory.place.
+    """
+
+    sets: int
+    step: int
+    places: list[Any]
+
+    @classmethod
+    def by(cls, averaging: Averaging) -> _Made:
+        places = [memory.place() for memory in averaging.engine.memory.shards]
+        return cls(averaging.super_learner.mates.sets, averaging.step, places)
+
+
 @torch.no_grad()
-def _end(averaging: Averaging) -> None:
-    """Copy the state of the learner with most steps to its super learner, after all have called join()."""
-    memories = averaging.engine.memory.shards
-    places = [memory.place() for memory in memories]
-    mine = (averaging.super_learner.mates.sets, averaging.step, places)
-    told = allgather_object(averaging.world.inner, mine)
-    sets = [its for its, _, _ in told]
+def _end(averaging: Averaging, told: list[_Made]) -> None:
+    """Copy the state of the learner with most steps to its super learner, after all have called join().
+
+    Args:
+        averaging: the averaging of this learner.
+        told: by inner rank, how far the learners have come with it.
+    """
+    sets = [its.sets for its in told]
     root = sets.index(max(sets))
     averaging.super_learner.mates.returns(sets[root])
     if min(sets) == sets[root]:
         return
-    averaging.step = told[root][1]
+    averaging.step = told[root].step
     _copy_model(averaging, root)
-    for i, memory in enumerate(memories):
-        memory.go_to([its[i] for _, _, its in told])
+    for i, memory in enumerate(averaging.engine.memory.shards):
+        memory.go_to([its.places[i] for its in told])
     averaging.engine.publish(averaging.step)
     averaging.engines.inner_barrier()
     averaging.absorb()

@@ -39,6 +39,7 @@ class Averaging:
     Args:
         world: the World of this learner.
         spec: what to average, and how; equal on all learners.
+        number: differs from those of the other running averagings; equal on all learners.
 
     Attributes:
         plan: the strategy's plan for this super learner.
@@ -56,8 +57,8 @@ class Averaging:
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
 
-    def __init__(self, world: World, spec: AveragingSpec):
-        self.world, self.spec = world, spec
+    def __init__(self, world: World, spec: AveragingSpec, number: int = 0):
+        self.world, self.spec, self.number = world, spec, number
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last step whose parameters were not finite

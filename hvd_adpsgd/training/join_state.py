@@ -13,14 +13,14 @@ from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described
 from hvd_adpsgd.training.optimizer_state import load_in_place
-from hvd_adpsgd.training.presence import live, live_on_all
+from hvd_adpsgd.training.presence import live
 
 __all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
 
 def terms() -> list[str]:
     """Return the settings that joining and surviving learners must have in common, each as a phrase."""
-    return [term for averaging in live_on_all() for term in _terms_of(averaging)]
+    return [term for averaging in live() for term in _terms_of(averaging)]
 
 
 def _terms_of(averaging: Averaging) -> list[str]:

@@ -23,7 +23,7 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described, require_same
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
-from hvd_adpsgd.training.presence import live, live_on_all
+from hvd_adpsgd.training.presence import held, live
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
 
@@ -56,10 +56,13 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     _require_weights(world, weight)
     if world.super_size == 1:
         return
-    tensors = _floating(world, "average_model", [model])
-    concerned = [a for a in live_on_all() if any(t in a.tensors.parameters for t in tensors)]
-    with paused("average_model", concerned):
-        means = _finite_means(world, "average_model", tensors, float(weight))
+    doing = "average_model"
+    tensors = _floating(world, doing, [model])
+    with contextlib.ExitStack() as stack:
+        averagings = stack.enter_context(held(world, doing))
+        concerned = [a for a in averagings if any(t in a.tensors.parameters for t in tensors)]
+        stack.enter_context(paused(world, doing, concerned))
+        means = _finite_means(world, doing, tensors, float(weight))
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
         for averaging in concerned:
@@ -199,19 +202,20 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
 
     Inside a nested block the tensors hold that mean already, so nothing counts as pending.
     """
-    pending = [
-        a
-        for a in live_on_all()
-        if not a.holds_mean and any(t in a.tensors.parameters for t in named)
-    ]
-    if world.collectives.joining:  # a joining super learner has no peers until it has joined
-        pending = []
-    cut = [
-        a for a in pending if a.tensors.shards > 1
-    ]  # a leader has the pending corrections of its own shard only
-    whole = [a for a in pending if a.tensors.shards == 1]
-    with paused("averaged", cut), paused("averaged", whole, keeps_pending=True):
-        return _finite_means(world, "averaged", named, pending=whole)
+    doing = "averaged"
+    with contextlib.ExitStack() as stack:
+        averagings = stack.enter_context(held(world, doing))
+        pending = [
+            a
+            for a in averagings
+            if not a.holds_mean and any(t in a.tensors.parameters for t in named)
+        ]
+        if world.collectives.joining:  # a joining super learner has no peers until it has joined
+            pending = []
+        # of a model in shards, a leader has the pending corrections of its own shard only
+        whole = [a for a in pending if a.tensors.shards == 1]
+        stack.enter_context(paused(world, doing, pending, keeping_pending=whole))
+        return _finite_means(world, doing, named, pending=whole)
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:

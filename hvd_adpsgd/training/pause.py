@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.presence import live_on_all
+from hvd_adpsgd.training.presence import held
 
 __all__ = ["averaging_paused", "paused", "resume"]
 
@@ -29,28 +31,39 @@ def averaging_paused() -> Iterator[None]:
     early, and the next gradient is computed at the averaged models. a2cid2 resumes from the middle of its two
     models.
     """
-    with paused("averaging_paused", live_on_all()):
+    doing = "averaging_paused"
+    if not worlds.is_initialized() or worlds.current().is_plain:
+        yield
+        return
+    world = worlds.current()
+    with held(world, doing) as averagings, paused(world, doing, averagings):
         yield
 
 
 @contextlib.contextmanager
 def paused(
-    doing: str, averagings: Iterable[Averaging], keeps_pending: bool = False
+    world: World,
+    doing: str,
+    averagings: Sequence[Averaging],
+    keeping_pending: Collection[Averaging] = (),
 ) -> Iterator[None]:
     """Inside the `with` block, no exchange of these averagings runs. All learners enter it together.
 
     Args:
+        world: the World of this learner.
         doing: name of the operation that needs the pause, for messages.
-        averagings: the averagings to pause.
-        keeps_pending: whether corrections stay pending; else they are all applied to the parameters.
+        averagings: the averagings to pause: the same in a super learner; another one may have others.
+        keeping_pending: those whose corrections stay pending; of the others all corrections are applied to
+            the parameters.
     """
     with contextlib.ExitStack() as stack:
-        for averaging in list(averagings):
-            _come_to_rest(doing, averaging)
-            if not keeps_pending:
+        _come_to_rest(world, doing, averagings)
+        for averaging in averagings:
+            keeps = averaging in keeping_pending
+            if not keeps:
                 _apply_all(averaging)
             averaging.pauses += 1
-            stack.callback(_resume_engine if keeps_pending else resume, averaging)
+            stack.callback(_resume_engine if keeps else resume, averaging)
         yield
 
 
@@ -68,29 +81,37 @@ def _apply_all(averaging: Averaging) -> None:
     rule.settle()
 
 
-def _come_to_rest(doing: str, averaging: Averaging) -> None:
-    """Finish the round in progress, pause the engine, wait for all learners' exchanges and for devices."""
-    engine = averaging.engine
-    patience_s = 2 * averaging.spec.config.deadline_s
-    averaging.require_running()
-    averaging.tensors.parameters.check()
-    averaging.catch_up()
-    engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
-    engine.pause(patience_s)
-    try:
-        # a barrier: after it all engines are paused
-        averaging.world.collectives.gather(doing, None)
-    except Exception:  # the other learners have not entered the pause: end it here, too
-        if not averaging.pauses:
-            engine.resume()
-        raise
-    if not engine.pause(patience_s):  # a parked exchange may have resumed before the barrier
-        log.warning(
-            "%s: an exchange is still running after %g s; its corrections are applied after the pause.",
-            doing,
-            patience_s,
-        )
-    averaging.tensors.settle()
+def _come_to_rest(world: World, doing: str, averagings: Sequence[Averaging]) -> None:
+    """Finish rounds in progress, pause the engines, wait for all learners' exchanges and for devices."""
+    for averaging in averagings:
+        averaging.require_running()
+        averaging.tensors.parameters.check()
+        averaging.catch_up()
+        averaging.engine.rounds.finish()  # before pause: a paused engine answers no peer of the round
+    with contextlib.ExitStack() as entered:
+        for averaging in averagings:
+            entered.callback(_resume_unless_paused, averaging)
+            averaging.engine.pause(_patience_s(averaging))
+        world.collectives.gather(doing, None)  # a barrier: after it all engines are paused
+        entered.pop_all()  # an error before this ends the pause here, too: the others have not entered it
+    for averaging in averagings:
+        # a parked exchange may have resumed before the barrier
+        if not averaging.engine.pause(_patience_s(averaging)):
+            log.warning(
+                "%s: an exchange is still running after %g s; its corrections are applied after the pause.",
+                doing,
+                _patience_s(averaging),
+            )
+        averaging.tensors.settle()
+
+
+def _patience_s(averaging: Averaging) -> float:
+    return 2 * averaging.spec.config.deadline_s
+
+
+def _resume_unless_paused(averaging: Averaging) -> None:
+    if not averaging.pauses:
+        averaging.engine.resume()
 
 
 def resume(averaging: Averaging) -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 
-__all__ = ["drop", "live", "live_on_all", "register", "stop_dropped"]
+__all__ = [
+    "drop",
+    "held",
+    "live",
+    "new_number",
+    "register",
+    "renumber",
+    "stop_dropped",
+    "stop_unreferenced",
+]
+
+log = logging.getLogger("hvd_adpsgd")
 
 _live: list[Averaging] = []
 _dropped: list[Averaging] = []
@@ -20,17 +34,59 @@ def live(also_stopping: bool = False) -> list[Averaging]:
     return [averaging for averaging in _live if also_stopping or not averaging.stopped]
 
 
-def live_on_all() -> list[Averaging]:
-    """Return the running averagings whose optimizers the script still holds, for operations of all learners.
+def stop_unreferenced() -> None:
+    """Stop the averagings whose optimizers the script has dropped.
 
-    A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging would stay in the
-    list until the garbage collector runs, at a different moment on each learner; so this runs the collector.
-    A weakness: learners that do not all hold the same optimizers get different lists.
+    A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging runs on until the
+    garbage collector finds the cycle, at a different moment on each learner; so this runs the collector.
     """
     if _live:
         gc.collect()
         stop_dropped()
-    return live()
+
+
+@contextlib.contextmanager
+def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averaging]]:
+    """Yield the running averagings whose optimizers all learners of this super learner hold, oldest first.
+
+    For operations over all learners, all of which enter the `with` block together. An averaging ends in a
+    super learner with the first of its learners that drops the optimizer: it is stopped here, too. Inside the
+    block no optimizer is freed.
+
+    Args:
+        world: the World of this learner.
+        doing: name of the operation, for messages.
+        by_job: whether all learners of the job must hold an optimizer, not only those of the super learner.
+    """
+    stop_unreferenced()
+    mine = live()
+    optimizers = [averaging.optimizer() for averaging in mine]  # keeps them alive
+    told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
+    concerned = [set(its) for super_rank, its in told if by_job or super_rank == world.super_rank]
+    common = set.intersection(*concerned)
+    for averaging in mine:
+        if averaging.number not in common:
+            log.warning(
+                "%s: another learner has dropped its optimizer of %s, so this one stops averaging, too. Drop "
+                "an optimizer on all learners, or on none.",
+                doing,
+                next(iter(averaging.spec.trained), ("no parameters", None))[0],
+            )
+            averaging.stop("another learner dropped its optimizer")
+    yield [averaging for averaging in mine if averaging.number in common]
+    del optimizers
+
+
+def new_number(world: World) -> int:
+    """Return the number of the next averaging, the same on all learners, which call this together."""
+    told = world.collectives.gather("averaging", [averaging.number for averaging in _live])
+    return max(itertools.chain(*told), default=-1) + 1
+
+
+def renumber() -> None:
+    """Number the running averagings by age: a joining learner has numbered its own from 0."""
+    for number, averaging in enumerate(live()):
+        averaging.number = number
 
 
 def drop(averaging: Averaging) -> None:

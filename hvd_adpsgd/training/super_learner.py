@@ -23,7 +23,7 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 
-__all__ = ["SuperLearner", "horovods", "wrapping_failures"]
+__all__ = ["SuperLearner", "horovods", "meeting_of", "wrapping_failures"]
 
 
 class SuperLearner:
@@ -140,8 +140,22 @@ def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
         world: the World of this learner.
         seconds: longest wait for MPI to report which learner has failed.
     """
-    broken = _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, "wrapping", failed))
-    with broken, mpi_failures("averaging"):
+    with meeting_of(world, seconds, "averaging", "wrapping"):
+        yield
+
+
+@contextlib.contextmanager
+def meeting_of(world: World, seconds: float, doing: str, where: str) -> Iterator[None]:
+    """As `SuperLearner.meeting`, where there may be no averaging.
+
+    Args:
+        world: the World of this learner.
+        seconds: longest wait for MPI to report which learner has failed.
+        doing: name of the MPI collectives, for messages.
+        where: what is under way, for messages.
+    """
+    broken = _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, where, failed))
+    with broken, mpi_failures(doing):
         yield
 
 

@@ -101,3 +101,60 @@ def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
     told = run_learners(4, program, env=env).checked().by_rank()
     assert [facts["spread"] for facts in told] == [0.0] * 4
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(holder: int) -> None:
+    """Its super learner stops averaging with it; the operations are those of a job in which all dropped it."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import NotInitializedError
+        hvd.init()
+        rank, holder = hvd.rank(), int(sys.argv[1])
+        model = torch.nn.Linear(20, 10)
+        held, told = [], []
+
+        def train(model):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(4, 20)).square().mean().backward()
+                optimizer.step()
+            return optimizer
+
+        def pause():
+            with hvd.averaging_paused():
+                pass
+
+        def evaluate():
+            with hvd.averaged(model):
+                mean = hvd.allgather(model.weight.detach()[None])
+                assert (mean == mean[0]).all(), "the mean differs between learners"
+
+        everybody = torch.nn.Linear(20, 10)
+        stays = train(everybody)  # an averaging that all hold, beside it
+        acts = {"average_model": lambda: hvd.average_model(model), "averaging_paused": pause,
+                "averaged": evaluate, "join": hvd.join, "admit": lambda: hvd.admit(everybody, stays)}
+        for name, act in acts.items():
+            optimizer = train(model)
+            if rank == holder:
+                held.append(optimizer)
+            del optimizer
+            act()
+            hvd.average_model(model)
+            hvd.average_model(everybody)
+            told.append(max(hvd.consensus_distance(m) for m in (model, everybody)))
+        try:
+            if rank == holder:
+                held[-1].step()
+        except NotInitializedError as error:
+            assert "another learner dropped its optimizer" in str(error), error
+        else:
+            assert rank != holder, "the optimizer steps on alone"
+        say(rank=rank, distances=told)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    told = run_learners(4, program, args=[str(holder)], env=env).checked().by_rank()
+    assert [facts["distances"] for facts in told] == [[0.0] * 5] * 4
