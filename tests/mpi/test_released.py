@@ -105,7 +105,7 @@ def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(holder: int) -> None:
-    """Its super learner stops averaging with it; the operations are those of a job in which all dropped it."""
+    """Its super learner stops averaging with it, as in a job in which all learners have dropped it."""
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
