@@ -52,8 +52,8 @@ class StepRounds:
     def begin(self, number: int) -> None:
         """Begin a round of the strategy's plan, which averages the models that super learners offered last.
 
-        A mean over all super learners first pauses the plan's gossip, until the engine's `resume`, so that the
-        mean includes all corrections.
+        A mean over all super learners first pauses the plan's gossip, until the engine's `resume`, so that
+        the mean includes all corrections.
 
         Args:
             number: number of the round, the same on all super learners.
