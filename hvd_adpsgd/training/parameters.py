@@ -112,10 +112,10 @@ class Parameters:
         return specs
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._known  # self.tensors keeps them alive
+        return id(tensor) in self._known  # ids stay unique, as self.tensors keeps the tensors alive
 
     def addresses(self) -> NDArray[np.uintp]:
-        """Return the address of each tensor's memory, or of its contiguous copy, which this fills."""
+        """Return the address of each tensor's memory, or of its contiguous copy, which this call fills."""
         reached = self.tensors
         if not all(map(torch.Tensor.is_contiguous, self.tensors)):
             reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
