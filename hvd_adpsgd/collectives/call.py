@@ -1,4 +1,4 @@
-"""Checks, before an operation over all learners, that all of them call it, and with equal arguments."""
+"""Checks, before an operation over all learners, that all learners call the same one with equal arguments."""
 
 from __future__ import annotations
 

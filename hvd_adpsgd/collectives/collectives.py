@@ -41,9 +41,8 @@ T = TypeVar("T")
 log = logging.getLogger("hvd_adpsgd")
 
 _FLUSH_S = 1.0
-_LATE_S = (
-    1.0  # seconds in an operation after which a learner notifies the others that it waits in it
-)
+# seconds in an operation after which a learner notifies the others that it waits in it
+_LATE_S = 1.0
 # Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
 _TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
@@ -122,15 +121,12 @@ class Collectives:
         # of the operation that runs now: the line that calls it, and the time (monotonic) from which on this
         # learner notifies the others that it waits in the operation
         self._caller, self._late = Caller("", "", 0), 0.0
-        self._told: tuple[int, Any] | None = (
-            None  # number of the attempt, and steps, that `_tell_late` has sent last
-        )
-        self._refused: int | None = (
-            None  # number of the attempt at an operation that `require_step` has ended
-        )
-        self._earlier: list[
-            Messages
-        ] = []  # of replaced communicators; kept alive, as MPI may still read buffers
+        # number of the attempt, and steps, that `_tell_late` has sent last
+        self._told: tuple[int, Any] | None = None
+        # number of the attempt at an operation that `require_step` has ended
+        self._refused: int | None = None
+        # of replaced communicators; kept alive, as MPI may still read buffers
+        self._earlier: list[Messages] = []
         self.comm, self.messages = comm, self._over(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining
 
@@ -237,7 +233,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Context manager in which this thread waits for an operation, and makes no step before its end."""
+        """Context manager in which this thread waits for an operation: it makes no step before that ends."""
         self._blocked.add(threading.get_ident())
         try:
             yield
@@ -245,7 +241,7 @@ class Collectives:
             self._blocked.discard(threading.get_ident())
 
     def _tell_late(self) -> None:
-        """Notify the other learners, which may wait for a step of this one, that it waits in an operation."""
+        """Notify the others, which may wait for this learner's step, that it waits in an operation."""
         if not self.steps or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]

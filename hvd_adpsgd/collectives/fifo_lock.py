@@ -20,9 +20,8 @@ class FifoLock:
         self._changed = threading.Condition()
         self._taken = 0
         self._served = 0
-        self._left: set[int] = (
-            set()
-        )  # numbers above `_served` that threads gave up before their turn
+        # numbers above `_served` that threads gave up before their turn
+        self._left: set[int] = set()
         self._mine = threading.local()
 
     def take(self) -> int:
@@ -70,7 +69,7 @@ class FifoLock:
             self.leave(number)
 
     def is_taken(self) -> bool:
-        """Whether this thread is inside `as_taken`."""
+        """Whether this thread has a number taken before: it is inside `as_taken`."""
         return getattr(self._mine, "number", None) is not None
 
     @contextlib.contextmanager

@@ -36,12 +36,10 @@ class Caller(NamedTuple):
 class _Tally:
     operations: int = 0
     seconds: float = 0.0
-    steps: int = (
-        -1
-    )  # steps made in the present window; the first window begins after the first step
-    callers: dict[Caller, tuple[int, float]] = field(
-        default_factory=dict
-    )  # operations, and seconds in them, by caller, in the present window
+    # steps made in the present window; the first window begins after the first step
+    steps: int = -1
+    # operations, and seconds in them, by caller, in the present window
+    callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
     has_warned: bool = False
 
 

@@ -29,13 +29,12 @@ class MemberStage(Enum):
 
 
 class JoinerStage(Enum):
-    """Stages of the joining super learner during an admission: what it waits for."""
+    """Stages of a joining super learner during its admission: what the super learner waits for."""
 
     WAITS = auto()  # waits until a member offers to admit it
     MAKES = auto()  # waits for its own engine, and for the members' decision
-    IN = (
-        auto()
-    )  # all members have switched to the new engines; it waits for the members' mean model
+    # all members have switched to the new engines; it waits for the members' mean model
+    IN = auto()
     TRAINS = auto()  # has the members' mean model, and trains
     OUT = auto()  # has given up joining
 

@@ -47,20 +47,15 @@ __all__ = ["Connections"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_HANDSHAKE_S = (
-    5.0  # longest time for the proof that the other end of a connection belongs to the job
-)
-_UNPROVEN = (
-    64  # most accepted connections whose other end has not proven that it belongs to the job
-)
-_AGAIN_FIRST_S, _AGAIN_LAST_S = (
-    0.05,
-    2.0,
-)  # seconds between two attempts to connect to a peer: first, longest
+# longest time for the proof that the other end of a connection belongs to the job
+_HANDSHAKE_S = 5.0
+# most accepted connections whose other end has not proven that it belongs to the job
+_UNPROVEN = 64
+# seconds between two attempts to connect to a peer: first, longest
+_AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0
 _TEND_S = 1.0
-_PIPE_S = (
-    0.01  # seconds before the next write to a pipe that is full because the engine has not read it
-)
+# seconds before the next write to a pipe that is full because the engine has not read it
+_PIPE_S = 0.01
 _NO_DESCRIPTOR_S = 0.2  # seconds before the next accept when no file descriptor is left
 _FLUSH_S = 0.5  # longest time that close() spends on messages not sent yet
 _NEWS = struct.Struct("=iii")
@@ -114,9 +109,8 @@ class Connections:
         self._incarnation = secrets.randbits(64)
         self._addresses: list[_Address | None] = []
         self._listener: socket.socket | None = None
-        self._unproven: dict[
-            asyncio.Task[Any], None
-        ] = {}  # handshakes on accepted connections, oldest first
+        # handshakes on accepted connections, oldest first
+        self._unproven: dict[asyncio.Task[Any], None] = {}
         # by rank of the peer: the running attempt to connect, and when this end last opened a connection
         self._dialing: dict[int, asyncio.Task[None]] = {}
         self._dialed: dict[int, float] = {}

@@ -113,18 +113,16 @@ class Engine:
         self._outer = outer
         self._plan = plan
         self._connections: Connections | None = None  # connections of a TCP wire; None over MPI
-        self._neighbours: Neighbours | None = (
-            None  # keeps the memory mapped that the engine's thread reads
-        )
+        # keeps the memory mapped that the engine's thread reads
+        self._neighbours: Neighbours | None = None
         self._announced = 0  # number of layout parts that the engine's thread knows
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
         self._names = list(names) or [str(i) for i in self._members]
         self.loop = self._make_loop() if outer is not None else None
         self.rounds = StepRounds(plan, self.loop, self._comm_rank, self.check)
         self._seen_events = 0
-        self._reported = [PeerState.ALIVE] * len(
-            self._members
-        )  # states of peers at the last `report`
+        # states of peers at the last `report`
+        self._reported = [PeerState.ALIVE] * len(self._members)
         self._seen_void = 0  # number of chunks that exchanges had left out at the last `offer`
         self._told_void: set[str] = set()  # names of tensors that a warning has named
         self._told_malformed = False
@@ -169,7 +167,7 @@ class Engine:
         return loop
 
     def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
-        """Start the engine's thread (leader only): it answers peers, and after the first offer asks them.
+        """Start the engine's thread (leader only): it answers peers, and asks peers once a model is offered.
 
         Args:
             gather: returns the values of all leaders, by rank in `outer`, with None for a failed leader; the
@@ -189,9 +187,8 @@ class Engine:
         self._announce()
         with _on(self._cores):
             self.loop.start()
-        atexit.register(
-            self.stop
-        )  # otherwise MPI_Finalize runs at exit while the thread still calls MPI
+        # otherwise MPI_Finalize runs at exit while the thread still calls MPI
+        atexit.register(self.stop)
 
     @property
     def _gathers(self) -> int:
@@ -305,7 +302,7 @@ class Engine:
             self._warn_malformed()
 
     def wants_copy(self, step: int) -> bool:
-        """Whether to copy the parameters of step `step` to the engine's mirror; see ShardMemory.wants."""
+        """Whether to copy the parameters of step `step` to the engine's copy; see ShardMemory.wants."""
         due = self.loop is not None and self.loop.due()
         return self.memory.wants(step, due, self.config.exchanges_per_step)
 
@@ -439,7 +436,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Context manager: the calling thread, and threads that it starts inside, run on these CPU cores."""
+    """Context manager: the calling thread, and threads that it starts inside, run on CPU cores `cores`."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:

@@ -90,7 +90,7 @@ class ModelMemory:
         return self.shards[0].readable
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Average `tensors` too: add to each shard its part of them."""
+        """Average `tensors` too: add a part of these tensors to each shard."""
         for shard in self.shards:
             shard.extend(tensors)
 

@@ -31,7 +31,7 @@ class ShownModel(NamedTuple):
 
 
 class OutboxShape(NamedTuple):
-    """Sizes of a leader's outbox: chunks that peers on the host read, and a doorbell with which they wake it.
+    """Sizes of a leader's outbox: chunks that peers on the host read, and a doorbell that wakes its engine.
 
     Attributes:
         nbytes: size of the outbox, the doorbell included.
@@ -125,7 +125,7 @@ class Neighbours:
 
 
 def _alike(model: ShownModel, other: ShownModel) -> bool:
-    """Whether each chunk lies at the same place in both models."""
+    """Whether each chunk has the same offset in the shared memory of both models."""
     return (model.fingerprint, model.area) == (other.fingerprint, other.area)
 
 

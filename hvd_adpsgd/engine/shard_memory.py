@@ -16,12 +16,10 @@ from hvd_adpsgd.engine.store import Store
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
-_CACHES_NBYTES = (
-    8 * 2**20
-)  # a larger model has left the CPU caches after a step: write it past the caches
-THREAD_NBYTES = (
-    4 * 2**20
-)  # bytes of the model per thread of `absorb`: for less, starting a thread costs more than it saves
+# a larger model has left the CPU caches after a step: write it past the caches
+_CACHES_NBYTES = 8 * 2**20
+# bytes of the model per thread of `absorb`: for less, starting a thread costs more than it saves
+THREAD_NBYTES = 4 * 2**20
 _MOST_THREADS = 8  # most threads of one `absorb`, as RUNS of store.pyx
 _ROWS = 4  # rows of `_notes`, one per publication: no learner is more than one all-reduce behind the leader
 NO_SLOT = -1
@@ -63,7 +61,7 @@ class Place(NamedTuple):
 
 
 class ShardMemory:
-    """The memory of one shard, shared by trainer and engine; a super learner's learners make it together.
+    """The memory of a model's shard, shared by trainer and engine; a super learner's learners share it, too.
 
     The engine's copy of the shard is called the mirror. A slot is a buffer of corrections: the engine adds to
     the open slot, learners read the published one.
@@ -133,9 +131,8 @@ class ShardMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
-        self._slot = (
-            NO_SLOT  # published slot that all learners may read and this learner has not applied
-        )
+        # published slot that all learners may read and this learner has not applied
+        self._slot = NO_SLOT
         self._met = False
         self._calls = 0  # calls of publish, equal on all learners
         self._publications = 0  # calls of publish that were not deferred
@@ -217,7 +214,7 @@ class ShardMemory:
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish the corrections gathered so far (open slot), unless a copy to the mirror is under way.
+        """Publish the corrections gathered so far, unless parameters are being copied to the engine.
 
         A learner that is alone in its super learner may read them at once.
         """
@@ -232,7 +229,7 @@ class ShardMemory:
             self.all_met()
 
     def _gathered(self) -> bool:
-        """Whether the buffer to which the engine adds corrections (the open slot) holds any."""
+        """Whether the buffer that the engine fills now (open slot) holds any correction."""
         opened = (self.store.published + 1) % self._nslots
         return any(area.shared.flags[opened].any() for area in self.areas)
 
@@ -278,7 +275,7 @@ class ShardMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Apply readable corrections, if any; on the leader copy the parameters to the engine's mirror.
+        """Apply readable corrections, if any; on the leader also copy the parameters to the engine.
 
         Args:
             addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.
@@ -294,7 +291,7 @@ class ShardMemory:
         return found
 
     def _starts(self, threads: int) -> list[int]:
-        """Divide the chunks equally among threads; return the index in `_spans` of each one's first."""
+        """Divide the chunks equally among threads; return, as indices in `_spans`, where each starts."""
         nbytes = sum(part.nbytes for part in self.layout.parts)
         runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
         chunks = [self.layout.nchunks * i // runs for i in range(runs)]
@@ -302,7 +299,7 @@ class ShardMemory:
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
-        """Whether a step without corrections is to copy the parameters from their device to the mirror.
+        """Whether a step without corrections is to copy the parameters from their device to the engine.
 
         The copy is made if the next offer makes the engine ask a peer, and otherwise as often as exchanges
         begin, because a peer may ask. It is not made if corrections had to wait for the last copy: another
@@ -318,7 +315,7 @@ class ShardMemory:
         return not self.put_off and (due or (step - self.step) * rate >= 1)
 
     def depart(self, slot: int, step: int) -> None:
-        """Record that a copy of the parameters to the engine's mirror begins; `land` ends it (leader only).
+        """Record that a copy of the parameters to the engine (mirror) begins; `land` ends it (leader only).
 
         Args:
             slot: the correction that the copied parameters lack, or NO_SLOT.
@@ -328,7 +325,7 @@ class ShardMemory:
         self.landing = Landing(slot, step)
 
     def land(self) -> None:
-        """End the copy of parameters to the engine's mirror: add the correction that it lacks.
+        """End the copy of parameters to the engine (mirror): add the correction that this copy lacks.
 
         Callable on any thread.
         """

@@ -92,7 +92,7 @@ class Attempt:
         return found[0]
 
     def check(self) -> None:
-        """Raise AttemptAbandonedError if a learner of this attempt has failed or has left the attempt."""
+        """Raise AttemptAbandonedError if a learner of this attempt at an operation has failed or left."""
         self._messages.check(self.number)
         if self._messages.agreement.excluded or not self._others.isdisjoint(self._messages.failed):
             raise AttemptAbandonedError
@@ -356,13 +356,13 @@ class Attempt:
             self._pass_on(source, target, np.copyto, range(n))
 
     def barrier(self) -> None:
-        """Wait until all learners of the attempt have called this."""
+        """Wait until all learners of the attempt at the operation have called `barrier`."""
         self.gather(None)
 
     # ---- leaving ------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave the attempt, because of `error` if given, and make all other learners leave it."""
+        """Leave the attempt at the operation, because of `error` if given; make all learners leave it."""
         rank = self.ranks[self.rank]
         self._messages.abandon(
             self._places, (type(error).__name__, str(error), rank) if error else None

@@ -30,9 +30,8 @@ from hvd_adpsgd.messaging.host_barrier import arrive, await_count
 __all__ = ["HostMemory", "Hosts", "Sharing", "Waiting", "alone"]
 
 _Array = NDArray[Any]
-Combine = Callable[
-    [Sequence[_Array], _Array], object
-]  # arguments: arrays of the learners, by place, and the array for the result
+# arguments: arrays of the learners, by place, and the array for the result
+Combine = Callable[[Sequence[_Array], _Array], object]
 
 BLOCK = 2**19  # bytes of each learner's array that are combined in one step
 _HEAD = 64  # bytes before the blocks, which contain the count of the barrier
@@ -197,7 +196,7 @@ class _Joined:
 
 
 class Hosts(NamedTuple):
-    """How the learners of an attempt are spread over hosts, of which at least one has two learners.
+    """How the learners of an operation are spread over hosts, of which at least one has two learners.
 
     Attributes:
         groups: ranks in the attempt of the learners of each host, in the same order on all learners.
@@ -232,7 +231,7 @@ class Sharing:
         self._hosts: Hosts | None = None
 
     def among(self, attempt: _Member) -> Hosts | None:
-        """Return which learners of an attempt share a host's memory; all of its learners call this together.
+        """Return which learners of an attempt at an operation share a host; all of them call this together.
 
         The memory is made anew if the attempt has other learners than the last one.
 
@@ -245,7 +244,7 @@ class Sharing:
         return self._hosts
 
     def forget(self) -> None:
-        """Drop the shared memory after an attempt that was not completed; all learners do so together."""
+        """Drop the shared memory after an uncompleted attempt at an operation; all learners do this."""
         self._ranks = self._hosts = None
 
 
@@ -270,9 +269,8 @@ def _met(attempt: _Member, host: Any) -> Hosts | None:
     if area is None or not all(mapped):
         return None
     with contextlib.suppress(OSError):
-        area.madvise(
-            mmap.MADV_DONTFORK
-        )  # else a forked child of a learner would keep the memory mapped
+        # else a forked child of a learner would keep the memory mapped
+        area.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(area, dtype=np.uint8, count=nbytes)
     return Hosts(groups, own, HostMemory(memory, own.index(attempt.rank), len(own)))
 

@@ -39,10 +39,8 @@ __all__ = [
     "Messages",
 ]
 
-COMPLETE, NO_ERROR = (
-    1,
-    2,
-)  # flags of a vote: this learner has the result; this learner has raised no error
+# flags of a vote: this learner has the result; this learner has raised no error
+COMPLETE, NO_ERROR = 1, 2
 
 # MPI tag of a message = number of its attempt % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
 _SPAN, CHANNELS = 2**13, 2**9
@@ -264,7 +262,7 @@ class Messages:
             raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
-        """Notify the learners at `places` that this one leaves the running attempt: they leave it too."""
+        """Notify the learners at `places` that this one leaves the attempt at an operation: all leave it."""
         message = pickle.dumps(reason)
         for place in places:
             if place != self.place:
@@ -278,7 +276,7 @@ class Messages:
                 self.send(place, _WAITS, message)
 
     def reason(self, number: int) -> tuple[str, str, int] | None:
-        """Return the error for which a learner left attempt `number`; wait up to _PATIENCE_S for it."""
+        """Return the error that ended attempt `number` at an operation, which comes within _PATIENCE_S."""
         self.wait(
             lambda: self.abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
         )
@@ -299,7 +297,7 @@ class Messages:
         return number
 
     def decision(self, number: int, ends: float | None = None) -> Decision | None:
-        """Wait for decision `number` and return it; None if `ends`, of time.monotonic, comes first.
+        """Wait for the learners' decision `number`, and return it; None after `ends`, of time.monotonic.
 
         Raises:
             LearnerFailedError: if the other learners have declared this learner failed.

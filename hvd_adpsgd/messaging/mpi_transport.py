@@ -194,7 +194,7 @@ class MpiTransport:
             return None
 
     def _receive(self, message: Any) -> None:
-        """Start to receive a matched message; those of one source are delivered in the order of sending."""
+        """Start to receive a matched message; messages of a source are delivered in the order of sending."""
         status = self._status
         source, tag = status.source, status.tag
         count = status.Get_count(self._byte)

@@ -119,7 +119,7 @@ class Hub:
         poll.poll(1e3 * seconds)
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Update `ended` for the learners `ranks` by connecting to them: connections end with a process."""
+        """Update `ended` for the learners `ranks` by connecting: a connection ends with the process."""
         with self._lock:
             for rank in ranks:
                 if rank != self.rank and rank not in self.ended:

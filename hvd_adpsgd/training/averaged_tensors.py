@@ -119,7 +119,7 @@ class AveragedTensors:
             staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
-        """Add the published corrections, if any, to the tensors, and copy the result to the engine's mirror.
+        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
 
         Args:
             engine: the engine whose memory is bound.

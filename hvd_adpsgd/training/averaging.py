@@ -312,7 +312,7 @@ class Averaging:
                 self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
-        """Add the published corrections, if any, to the tensors, and copy the result to the engine's mirror.
+        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
 
         Args:
             waits: whether to wait until devices have added and copied. Else the model is offered to peers

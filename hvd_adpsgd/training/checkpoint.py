@@ -42,9 +42,8 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
     """
     plan = averaging.plan
     waits = plan.in_step is not None and plan.in_step.waits
-    leaves_nothing = (
-        plan.width == 0 and waits
-    )  # no correction is left: each step applies all of its round
+    # no correction is left: each step applies all of its round
+    leaves_nothing = plan.width == 0 and waits
     if averaging.step and not averaging.pauses and not leaves_nothing:
         log.warning(
             "a state is loaded after step %d, outside `with hvd.averaging_paused():`. Pending corrections of "

@@ -184,9 +184,8 @@ class Engines:
             for specs in self._tensors.specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)
-        atexit.unregister(
-            engine.stop
-        )  # at exit hvd.shutdown() stops the engine, and reports failures
+        # at exit hvd.shutdown() stops the engine, and reports failures
+        atexit.unregister(engine.stop)
         return engine
 
 

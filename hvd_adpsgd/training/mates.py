@@ -19,10 +19,8 @@ __all__ = ["Mates"]
 
 _COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = (
-    1e-4,
-    1e-3,
-)  # seconds between two polls; Horovod's own cycle is 1 ms
+# seconds between two polls; Horovod's own cycle is 1 ms
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
 
 class Mates:

@@ -44,10 +44,8 @@ _METHODS |= {
     "close",
     "state_dict",
 }  # methods that this library adds to wrapped optimizers
-_COUNTS = (
-    "_wrapped_by_lr_sched",
-    "_with_counter",
-)  # attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
+# attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
+_COUNTS = ("_wrapped_by_lr_sched", "_with_counter")
 
 
 # ---- wrapping -----------------------------------------------------------------------------------
@@ -82,9 +80,8 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
     """
     parent = type(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer.__setstate__(
-            {}
-        )  # sets torch's attributes if a wrapper class has not called torch's constructor
+        # sets torch's attributes if a wrapper class has not called torch's constructor
+        optimizer.__setstate__({})
     # weak, because the class below is freed late, and would keep the optimizer's tensors alive
     plain = weakref.ref(optimizer)
 
@@ -146,9 +143,8 @@ def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
     """Count a step on the plain optimizer, whose schedulers check that it steps before they do."""
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
-        optimizer._step_count = (
-            getattr(optimizer, "_step_count", 0) + 1
-        )  # older torch reads this counter
+        # older torch reads this counter
+        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1
 
 
 # ---- loading ------------------------------------------------------------------------------------

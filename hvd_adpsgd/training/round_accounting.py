@@ -14,7 +14,7 @@ class _Place(enum.Enum):
 
 
 class Steps:
-    """The steps of one super learner, and the rounds that it owes to its peers under a strategy in step.
+    """The steps of one super learner, and the rounds of averaging for which its peers still wait.
 
     With a strategy in step, peers expect one round per set of averaged gradients, whether or not step() runs.
     If step() is skipped after the gradients are averaged (GradScaler does on overflow) or raises, peers still

@@ -55,9 +55,8 @@ __all__ = ["PIECE_NBYTES", "Staging"]
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20
-_MOST_PIECES = (
-    32  # most pieces per model: CUDA queues about 1000 operations, then a launch blocks the host
-)
+# most pieces per model: CUDA queues about 1000 operations, then a launch blocks the host
+_MOST_PIECES = 32
 _REPLACES = 2  # REPLACES of store.pxd: the slot holds new parameters in place of corrections
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -90,7 +89,7 @@ class Staging:
         self._table: _Table | None = None
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
-        self._fit = True  # whether the model in the engine's mirror is finite
+        self._fit = True  # whether the engine's copy of the model (mirror) is finite
         # by address of the memory: whether pin() succeeded, the device, the memory
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}
         # unpin before the memory is freed: else copies to memory that gets its address later go to old pages
@@ -192,7 +191,7 @@ class Staging:
             lane.before_update()
 
     def settle(self) -> None:
-        """Wait until the devices have done all copies, and the engine's mirror holds the parameters."""
+        """Wait until the devices have done all copies, and the engine's copy holds the parameters."""
         self._await_devices()
         self._landed()
 
@@ -250,7 +249,7 @@ class _Check(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run: consecutive chunks of one dtype with one kind of corrections in a slot; at most a piece.
+    """A run: consecutive chunks of one dtype and one kind of corrections; no longer than a piece.
 
     Attributes:
         part: number of the part of the layout.
@@ -265,7 +264,7 @@ class _Run(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A span: consecutive elements of a tensor, and their positions in a run's corrections and mirror.
+    """A span: consecutive elements of a tensor, and their positions in the engine's memory of a run.
 
     Attributes:
         tensor: number of the tensor.
@@ -375,7 +374,7 @@ def _itemsize(dtype: torch.dtype) -> int:
 
 
 def _append(spans: list[_Span], span: _Span) -> None:
-    """Append a span, or lengthen the last one if this continues it in tensor, corrections and mirror."""
+    """Append a span, or lengthen the last one if this continues it in tensor and memory."""
     if spans:
         last = spans[-1]
         end = (last.start + last.length, last.wide + last.length, last.narrow + last.length)
@@ -386,7 +385,7 @@ def _append(spans: list[_Span], span: _Span) -> None:
 
 
 def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
-    """Yield, for each group of contiguous spans, its first and last (excluded) element in a run's mirror."""
+    """Yield, for each group of contiguous spans, its first and last (excluded) element in the mirror."""
     first = last = 0
     for span in spans:
         if span.narrow != last:
@@ -415,9 +414,8 @@ class _Lane:
         self._corrections, self._copies = device.empty(0), device.empty(0)
         self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
         self._spans: dict[_Run, list[_Span]] = {}
-        self._flat: dict[
-            int, torch.Tensor
-        ] = {}  # flat views, kept until the streams have used them
+        # flat views, kept until the streams have used them
+        self._flat: dict[int, torch.Tensor] = {}
 
     def bind(self, table: _Table, tensors: list[int]) -> None:
         """Set the engine's memory, `table`, and the numbers of its tensors that are on this lane's device."""
@@ -434,7 +432,7 @@ class _Lane:
         self._copies = self.device.empty(max(copies, default=0))
 
     def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
-        """Queue, if `copies`, copies of the tensors to the engine's mirror; and the corrections of `slot`."""
+        """Queue adding the corrections of buffer `slot`; before that, if `copies`, copies to the engine."""
         current = self.device.current()
         ready = current.record()
         self._up.wait(ready)
@@ -482,7 +480,7 @@ class _Lane:
         return [self._flat[s.tensor][s.start : s.start + s.length] for s in spans]
 
     def _copy(self, run: _Run) -> Event | None:
-        """Queue the copy of a run of chunks to the engine's mirror; return the event at its end."""
+        """Queue the copy of a run of chunks from device to engine (mirror); return the event at its end."""
         spans = self._spans_of(run)
         if not spans:
             return None

@@ -186,9 +186,8 @@ class Watcher:
             self._record.write("start", time_s=time.time(), **_about(world))
         self._board: Board | None = None
         self._dashboard: Dashboard | None = None
-        self._first_since: float | None = (
-            None  # time since which this leader is the first living one
-        )
+        # time since which this leader is the first living one
+        self._first_since: float | None = None
         if config.dashboard is not None:
             self._board = Board(world.membership.names, _about(world), config.report_s)
             self._dashboard = Dashboard(
@@ -300,7 +299,7 @@ class Watcher:
     def _write(
         self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
     ) -> None:
-        """Record this super learner's report; on the first living leader also those of peers without file."""
+        """Record this super learner's report; the first living leader also records peers without file."""
         record = self._record
         if record is None:
             return
@@ -395,7 +394,7 @@ class Watcher:
             self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
     def _speaks(self, world: World, now_s: float) -> bool:
-        """Whether this is the first living leader, which warns; one suspect for over _SILENT_S is skipped."""
+        """Whether this is the first living leader, which warns; leaders suspect for _SILENT_S are skipped."""
         return not world.collectives.joining and all(
             state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
             for i, state in enumerate(world.membership.states[: world.super_rank])
