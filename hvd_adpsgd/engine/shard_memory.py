@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 
 class ShardMemory:
-    """The memory of a model's shard, shared by trainer and engine; a super learner's learners share it, too.
+    """The memory of one shard of a model, shared by the trainer and the engine's thread.
 
-    The engine's copy of the shard is called the mirror. A slot is a buffer of corrections: the engine adds to
-    the open slot, learners read the published one.
+    All learners of the super learner make it together. The engine's copy of the shard is called the mirror. A
+    slot is a buffer of corrections: the engine adds to the open slot, learners read the published one.
 
     Corrections reach the tensors in three steps, each on every learner:
 
