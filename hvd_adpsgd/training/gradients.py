@@ -163,7 +163,7 @@ class Replacements:
         self._mine = self._rows[rank]
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
-        """Write the checksum of gradients `replaced` with which a learner steps after `sets` averaged sets."""
+        """Write a checksum of gradients `replaced` with which a learner steps after `sets` averaged sets."""
         self._mine[sets % 2] = sets + 1, _bits(replaced)
 
     def differ(self, sets: int) -> bool:
