@@ -1,4 +1,4 @@
-"""Compares the calls of all learners before an operation: the same one, with equal arguments, on all."""
+"""Checks, before an operation over all learners, that all learners call the same one with equal arguments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Call", "compare"]
 
 
 class Call(NamedTuple):
-    """One learner's call of an operation over all learners; equal on all of them, except for `private`.
+    """One learner's call of an operation over all learners; equal on all learners, except for `private`.
 
     Attributes:
         kind: name of the operation.
-        name: the user's name for it.
+        name: the user's name for the operation.
         tensors: (name, dtype, shape) of each tensor; for an allgather, the shape lacks the first dimension.
         root: rank whose value is sent to all, if the operation has a root.
         op: how a reduction combines the values; None for other operations.

@@ -1,4 +1,4 @@
-"""Operations over all learners, which continue over the surviving learners."""
+"""Operations over all learners, which continue over the surviving learners after a failure."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ T = TypeVar("T")
 log = logging.getLogger("hvd_adpsgd")
 
 _FLUSH_S = 1.0
-_LATE_S = 1.0  # time in an operation after which a learner notifies the others that it waits there
-# Polls of the network after a departure is sent, until MPI has opened its connections; pause between two.
+# seconds in an operation after which a learner notifies the others that it waits in it
+_LATE_S = 1.0
+# Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
 _TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
 
@@ -51,7 +52,7 @@ class Collectives:
     """Operations over all learners, repeated over the surviving learners after a failure.
 
     Some learners may detect a failure while others complete the operation, and no learner knows whether the
-    others have a result. So each attempt ends with an agreement (engine/agreement):
+    others have a result. So each attempt at an operation ends with an agreement (engine/agreement):
 
         1. all learners exchange their calls; a mismatch is an error on all of them;
         2. they run the operation over plain messages (messaging/messages); a learner that detects a failure,
@@ -112,16 +113,20 @@ class Collectives:
         self._rank, self._size, self._membership = rank, size, membership
         self.lock = FifoLock()
         self._quorum = quorum
-        self._left = ""  # why this learner takes part in no more operations; "" while it does
+        self._left = ""  # why this learner takes part in no more operations; "" while it takes part
         self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread that runs an operation now
         self._blocked: set[int] = set()  # threads that wait for an operation, see `blocking`
-        # of the operation that runs now: the line that calls it, and when it reports missing learners
+        # of the operation that runs now: the line that calls it, and the time (monotonic) from which on this
+        # learner notifies the others that it waits in the operation
         self._caller, self._late = Caller("", "", 0), 0.0
-        self._told: tuple[int, Any] | None = None  # what `_tell_late` has sent last
-        self._refused: int | None = None  # number of the attempt that `require_step` has ended
-        self._earlier: list[Messages] = []  # kept alive: MPI may still read their buffers
+        # number of the attempt, and steps, that `_tell_late` has sent last
+        self._told: tuple[int, Any] | None = None
+        # number of the attempt at an operation that `require_step` has ended
+        self._refused: int | None = None
+        # of replaced communicators; kept alive, as MPI may still read buffers
+        self._earlier: list[Messages] = []
         self.comm, self.messages = comm, self._over(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining
 
@@ -198,7 +203,7 @@ class Collectives:
                     self._inside = None
 
     def prepare(self) -> None:
-        """Call the functions in `asked` and `before`; not for an operation that was prepared on request."""
+        """Call the functions in `asked` and `before`, unless the operation was prepared when requested."""
         if self.lock.is_taken():
             return
         self.asks()
@@ -228,7 +233,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
-        """Context manager in which this thread waits for an operation, and makes no step before its end."""
+        """Context manager in which this thread waits for an operation: it makes no step before that ends."""
         self._blocked.add(threading.get_ident())
         try:
             yield
@@ -236,7 +241,7 @@ class Collectives:
             self._blocked.discard(threading.get_ident())
 
     def _tell_late(self) -> None:
-        """Notify the other learners, which may wait for a step of this one, that it waits in an operation."""
+        """Notify the others, which may wait for this learner's step, that it waits in an operation."""
         if not self.steps or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]
@@ -249,7 +254,7 @@ class Collectives:
     def require_step(
         self, count: Callable[[], tuple[int, int]], step: int, ranks: Collection[int]
     ) -> None:
-        """Raise if a learner whose step this one awaits waits in an operation that this one has not entered.
+        """Raise if a learner whose step is awaited waits in an operation that this learner has not entered.
 
         Each would wait for the other: that learner makes no step before the operation is over, and this one
         enters no operation before that step. An operation of a thread that makes no steps does not count, on
@@ -284,7 +289,7 @@ class Collectives:
                 raise self._refuse(_crossed(rank, caller, made[which], self._rank, step))
 
     def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
-        """End with `error`, on all learners, the operation that this one has not entered; return `error`."""
+        """End on all learners, with `error`, the operation that this one has not entered; return `error`."""
         core = self.messages.agreement
         if not core.voted:
             self._refused = core.number
@@ -306,7 +311,7 @@ class Collectives:
             time.sleep(_PUSH_S)
 
     def look_for_departures(self) -> None:
-        """Record which learners have left in order, unless an operation runs, which does that itself."""
+        """Record which learners have left in order, unless an operation runs, which records them itself."""
         with self.lock.within(0) as is_between:
             if is_between:
                 self.messages.poll()
@@ -348,15 +353,16 @@ class Collectives:
                 return outcome.get()
             if not has_fewer:
                 raise TransportError(
-                    f"{call.kind}: a learner abandoned it, but no failure was detected. Start the job again."
+                    f"{call.kind}: a learner abandoned the operation, but no failure was detected. "
+                    "Start the job again."
                 )
 
     def _decision(self, number: int, ends: float | None = None) -> Decision | None:
-        """See Messages.decision."""
+        """Return decision `number` of the agreement; see Messages.decision."""
         try:
             return self.messages.decision(number, ends)
         except LearnerFailedError:
-            preemption.block_if_leaving()  # if excluded because of SIGTERM, it exits and does not raise
+            preemption.block_if_leaving()  # a learner excluded because of SIGTERM exits here
             raise
 
     def _require_quorum(self, doing: str) -> None:
@@ -381,7 +387,7 @@ class Collectives:
             compare(attempt, call, caller)
             outcome.result = operation(attempt)
             attempt.flush()
-        except CollectiveMismatchError as error:  # all learners raise it
+        except CollectiveMismatchError as error:  # all learners raise this error
             outcome.error = error
         except AttemptAbandonedError as left:
             if not left.is_told:
@@ -393,9 +399,8 @@ class Collectives:
                 attempt.abandon()
                 return self.messages.vote(NO_ERROR)
             outcome.error = self._named(call.kind, error)
-        except (
-            BaseException
-        ) as error:  # of a signal: notify the other learners, and do not wait for the decision
+        except BaseException as error:
+            # raised by a signal: notify the other learners, and do not wait for the decision
             attempt.abandon(error)
             self.messages.vote(0)
             raise
@@ -433,7 +438,7 @@ class Collectives:
         reason = self.messages.reason(number)
         if reason is None:
             return TransportError(
-                f"{doing}: it failed on another learner, whose own error tells why."
+                f"{doing}: the operation failed on another learner, whose own error tells why."
             )
         name, text, rank = reason
         kind = getattr(errors, name, None)
@@ -442,7 +447,7 @@ class Collectives:
         return TransportError(f"{doing}: learner {rank} raised {name}: {text}")
 
     def _continue_without(self, decision: Decision, doing: str) -> bool:
-        """Remove the failed learners of a decision from `ranks`; return whether there were new ones."""
+        """Remove the learners that a decision declares failed from `ranks`; return whether any was new."""
         failed = {self._ranks[place] for place in decision.failed}
         gone = sorted(failed.intersection(self.ranks))
         if not gone:
@@ -456,7 +461,7 @@ class Collectives:
         return True
 
     def _tell_of(self, gone: Sequence[int], doing: str) -> None:
-        """Log that operations exclude these learners: as a warning, unless they have left in order."""
+        """Log that operations exclude the learners `gone`: as a warning, unless they have left in order."""
         if self._membership.have_left(gone):
             log.info(
                 "%s: learners %s have left; the other %d continue.", doing, gone, len(self.ranks)
@@ -483,7 +488,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def instead(self, on_failure: str) -> Iterator[None]:
-        """Context manager in which the attribute `on_failure` has this value: "continue" or "raise"."""
+        """Context manager in which the attribute `on_failure` has the given value: "continue" or "raise"."""
         before, self.on_failure = self.on_failure, on_failure
         try:
             yield
@@ -500,7 +505,7 @@ class Collectives:
 
 
 class _Outcome(Generic[T]):
-    """The result, or the error, of one attempt of an operation on this learner."""
+    """The result, or the error, of one attempt at an operation on this learner."""
 
     def __init__(self) -> None:
         self.result: T | None = None
@@ -522,7 +527,7 @@ def _crossed(
     operation, file, line = caller
     return CollectiveMismatchError(
         f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "
-        f"{file}:{line} after {made} steps, and learner {own} waits for its step {step + 1}. "
+        f"{file}:{line} after {made} steps, and learner {own} waits for step {step + 1} of learner {rank}. "
         "Make the same number of steps before each operation over all learners: on all learners of a super "
         "learner, and with a strategy that waits for steps on all super learners."
     )

@@ -10,7 +10,7 @@ __all__ = ["FifoLock"]
 
 
 class FifoLock:
-    """A lock whose turns are numbered, and come in the order in which threads have taken the numbers.
+    """A lock that threads hold one after the other, in the order in which they have taken numbers.
 
     One worker thread for all operations would need no lock. But an operation that the script waits for must
     run on the script's thread, where signals can end it, and with the thread-local state of torch.
@@ -20,17 +20,18 @@ class FifoLock:
         self._changed = threading.Condition()
         self._taken = 0
         self._served = 0
-        self._left: set[int] = set()  # numbers above _served that were left before their turn
+        # numbers above `_served` that threads gave up before their turn
+        self._left: set[int] = set()
         self._mine = threading.local()
 
     def take(self) -> int:
-        """Return the next number, which the caller must `leave` later."""
+        """Take the next number in the queue for the lock, which the caller must `leave` later; return it."""
         with self._changed:
             self._taken += 1
             return self._taken - 1
 
     def leave(self, number: int) -> None:
-        """End the turn of `number`, or give it up before its turn; a second call does nothing."""
+        """Release the lock held under `number`, or give up `number` before its turn; callable twice."""
         with self._changed:
             if number < self._served:
                 return
@@ -41,13 +42,16 @@ class FifoLock:
             self._changed.notify_all()
 
     def wait(self, number: int, seconds: float | None = None) -> bool:
-        """Wait for the turn of `number`; return False if it does not come within `seconds`."""
+        """Wait until `number` holds the lock; return False if that takes more than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._served >= number, seconds)
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[bool]:
-        """Context manager: yields whether all earlier turns end within `seconds`; inside, no turn begins."""
+        """Context manager that queues for the lock, and yields whether it gets the lock within `seconds`.
+
+        Inside, no thread that queues later gets the lock.
+        """
         number = self.take()
         try:
             yield self.wait(number, seconds)
@@ -56,7 +60,7 @@ class FifoLock:
 
     @contextlib.contextmanager
     def as_taken(self, number: int) -> Iterator[None]:
-        """Context manager in which this thread's `turn` uses `number`, which was taken before."""
+        """Context manager in which this thread's `turn` uses `number`, which `take` returned before."""
         self._mine.number = number
         try:
             yield
@@ -65,12 +69,12 @@ class FifoLock:
             self.leave(number)
 
     def is_taken(self) -> bool:
-        """Whether this thread is inside `as_taken`."""
+        """Whether this thread has a number taken before: it is inside `as_taken`."""
         return getattr(self._mine, "number", None) is not None
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Context manager that waits for this thread's turn, and ends the turn on exit."""
+        """Context manager that waits until this thread holds the lock, and releases the lock on exit."""
         number = getattr(self._mine, "number", None)
         number = self.take() if number is None else number
         try:

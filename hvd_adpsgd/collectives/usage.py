@@ -36,20 +36,20 @@ class Caller(NamedTuple):
 class _Tally:
     operations: int = 0
     seconds: float = 0.0
-    steps: int = -1  # made in the present window; the first window begins after the first step
-    callers: dict[Caller, tuple[int, float]] = field(
-        default_factory=dict
-    )  # number of calls, and seconds in them, in the present window
+    # steps made in the present window; the first window begins after the first step
+    steps: int = -1
+    # operations, and seconds in them, by caller, in the present window
+    callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
     has_warned: bool = False
 
 
-_tally = _Tally()  # counts of this process
+_tally = _Tally()  # operations over all learners of this process
 _inside = threading.local()  # the operation that the user calls, while this thread runs it
 
 
 @contextlib.contextmanager
 def counted(operation: str) -> Iterator[Caller]:
-    """Context manager whose body counts as one operation over all learners; nested, as part of the outer one.
+    """Context manager whose body counts as one operation over all learners; a nested one is part of it.
 
     Yields:
         The operation that the user calls, and the line that calls it.
@@ -129,5 +129,5 @@ def end_step(warns: bool) -> None:
 
 
 def totals() -> dict[str, float]:
-    """Return how many operations over all learners this process has made so far, and the seconds in them."""
+    """Return how many operations over all learners this process has made so far, and their seconds."""
     return {"global_operations": _tally.operations, "global_operations_s": _tally.seconds}

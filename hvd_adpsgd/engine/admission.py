@@ -19,28 +19,28 @@ __all__ = ["Joiner", "JoinerStage", "Member", "MemberStage"]
 
 
 class MemberStage(Enum):
-    """What a member of the job waits for during an admission."""
+    """Stages of a member of the job during an admission: what the member waits for."""
 
-    RESTS = auto()  # the member list; its engine is paused
-    MAKES = (
-        auto()
-    )  # its new engine; the member that talks with the joining super learner, for both engines
-    VOTED = auto()  # the votes of all members
-    OVER = auto()  # nothing: it has switched to the new engine, or keeps the old one
+    RESTS = auto()  # its engine is paused, and the member waits for the member list
+    # waits for its new engine; the member that talks with the joining super learner for that one's, too
+    MAKES = auto()
+    VOTED = auto()  # waits for the votes of all members
+    OVER = auto()  # the member has switched to the new engine, or keeps the old one
 
 
 class JoinerStage(Enum):
-    """What the joining super learner waits for during an admission."""
+    """Stages of a joining super learner during its admission: what the super learner waits for."""
 
-    WAITS = auto()  # a member's offer
-    MAKES = auto()  # its own engine, and the members' decision
-    IN = auto()  # the members' mean model: all members have switched to the new engines
-    TRAINS = auto()  # nothing: it has the model
-    OUT = auto()  # nothing: it has given up joining
+    WAITS = auto()  # waits until a member offers to admit it
+    MAKES = auto()  # waits for its own engine, and for the members' decision
+    # all members have switched to the new engines; it waits for the members' mean model
+    IN = auto()
+    TRAINS = auto()  # has the members' mean model, and trains
+    OUT = auto()  # has given up joining
 
 
 class Member:
-    """State machine of one member of the job during one admission.
+    """State machine of one member of the job while a joining super learner is admitted.
 
     Attributes:
         stage: see MemberStage.
@@ -52,16 +52,16 @@ class Member:
         self.members: frozenset[int] = frozenset()
 
     def begins(self, members: Collection[int]) -> None:
-        """Note the member list: this member now makes an engine for these and the joining super learner."""
+        """Store the member list: this member now makes an engine for members and joining super learner."""
         self._move(MemberStage.RESTS, MemberStage.MAKES)
         self.members = frozenset(members)
 
     def votes(self, made: bool) -> bool:
-        """Note that this member votes on the admission, and return its vote.
+        """Move to stage VOTED; return this member's vote on the admission.
 
         Args:
             made: whether this member's new engine was made; on the member that talks with the joining super
-                learner, whether that one's engine was made too.
+                learner, whether the engine of the joining one was made too.
         """
         self._move(MemberStage.MAKES, MemberStage.VOTED)
         return made
@@ -84,7 +84,7 @@ class Member:
 
 
 class Joiner:
-    """State machine of the joining super learner during one admission.
+    """State machine of the joining super learner while it is admitted.
 
     Attributes:
         stage: see JoinerStage.
@@ -99,24 +99,24 @@ class Joiner:
         return self.stage is JoinerStage.OUT
 
     def offered(self) -> None:
-        """Note that a member has asked the joining super learner to make its engine."""
+        """Record that a member has asked the joining super learner to make its engine."""
         self._move(JoinerStage.WAITS, JoinerStage.MAKES)
 
     def let_in(self) -> None:
-        """Note that all members switch to the new engines."""
+        """Record that all members switch to new engines, which include the joining super learner."""
         self._move(JoinerStage.MAKES, JoinerStage.IN)
 
     def received(self) -> None:
-        """Note that the members' mean model has been received: the joining super learner trains."""
+        """Record that the joining super learner has received the members' mean model, and trains."""
         self._move(JoinerStage.IN, JoinerStage.TRAINS)
 
     def times_out(self) -> None:
-        """Give up, unless admitted already: after the caller's time limit no member admits it any more."""
+        """Give up joining at the caller's time limit, unless the members have admitted this super learner."""
         if self.stage in (JoinerStage.WAITS, JoinerStage.MAKES):
             self.stage = JoinerStage.OUT
 
     def is_abandoned(self) -> None:
-        """Give up, unless it trains already: its contact, or the member that sends the model, is lost."""
+        """Give up joining, unless it trains already: the member that admits it or sends the model is lost."""
         if self.stage is not JoinerStage.TRAINS:
             self.stage = JoinerStage.OUT
 

@@ -1,4 +1,4 @@
-"""Opens and accepts the TCP connections of a TcpWire, in a thread beside the engine's.
+"""Opens and accepts the TCP connections of an engine's TcpWire, in a thread beside the engine's thread.
 
 The engine's thread runs without the GIL, and this thread must not slow it down: the two talk through two
 pipes. When the engine needs a connection to a peer, or a connection has ended, the engine asks this thread
@@ -47,17 +47,16 @@ __all__ = ["Connections"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_HANDSHAKE_S = 5.0  # longest time from an open connection to its proof
-_UNPROVEN = 64  # most accepted connections without a proof
-_AGAIN_FIRST_S, _AGAIN_LAST_S = (
-    0.05,
-    2.0,
-)  # pause between two attempts to reach a peer: first, longest
+# longest time for the proof that the other end of a connection belongs to the job
+_HANDSHAKE_S = 5.0
+# most accepted connections whose other end has not proven that it belongs to the job
+_UNPROVEN = 64
+# seconds between two attempts to connect to a peer: first, longest
+_AGAIN_FIRST_S, _AGAIN_LAST_S = 0.05, 2.0
 _TEND_S = 1.0
-_PIPE_S = (
-    0.01  # pause before the next write to a pipe that is full because the engine has not read it
-)
-_NO_DESCRIPTOR_S = 0.2  # pause before the next accept when the process has no file descriptor left
+# seconds before the next write to a pipe that is full because the engine has not read it
+_PIPE_S = 0.01
+_NO_DESCRIPTOR_S = 0.2  # seconds before the next accept when no file descriptor is left
 _FLUSH_S = 0.5  # longest time that close() spends on messages not sent yet
 _NEWS = struct.Struct("=iii")
 _RANK = struct.Struct("=i")
@@ -68,7 +67,7 @@ class _Member(NamedTuple):
 
     network: str
     addresses: list[tuple[str, str]]
-    secret: str  # hexadecimal, because a gather may go through JSON
+    secret: str  # hexadecimal, because `gather` may send values as JSON
     incarnation: int
 
 
@@ -110,11 +109,13 @@ class Connections:
         self._incarnation = secrets.randbits(64)
         self._addresses: list[_Address | None] = []
         self._listener: socket.socket | None = None
-        self._unproven: dict[asyncio.Task[Any], None] = {}  # oldest first
-        self._dialing: dict[int, asyncio.Task[None]] = {}  # by peer
-        self._dialed: dict[int, float] = {}  # by peer: when this end last opened a connection to it
+        # handshakes on accepted connections, oldest first
+        self._unproven: dict[asyncio.Task[Any], None] = {}
+        # by rank of the peer: the running attempt to connect, and when this end last opened a connection
+        self._dialing: dict[int, asyncio.Task[None]] = {}
+        self._dialed: dict[int, float] = {}
         self._ready = threading.Event()
-        self._broken: OSError | None = None  # the error that has ended the thread
+        self._broken: OSError | None = None  # the error that has ended this object's thread
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
         self._news_out, self._news_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -218,7 +219,7 @@ class Connections:
             self._tend()
 
     async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
-        """Hand a proven connection to the engine through the pipe, or the news `kind` about the peer."""
+        """Write to the engine's pipe a connection whose handshake is complete, or news `kind` of `peer`."""
         handle = -1 if connection is None else connection.detach()
         record = _NEWS.pack(kind, peer, handle)
         try:
@@ -241,7 +242,7 @@ class Connections:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
-            # lets waiting handshakes read: one whose Hello names both engines is no longer `_unproven`
+            # let handshakes read first: one whose Hello names both engines is no longer counted as unproven
             await asyncio.sleep(0)
             if len(self._unproven) >= _UNPROVEN:
                 oldest = next(iter(self._unproven))
@@ -252,7 +253,7 @@ class Connections:
             task.add_done_callback(lambda done: self._unproven.pop(done, None))
 
     async def _welcome(self, connection: socket.socket) -> None:
-        """Demand a proof from the end that has connected; hand the connection to the engine, or close it."""
+        """Hand an accepted connection to the engine if its other end belongs to the job; else close it."""
         loop = asyncio.get_running_loop()
         with connection:
             try:
@@ -271,25 +272,25 @@ class Connections:
                         connection.send(error.pack())
                 return
             with contextlib.suppress(OSError):
-                # before WELCOME: the engine must know the connection before the peer can use and close it
+                # before WELCOME is sent: the engine must know the connection before the peer uses it
                 _prepare(connection, self._config.failure_timeout_s)
                 await self._tell(TcpWire.ACCEPTED, hello.caller, connection.dup())
                 await loop.sock_sendall(connection, WELCOME)
 
     def _checked(self, hello: Hello) -> Hello:
-        """Return the Hello if it is for this engine and from one of the job; raise Refused otherwise."""
+        """Return the Hello if it is from an engine of the job and for this engine; else raise Refused."""
         known = hello.caller < len(self._addresses) and hello.caller != self._rank
         caller = self._addresses[hello.caller] if known else None
         if caller is None or caller.incarnation != hello.caller_incarnation:
-            raise Refused("it does not know this engine")
+            raise Refused("it does not know the calling engine")
         if (hello.called, hello.called_incarnation) != (self._rank, self._incarnation):
-            raise Refused("another engine listens there")
+            raise Refused("another engine listens at this port")
         return hello
 
     # ---- dialing -------------------------------------------------------------------------
 
     def _take_dials(self) -> None:
-        """Dial the peers that the engine asks for; it repeats each request until it has a connection."""
+        """Dial the peers that the engine asks for; the engine repeats a request until it has a connection."""
         with contextlib.suppress(BlockingIOError):
             while wanted := os.read(self._dials_out, _RANK.size):
                 (peer,) = _RANK.unpack(wanted)
@@ -299,7 +300,7 @@ class Connections:
                     task.add_done_callback(functools.partial(self._end_dial, peer))
 
     def _end_dial(self, peer: int, task: asyncio.Task[None] | None) -> None:
-        """Note that dialing `peer` is over: the engine's next request for it is for another connection."""
+        """Mark dialing `peer` as over: the engine's next request for `peer` is for another connection."""
         if self._dialing.get(peer) is task:
             del self._dialing[peer]
 
@@ -310,7 +311,7 @@ class Connections:
             await self._tell(TcpWire.REFUSED, peer)
             return
         pause, again = _AGAIN_FIRST_S, self._dialed.get(peer, 0.0) + _AGAIN_FIRST_S
-        # a network may end each connection as soon as it is open: no two within _AGAIN_FIRST_S
+        # a network may end each connection as soon as it is open: open no two to a peer within _AGAIN_FIRST_S
         await asyncio.sleep(again - time.monotonic())
         ends = time.monotonic() + self._config.failure_timeout_s
         while time.monotonic() < ends:
@@ -327,13 +328,13 @@ class Connections:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _AGAIN_LAST_S)
                 continue
-            ends = time.monotonic() + self._config.failure_timeout_s  # its host has answered
+            ends = time.monotonic() + self._config.failure_timeout_s  # the peer's host has answered
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._introduce(connection, peer, address)
                 _prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
-                # before DIALED is sent: after it the engine may ask for the next connection to this peer
+                # before DIALED is sent: after DIALED the engine may ask for another connection to this peer
                 self._end_dial(peer, asyncio.current_task())
                 await self._tell(TcpWire.DIALED, peer, connection)
                 return
@@ -369,7 +370,7 @@ class Connections:
         """
         ends = time.monotonic() + _FLUSH_S
         if self._thread is not None:
-            self.wire.progress()  # notices connections that have ended
+            self.wire.progress()  # makes the wire notice connections that have ended
         while self._thread is not None and self.wire.unfinished and time.monotonic() < ends:
             self.wire.progress()
             time.sleep(1e-3)
@@ -377,7 +378,8 @@ class Connections:
             self._stop()
             self._thread.join()
             self._thread = None
-            self.wire.progress()  # takes the last connections from the pipe, so that wire.close() closes them
+            # takes the last connections from the pipe, so that wire.close() closes them
+            self.wire.progress()
         self.wire.close()
         if self._listener is not None:
             self._listener.close()
@@ -388,7 +390,7 @@ class Connections:
         _open.discard(self)
 
     def forget(self) -> None:
-        """Close the parent's sockets in a forked child: open ones would hide the parent's end from peers."""
+        """Close the parent's sockets in a forked child: while open, they hide the parent's end from peers."""
         self.wire.forget()
         if self._listener is not None:
             self._listener.close()

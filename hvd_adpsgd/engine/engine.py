@@ -2,14 +2,14 @@
 
 One step on a leader (L) and on the other learners of its super learner (O):
 
-    L, O: publish()              the corrections gathered so far become the published slot
+    L, O: publish()              the corrections gathered so far (in a buffer, the slot) are published
     L, O: gradient all-reduce    after it all of these learners may read the published slot
     L, O: the user's optimizer
     L, O: memory.absorb()        parameter += correction; on the leader also mirror = parameter
     L, O: offer()                the engine may average the new model; returns at once
 
-The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is
-the mirror, and what it returns is a correction, so concurrent local updates are kept.
+The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is its own
+copy of the model (the mirror), and what it returns is a correction, so concurrent local updates are kept.
 
 With shards (model_memory.py) every learner is the leader of its own shard: its thread averages that shard
 with the threads of its counterparts, the learners with the same inner rank in the other super learners.
@@ -54,7 +54,7 @@ __all__ = ["Engine"]
 log = logging.getLogger("hvd_adpsgd")
 
 _held_by_mpi: list[Loop] = []
-# exchanges in a row that leave out a chunk before a warning; most tensors that the warning names
+# number of exchanges in a row that leave out a chunk before a warning; most tensors that a warning names
 _LEFT_OUT, _NAMES = 8, 5
 _FAULT_MPI, _FAULT_LAYOUT, _FAULT_WEIGHT, _FAULT_MEMORY, _FAULT_GONE = 1, 2, 3, 4, 5
 _FAULT_STATE, _FAULT_FENCED = 6, 7
@@ -85,9 +85,9 @@ class Engine:
         cores: CPU cores for the engine's thread; () means the affinity of the thread that calls `start`.
 
     Attributes:
-        memory: the mirror and the corrections of the averaged tensors.
+        memory: the engine's copy (mirror) and the corrections of the averaged tensors.
         loop: the engine's thread; None on learners that are not leaders.
-        rounds: rounds of pairs and means of all, for which steps wait.
+        rounds: rounds of pairs, and means over all super learners, for which steps wait.
     """
 
     def __init__(
@@ -112,16 +112,18 @@ class Engine:
         )
         self._outer = outer
         self._plan = plan
-        self._connections: Connections | None = None  # of a TCP wire; None over MPI
-        self._neighbours: Neighbours | None = None  # keeps mapped the memory that the thread reads
-        self._announced = 0  # parts of the layout that the thread knows
+        self._connections: Connections | None = None  # connections of a TCP wire; None over MPI
+        # keeps the memory mapped that the engine's thread reads
+        self._neighbours: Neighbours | None = None
+        self._announced = 0  # number of layout parts that the engine's thread knows
         self._members = list(members) or list(range(outer.Get_size() if outer else 0))
         self._names = list(names) or [str(i) for i in self._members]
         self.loop = self._make_loop() if outer is not None else None
         self.rounds = StepRounds(plan, self.loop, self._comm_rank, self.check)
         self._seen_events = 0
-        self._reported = [PeerState.ALIVE] * len(self._members)  # states of peers at `_seen_events`
-        self._seen_void = 0  # chunks left out so far
+        # states of peers at the last `report`
+        self._reported = [PeerState.ALIVE] * len(self._members)
+        self._seen_void = 0  # number of chunks that exchanges had left out at the last `offer`
         self._told_void: set[str] = set()  # names of tensors that a warning has named
         self._told_malformed = False
         self._metrics = ExchangeMetrics(len(self._names))
@@ -152,7 +154,8 @@ class Engine:
             self._plan.weight,
             config.exchanges_per_step,
             -1 if wire is None else DTYPE_CODES[wire],
-            self._plan.in_pairs,  # rounds follow the mixing matrix: they average the models as offered
+            # offered_only: rounds of pairs average the models as offered, as the mixing matrix demands
+            self._plan.in_pairs,
             config.deadline_s,
             config.leave_deadline_s,
             config.chunk_kib * 1024,
@@ -164,7 +167,7 @@ class Engine:
         return loop
 
     def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
-        """Start the engine's thread (leader only), which answers peers, and asks them after the first offer.
+        """Start the engine's thread (leader only): it answers peers, and asks peers once a model is offered.
 
         Args:
             gather: returns the values of all leaders, by rank in `outer`, with None for a failed leader; the
@@ -184,22 +187,21 @@ class Engine:
         self._announce()
         with _on(self._cores):
             self.loop.start()
-        atexit.register(
-            self.stop
-        )  # otherwise MPI_Finalize runs at exit while the thread still calls MPI
+        # otherwise MPI_Finalize runs at exit while the thread still calls MPI
+        atexit.register(self.stop)
 
     @property
     def _gathers(self) -> int:
-        """How often `_meet_leaders` calls `gather`."""
+        """Number of times that `_meet_leaders` calls `gather`."""
         neighbours = Neighbours.GATHERS if self.config.same_host == "memory" else 0
         return neighbours + (Connections.GATHERS if self.config.wire == "tcp" else 0)
 
     def _comm_rank(self, peer: int) -> int:
-        """The rank in `outer` of the super learner `peer`; NOBODY if it is no member of this engine."""
+        """Return the rank in `outer` of super learner `peer`; NOBODY if the engine has no such member."""
         return self._members.index(peer) if peer in self._members else NOBODY
 
     def _super_rank(self, rank: int) -> int:
-        """The super_rank of the leader with this rank in `outer`; NOBODY for NOBODY."""
+        """Return the super_rank of the leader with rank `rank` in `outer`; NOBODY for NOBODY."""
         return self._members[rank] if rank != NOBODY else NOBODY
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
@@ -219,7 +221,10 @@ class Engine:
             self._neighbours = near
 
     def _announce(self) -> None:
-        """Notify the thread of new layout parts; call it once their mirror is filled, or before any offer."""
+        """Notify the engine's thread of new groups of tensors (layout parts).
+
+        Call it once the engine's copy of the model (mirror) holds these tensors, or before any offer.
+        """
         if self.loop is None:
             return
         with self._announcing:
@@ -228,7 +233,7 @@ class Engine:
             self._announced = len(self.memory.layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
-        """Finish running exchanges, notify the peers, end the thread. Bounded, idempotent, thread-safe.
+        """Finish running exchanges, notify peers, end the engine's thread. Bounded, idempotent, thread-safe.
 
         Args:
             broken: whether this super learner has failed, so that its peers count it as failed, not as left.
@@ -243,10 +248,10 @@ class Engine:
                 self._connections = None
 
     def release(self, keeps_memory: bool = False) -> None:
-        """Free the memory, after `stop`, as the thread writes to it; buffers of open MPI requests stay.
+        """Free the engine's memory, except buffers of open MPI requests; call it after `stop`.
 
         Args:
-            keeps_memory: whether another engine uses the memory of the model too, so that it stays shown.
+            keeps_memory: whether another engine uses the memory of the model too: peers may still map it.
         """
         self._final = self.metrics()
         if self.loop is not None and not self.loop.released():
@@ -279,7 +284,7 @@ class Engine:
         self.memory.publish()
 
     def offer(self, step: int, fit: bool = True) -> None:
-        """Let the engine average the mirror; returns at once (leader only).
+        """Let the engine average its copy of the model (mirror) with peers; returns at once (leader only).
 
         A model with NaN or infinity (not `fit`) is not sent to peers. In rounds, where peers wait for an
         answer, its non-finite chunks are sent as empty messages.
@@ -297,12 +302,12 @@ class Engine:
             self._warn_malformed()
 
     def wants_copy(self, step: int) -> bool:
-        """Whether the parameters of step `step` should be copied to the mirror; see ShardMemory.wants."""
+        """Whether to copy the parameters of step `step` to the engine's copy; see ShardMemory.wants."""
         due = self.loop is not None and self.loop.due()
         return self.memory.wants(step, due, self.config.exchanges_per_step)
 
     def _warn_left_out(self) -> None:
-        """Warn, once per tensor, of tensors whose chunks the last 8 exchanges left out."""
+        """Warn, once per tensor, of tensors of which the last 8 exchanges left out a chunk."""
         chunks = self.memory.store.left_out(_LEFT_OUT)
         names = [
             name for name in self.memory.layout.names_in(chunks) if name not in self._told_void
@@ -311,12 +316,12 @@ class Engine:
             return
         self._told_void.update(names)
         wire = self.config.wire_dtype
-        cure = "Look at their values."
+        cure = "Look at the values of these tensors."
         if wire == "float16":
             cure = 'Values above 65504 do not fit: use wire_dtype="bfloat16", or None.'
         log.warning(
-            "the last %d exchanges left out the chunks with %s%s: here or at the peer a value was not "
-            "finite%s. %s",
+            "the last %d exchanges left out the chunks with tensors %s%s: on this super learner or on the "
+            "peer a value was not finite%s. %s",
             _LEFT_OUT,
             ", ".join(names[:_NAMES]),
             f" and {len(names) - _NAMES} more tensors" if len(names) > _NAMES else "",
@@ -335,7 +340,7 @@ class Engine:
         )
 
     def pause(self, seconds: float) -> bool:
-        """Begin no new exchange, and wait until none runs; return False if one still runs after `seconds`."""
+        """Begin no new exchange; wait until none runs, and return False if that takes more than `seconds`."""
         if self.loop is None:
             return True
         self.loop.pause(True)
@@ -373,7 +378,7 @@ class Engine:
         return [(peer, state) for peer, old, state in changes if state is not old]
 
     def _by_super_rank(self, values: Sequence[int], absent: int) -> list[int]:
-        """Reorder values by rank in `outer` to values by super_rank; `absent` for all that are no members."""
+        """Return `values`, which are by rank in `outer`, by super_rank; `absent` for non-members."""
         spread = dict(zip(self._members, values, strict=True))
         return [spread.get(peer, absent) for peer in range(len(self._names))]
 
@@ -389,7 +394,7 @@ class Engine:
             loop.report(text)
 
     def told(self) -> dict[int, tuple[int, bytes, float]]:
-        """The newest report of each super learner, by super_rank: (version, text, seconds since arrival)."""
+        """Return each super learner's newest report, by super_rank: (version, text, age in seconds)."""
         if (loop := self.loop) is None:
             return {}
         return {self._members[rank]: told for rank, told in loop.reports().items()}
@@ -397,14 +402,14 @@ class Engine:
     # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """See ExchangeMetrics; zeros on learners that are not leaders, the last values after `release`."""
+        """Return the engine's metrics (ExchangeMetrics); zeros on non-leaders; last ones after `release`."""
         if (loop := self.loop) is None:
             return self._final or self._metrics.read(None)
         return self._metrics.read(self._counted(loop), loop.cpu_s())
 
     def counters(self) -> dict[str, Any] | None:
-        """Counters of the engine's thread, exchanges by super_rank; None on learners that are not leaders."""
-        loop = self.loop  # read once: `release` on another thread may set it to None meanwhile
+        """Return the counters of the engine's thread, exchanges by super_rank; None on non-leaders."""
+        loop = self.loop  # read once, as `release` on another thread may set it to None meanwhile
         return None if loop is None else self._counted(loop)
 
     def _counted(self, loop: Loop) -> dict[str, Any]:
@@ -413,7 +418,7 @@ class Engine:
         return counters
 
     def view(self) -> dict[str, Any]:
-        """The engine's state between two turns of its thread, for a state dump (SIGUSR1)."""
+        """Return the engine's state between two passes of its thread's loop, for a state dump (SIGUSR1)."""
         if (loop := self.loop) is None:
             return {"leads": False}
         names = [self._names[peer] for peer in self._members]
@@ -431,7 +436,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Context manager: the calling thread, and threads that it starts inside, run on these CPU cores."""
+    """Context manager: the calling thread, and threads that it starts inside, run on CPU cores `cores`."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -440,7 +445,7 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-_wires_made: Any = None  # key of the attribute in which a communicator counts its wires
+_wires_made: Any = None  # key of the MPI attribute that counts the wires made over a communicator
 
 
 def _next_wire(comm: Any) -> int:
@@ -457,12 +462,11 @@ def _next_wire(comm: Any) -> int:
 
 
 def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) -> AdpsgdError:
-    """Return the exception for a fatal failure that the thread has stored; its text calls the peer `who`."""
+    """Return the exception for a fatal failure of the engine's thread; the message calls the peer `who`."""
     if kind == _FAULT_LAYOUT:
         return ModelMismatchError(
-            f"{who} averages other tensors than this one (a parameter group was "
-            "added here or there with other names, shapes or dtypes). Add the same groups in "
-            "the same order everywhere."
+            f"{who} averages other tensors than this super learner (one of the two has added a parameter "
+            "group with other names, shapes or dtypes). Add the same groups in the same order everywhere."
         )
     if kind == _FAULT_WEIGHT:
         return StrategyMismatchError(
@@ -483,8 +487,8 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
         )
     if kind == _FAULT_FENCED:
         return PeerFailedError(
-            f"{who} has taken this one for failed, because it had stopped for too long. The model here "
-            "may hold half of an exchange: load a checkpoint, or replace this super learner.",
+            f"{who} has declared this super learner failed, because it had stopped for too long. The model "
+            "of this super learner may contain half of an exchange: load a checkpoint, or replace it.",
             peer=peer,
         )
     if kind == _FAULT_STATE:

@@ -97,12 +97,12 @@ class Hello:
             Refused: if the Hello is of another version of the protocol.
         """
         if len(data) != HELLO_NBYTES:
-            raise NotAMember(f"{len(data)} bytes, not {HELLO_NBYTES}")
+            raise NotAMember(f"a first message of {len(data)} bytes, not {HELLO_NBYTES}")
         magic, version, *fields = _FORM.unpack(data)
         if magic != _MAGIC:
-            raise NotAMember("another protocol")
+            raise NotAMember("a first message of another protocol")
         if version != PROTOCOL:
-            raise Refused(f"it has version {PROTOCOL} of the protocol, not {version}")
+            raise Refused(f"this end has version {PROTOCOL} of the protocol, not {version}")
         return cls(*fields)
 
     def pack(self) -> bytes:
@@ -128,7 +128,7 @@ class Hello:
         Raises:
             NotAMember: if the reply does not prove that the called side knows the secret, or refuses.
         """
-        if reply.startswith(_MAGIC):  # a refusal: a random nonce does not begin so
+        if reply.startswith(_MAGIC):  # a refusal: a random nonce does not begin with _MAGIC
             reason = reply[len(_MAGIC) :].rstrip(b"\0").decode("ascii", "replace")
             raise NotAMember(f"the called side refuses: {reason!r}")
         nonce, proof = reply[:_NONCE_NBYTES], reply[_NONCE_NBYTES:]

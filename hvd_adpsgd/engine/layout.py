@@ -71,7 +71,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A piece of the laid-out memory: `count` elements of one dtype from byte `offset` of its part."""
+    """A chunk of the laid-out memory: `count` elements of one dtype from byte `offset` of a layout part."""
 
     offset: int
     count: int
@@ -79,13 +79,13 @@ class ChunkSpec:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the chunk's corrections in a slot: float64 for float64, else float32; a multiple of 64."""
+        """Bytes of the chunk's corrections in a buffer (slot): as float64 or float32; a multiple of 64."""
         return -(-self.count * max(4, _ITEMSIZE[self.dtype]) // 64) * 64
 
 
 @dataclass(frozen=True)
 class LayoutPart:
-    """One group of tensors that were laid out together.
+    """A layout part: one group of tensors that were laid out together.
 
     Attributes:
         chunks: the pieces of the part, each of one dtype, none longer than the chunk size.
@@ -106,7 +106,7 @@ class LayoutPart:
 
 
 class Layout:
-    """Where each element of each averaged tensor lies in the chunks of the memory.
+    """Where each element of each averaged tensor lies in the chunks of the engine's memory.
 
     Args:
         chunk_nbytes: largest size of a chunk in bytes.
@@ -126,11 +126,11 @@ class Layout:
 
     @property
     def spans(self) -> NDArray[np.int64]:
-        """The spans of all parts in one array, shape (n, 5); see LayoutPart."""
+        """Return which elements lie in which chunk: the spans (see LayoutPart) of all parts, shape (n, 5)."""
         return np.ascontiguousarray(np.concatenate([_no_spans(), *(p.spans for p in self.parts)]))
 
     def names_in(self, chunks: Collection[int]) -> list[str]:
-        """The names of the tensors that lie in these chunks, wholly or in part."""
+        """Return the names of the tensors that lie in `chunks`, wholly or in part."""
         spans = self.spans
         found = np.unique(spans[np.isin(spans[:, 2], list(chunks)), 0])
         return [self.tensors[i].name for i in found]
@@ -168,7 +168,7 @@ class Layout:
     def _mine(
         self, chunks: list[ChunkSpec], spans: list[tuple[int, int, int, int, int]], nbytes: int
     ) -> tuple[list[ChunkSpec], list[tuple[int, int, int, int, int]], int]:
-        """Reduce a part's chunks, spans and bytes to those of this shard, renumbered as if it were alone.
+        """Reduce a layout part's chunks, spans and bytes to this shard, numbered as if it were a part.
 
         A chunk belongs to the shard in which its first byte lies.
         """
@@ -208,10 +208,10 @@ class Layout:
         chunks: list[ChunkSpec],
         spans: list[tuple[int, int, int, int, int]],
     ) -> int:
-        """Append the chunks and spans of one dtype; return the next free byte, a multiple of 64."""
+        """Append the chunks and spans of one dtype's tensors; return the next free byte, a multiple of 64."""
         size = _ITEMSIZE[dtype]
         room = self.chunk_nbytes // size
-        filled = room  # so that the first element opens a chunk
+        filled = room  # as after a full chunk, so that the first element opens a new one
         for tensor, count in members:
             start = 0
             while start < count:

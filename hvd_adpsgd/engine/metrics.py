@@ -64,7 +64,7 @@ class Counters:
         self._this_step[part] += seconds
 
     def end_step(self) -> None:
-        """Note the end of the current step: update sums and moving averages, and begin the next step."""
+        """End the current step: update sums and moving averages, and begin the next step."""
         now = self.clock()
         if self._last_end is not None:
             self._average("step", now - self._last_end)
@@ -82,7 +82,7 @@ class Counters:
         return (self.steps - 1) / self.seconds if self.seconds > 0 else math.nan
 
     def to_dict(self) -> dict[str, float]:
-        """All counters as one flat dict: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
+        """Return all counters in a dict: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
         numbers: dict[str, float] = {
             "steps": self.steps,
             "seconds": self.seconds,
@@ -111,11 +111,12 @@ class ExchangeMetrics:
 
     def __init__(self, super_size: int):
         self._n = super_size
-        self._square, self._compared = 0.0, 0  # counters at the last `read` that compared models
+        # `square` and `compared` of the counters, at the last `read` that compared models
+        self._square, self._compared = 0.0, 0
         self._distance = math.nan
 
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
-        """All metrics by name; without counters 0 for counts, and NaN for means."""
+        """Return all metrics by name; if `counters` is None, 0 for counts and NaN for means."""
         found = counters or {**dict.fromkeys(_COUNTED, 0), "staleness": [0] * 64, "met": []}
         staleness = np.array(found["staleness"])
         total = int(staleness.sum())

@@ -1,4 +1,4 @@
-"""The memory of a model: one shard, or several, each averaged by a different learner of the super learner."""
+"""The memory in which engines average a model: as one shard, or as several, each on another learner."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ __all__ = ["ModelMemory"]
 class ModelMemory:
     """The memory that trainer and engine share, one ShardMemory for each shard of the model.
 
-    Learner i of the super learner has the mirror of shard i; by default one shard, the leader's, is the whole
-    model. A learner with a shard publishes that shard and copies its part of the parameters to the mirror;
-    all learners apply the corrections of all shards. `layout` and `store` are those of this learner's shard.
+    Learner i of the super learner has the engine's copy (mirror) of shard i; by default one shard, the
+    leader's, is the whole model. A learner with a shard publishes that shard and copies its part of the
+    parameters to the mirror; all learners apply the corrections of all shards. `layout` and `store` are those
+    of this learner's shard.
 
     Args:
         chunk_nbytes: largest size of a chunk in bytes.
         inner: communicator of the super learner (mpi4py), None for a learner alone.
-        leads: whether this learner has a mirror.
+        leads: whether this learner has a mirror, which its engine averages.
         shows: see ShardMemory; for each shard the value on the learner that has its mirror counts.
         shards: number of shards; if more than one, at most the number of learners.
     """
@@ -40,7 +41,7 @@ class ModelMemory:
             ShardMemory(chunk_nbytes, inner, leads and number == mine, shows, Shard(number, shards))
             for number in range(shards)
         ]
-        # a learner without a shard gets shard 0, of which it has no mirror
+        # a learner without a shard gets shard 0, but no mirror of shard 0
         self.own = self.shards[mine if mine < shards else 0]
 
     # ---- this learner's shard ------------------------------------------------------------------
@@ -61,7 +62,9 @@ class ModelMemory:
         self.own.hide()
 
     def add_pending(self, copies: NDArray[np.uintp]) -> None:
-        assert len(self.shards) == 1, "with shards nothing is pending where this is called"
+        assert len(self.shards) == 1, (
+            "with several shards no corrections are pending when this is called"
+        )
         self.own.add_pending(copies)
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
@@ -87,7 +90,7 @@ class ModelMemory:
         return self.shards[0].readable
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Average these tensors too: add to each shard its part of them."""
+        """Average `tensors` too: add a part of these tensors to each shard."""
         for shard in self.shards:
             shard.extend(tensors)
 
@@ -106,6 +109,8 @@ class ModelMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """ShardMemory.absorb for all shards; each learner checks all parameters, so all return the same."""
+        """Apply the corrections of all shards (ShardMemory.absorb); all learners return the same, as each of
+        them checks all parameters.
+        """
         found = [shard.absorb(addresses, step, threads) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)

@@ -1,4 +1,4 @@
-"""Shared memory between the leaders on one host: each maps the outboxes and models of the others."""
+"""Shared memory between leaders on one host: each maps the others' models and outboxes (data they send)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ShownModel(NamedTuple):
     Attributes:
         file: the file.
         nbytes: size of the file.
-        area: byte of the file at which mirror and slots begin.
+        area: byte of the file at which the engine's copy of the model and the corrections begin.
         fingerprint: hash of the layout, which determines where each chunk lies.
     """
 
@@ -31,7 +31,7 @@ class ShownModel(NamedTuple):
 
 
 class OutboxShape(NamedTuple):
-    """Sizes of a leader's outbox: chunks, which peers on the host read, and a doorbell, which they ring.
+    """Sizes of a leader's outbox: chunks that peers on the host read, and a doorbell that wakes its engine.
 
     Attributes:
         nbytes: size of the outbox, the doorbell included.
@@ -43,7 +43,7 @@ class OutboxShape(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The host, outbox and model that a leader offers to the others for mapping."""
+    """The host of a leader, and the outbox and model that it offers to other leaders for mapping."""
 
     host: str
     outbox: File | None
@@ -54,7 +54,7 @@ _NOTHING = _Offer("", None, None)
 
 
 class Neighbours:
-    """Outboxes and models of the leaders on this host, mapped into this process.
+    """Outboxes (memory with sent chunks) and models of the leaders on this host, mapped into this process.
 
     All leaders make their Neighbours together: each calls `gather` GATHERS times. Two leaders that cannot map
     each other's outboxes (different hosts or containers, no room) send their chunks as messages; two that
@@ -71,7 +71,7 @@ class Neighbours:
         outboxes: by rank, the address at which that leader's outbox is mapped read-only; 0 if not shared.
         doorbell, doorbells: address of this leader's doorbell, and by rank of the others'; 0 if not shared.
         models: by rank, the address at which that leader's model is mapped; 0 unless both map the other's.
-        areas: by rank, the address at which mirror and slots of that model begin; 0 without it.
+        areas: by rank, the address at which copy and corrections of that model begin; 0 if not mapped.
     """
 
     GATHERS = 2
@@ -107,7 +107,7 @@ class Neighbours:
                 )
             ]
         )
-        # close the file only after that gather: before it, a peer may still open the file by its descriptor
+        # close the file only after the second gather: until then a peer may open it by its descriptor
         if outbox is not None:
             os.close(outbox.handle)
         both = [
@@ -125,7 +125,7 @@ class Neighbours:
 
 
 def _alike(model: ShownModel, other: ShownModel) -> bool:
-    """Whether each chunk lies at the same place in both models."""
+    """Whether each chunk has the same offset in the shared memory of both models."""
     return (model.fingerprint, model.area) == (other.fingerprint, other.area)
 
 

@@ -1,4 +1,4 @@
-"""The memory in which an engine averages one shard of a model: a mirror, and slots of corrections."""
+"""The memory in which an engine averages a model's shard: a copy (mirror), buffers of corrections (slots)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from hvd_adpsgd.engine.store import Store
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
-_CACHES_NBYTES = (
-    8 * 2**20
-)  # a larger model is out of the CPU caches after a step: write it past them
-THREAD_NBYTES = (
-    4 * 2**20
-)  # bytes of the model per thread of `absorb`: starting one for less costs more
-_MOST_THREADS = 8  # as RUNS of store.pyx
+# a larger model has left the CPU caches after a step: write it past the caches
+_CACHES_NBYTES = 8 * 2**20
+# bytes of the model per thread of `absorb`: for less, starting a thread costs more than it saves
+THREAD_NBYTES = 4 * 2**20
+_MOST_THREADS = 8  # most threads of one `absorb`, as RUNS of store.pyx
 _ROWS = 4  # rows of `_notes`, one per publication: no learner is more than one all-reduce behind the leader
 NO_SLOT = -1
 
 
 class Area(NamedTuple):
-    """The memory of one part of the layout.
+    """The memory of one layout part (a group of tensors that were laid out together).
 
     Attributes:
         shared: shared memory with the slots of corrections.
-        mirror: the mirror of the part on the leader, else None.
-        places: first byte of each chunk in a slot.
+        mirror: the engine's copy of the part's tensors on the leader, else None.
+        places: first byte of each chunk in a slot, and the number of bytes of all chunks.
     """
 
     shared: SharedSlots
@@ -42,7 +40,7 @@ class Area(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A copy of parameters on its way to the mirror.
+    """A copy of parameters that is under way from their device to the engine's copy of the model (mirror).
 
     Attributes:
         slot: slot of the correction that the copied parameters lack and that the devices add meanwhile, or
@@ -55,7 +53,7 @@ class Landing(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A learner's publications: `published` as in ShardMemory, calls of publish(), calls not deferred."""
+    """A learner's counters: `published` of ShardMemory, calls of publish(), calls that were not deferred."""
 
     published: bool
     calls: int
@@ -63,7 +61,10 @@ class Place(NamedTuple):
 
 
 class ShardMemory:
-    """The memory of one shard, shared by trainer and engine; a super learner's learners make it together.
+    """The memory of one shard of a model, shared by the trainer and the engine's thread.
+
+    All learners of the super learner make it together. The engine's copy of the shard is called the mirror. A
+    slot is a buffer of corrections: the engine adds to the open slot, learners read the published one.
 
     Corrections reach the tensors in three steps, each on every learner:
 
@@ -85,7 +86,7 @@ class ShardMemory:
     Args:
         chunk_nbytes: largest size of a chunk in bytes.
         inner: communicator of the super learner (mpi4py), None for a learner alone; `extend` uses it.
-        leads: whether this learner has the mirror.
+        leads: whether this learner has the mirror, which its engine averages.
         shows: whether peers on the host may map the model and read it directly (the leader's value counts):
             the tensors of the first `extend`, if there is room for them in shared memory.
         shard: this memory holds the chunks of this shard only; the learner with the shard's number is what
@@ -98,7 +99,7 @@ class ShardMemory:
         store: the chunks, for the engine.
         published: `publish` was called since the last `absorb`; the publication may be deferred.
         areas: the memory of each part of the layout.
-        landing: a copy of the parameters that is on its way to the mirror (leader only).
+        landing: the running copy of the parameters to the mirror, None without one (leader only).
         put_off: a publication with corrections was deferred, and nothing has been published since.
         step: the trainer's step of the parameters in the mirror, -1 before the first copy.
         filled: number of parts of the layout whose mirror has been filled.
@@ -130,9 +131,8 @@ class ShardMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
-        self._slot = (
-            NO_SLOT  # published slot that all learners may read and this one has not applied
-        )
+        # published slot that all learners may read and this learner has not applied
+        self._slot = NO_SLOT
         self._met = False
         self._calls = 0  # calls of publish, equal on all learners
         self._publications = 0  # calls of publish that were not deferred
@@ -141,16 +141,16 @@ class ShardMemory:
 
     @property
     def leads(self) -> bool:
-        """Whether this learner has the mirror."""
+        """Whether this learner has the engine's copy of the shard (mirror)."""
         return self._leads
 
     @property
     def readable(self) -> bool:
-        """Whether all learners of the super learner may read a publication that this one has not applied."""
+        """Whether all learners of the super learner may read corrections that this one has not applied."""
         return self._met
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
-        """Average these tensors too, from the next offer on; all learners of the super learner call it."""
+        """Average `tensors` too, from the next offer on; all learners of the super learner call this."""
         part = self.layout.extend(tensors)
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
         lives = -(-Store.live_nbytes(len(part.chunks)) // 64) * 64
@@ -184,7 +184,7 @@ class ShardMemory:
 
     @property
     def shown(self) -> ShownModel | None:
-        """The model that peers on the host, also later ones, may map until `hide`; None if not shown."""
+        """Return the model that peers on the host, also later ones, may map until `hide`; None without."""
         if self._shown is None or (file := self._shown[0].file) is None:
             return None
         shared, area, fingerprint = self._shown
@@ -196,7 +196,7 @@ class ShardMemory:
             self._shown[0].close()
 
     def add_pending(self, copies: NDArray[np.uintp]) -> None:
-        """Add to copies of the tensors the corrections that these lack and still get later (leader only).
+        """Add to copies of the tensors the corrections that the tensors have not received yet (leader only).
 
         Args:
             copies: for each tensor, in the order of `extend`, the address of a contiguous copy: float64 for
@@ -206,7 +206,7 @@ class ShardMemory:
         self.store.add_pending(np.ascontiguousarray(self._spans[chosen]), copies)
 
     def forget(self, tensors: Sequence[int]) -> None:
-        """Discard the residuals of rounding to 16 bits of these tensors (numbers in the order of `extend`).
+        """Discard the residuals of rounding to 16 bits for `tensors` (numbers in the order of `extend`).
 
         Call it for tensors that were replaced while averaging is paused and every correction is applied:
         otherwise the residuals of the old values would be added to the new ones.
@@ -214,7 +214,10 @@ class ShardMemory:
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish the open slot, unless a copy to the mirror runs; a learner alone may read it at once."""
+        """Publish the corrections gathered so far, unless parameters are being copied to the engine.
+
+        A learner that is alone in its super learner may read them at once.
+        """
         if self._leads:
             goes = self.landing is None
             if goes:
@@ -226,12 +229,12 @@ class ShardMemory:
             self.all_met()
 
     def _gathered(self) -> bool:
-        """Whether the open slot holds any correction."""
+        """Whether the buffer that the engine fills now (open slot) holds any correction."""
         opened = (self.store.published + 1) % self._nslots
         return any(area.shared.flags[opened].any() for area in self.areas)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
-        """Make the published slot readable, after a gradient all-reduce or barrier of the super learner.
+        """Make published corrections (slot) readable, after an all-reduce or barrier of the super learner.
 
         Before that, the leader may not have published yet, and its engine would still be filling the slot.
 
@@ -250,12 +253,12 @@ class ShardMemory:
             self._calls += 1
 
     def place(self) -> Place:
-        """Return this learner's counters of publications; call it while no published slot is readable."""
+        """Return this learner's counters of publications; call it while no publication is readable."""
         assert not self._met
         return Place(self.published, self._calls, self._publications)
 
     def go_to(self, places: Sequence[Place]) -> None:
-        """Take over the leader's counters, for a learner that was in join() while others published.
+        """Take over the leader's counters of publications, for a learner that was in join() meanwhile.
 
         Args:
             places: `place()` of all learners, by inner rank.
@@ -263,7 +266,7 @@ class ShardMemory:
         self.published, self._calls, self._publications = places[self._leader]
 
     def take(self) -> int:
-        """Return the readable slot and mark it as applied; NO_SLOT if there is none."""
+        """Return the number of the readable correction buffer (slot), marking it as applied; else NO_SLOT."""
         slot, self._slot = self._slot, NO_SLOT
         if self._met:
             self._met = self.published = False
@@ -272,7 +275,7 @@ class ShardMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Apply the readable slot, if there is one; on the leader copy the parameters to the mirror.
+        """Apply readable corrections, if any; on the leader also copy the parameters to the engine.
 
         Args:
             addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.
@@ -288,7 +291,7 @@ class ShardMemory:
         return found
 
     def _starts(self, threads: int) -> list[int]:
-        """Divide the chunks equally among threads; return the first span of each thread's run."""
+        """Divide the chunks equally among threads; return, as indices in `_spans`, where each starts."""
         nbytes = sum(part.nbytes for part in self.layout.parts)
         runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
         chunks = [self.layout.nchunks * i // runs for i in range(runs)]
@@ -296,11 +299,11 @@ class ShardMemory:
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
-        """Whether a step without corrections should copy the parameters from their device to the mirror.
+        """Whether a step without corrections is to copy the parameters from their device to the engine.
 
-        It should if the next offer makes the engine ask a peer, and otherwise as often as exchanges begin,
-        because a peer may ask. It should not if corrections had to wait for a copy: another copy would defer
-        them again.
+        The copy is made if the next offer makes the engine ask a peer, and otherwise as often as exchanges
+        begin, because a peer may ask. It is not made if corrections had to wait for the last copy: another
+        one would defer them again.
 
         Args:
             step: the trainer's step of the parameters.
@@ -312,7 +315,7 @@ class ShardMemory:
         return not self.put_off and (due or (step - self.step) * rate >= 1)
 
     def depart(self, slot: int, step: int) -> None:
-        """Note that a copy of the parameters to the mirror begins; `land` ends it (leader only).
+        """Record that a copy of the parameters to the engine (mirror) begins; `land` ends it (leader only).
 
         Args:
             slot: the correction that the copied parameters lack, or NO_SLOT.
@@ -322,7 +325,10 @@ class ShardMemory:
         self.landing = Landing(slot, step)
 
     def land(self) -> None:
-        """Note that the copy is complete, and add its correction to the mirror too. On any thread."""
+        """End the copy of parameters to the engine (mirror): add the correction that this copy lacks.
+
+        Callable on any thread.
+        """
         assert self.landing is not None
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)

@@ -1,4 +1,4 @@
-"""Memory shared by processes of one host: above all the slots of corrections of a super learner.
+"""Memory shared by processes of one host: above all a super learner's buffers of corrections (slots).
 
 The leader's engine fills one slot while all learners of the super learner read another one, without a lock or
 an extra barrier. The leader publishes before it submits its last gradient of a step, and learners read after
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 SHARED_FOLDER = "/dev/shm"
-NOTES = 64  # bytes for the leader's notes on its publications
+NOTES = 64  # bytes in which the leader records which publications were deferred
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23  # MADV_* of Linux that Python does not name
 
 
@@ -40,20 +40,20 @@ def private_memory(nbytes: int) -> NDArray[np.uint8]:
     """Allocate zeroed, page-aligned memory of this process, in huge pages where the system has them.
 
     Its pages are allocated at once, not when they are first touched, which would slow the first steps. A
-    forked child (a worker of a data loader) finds zeros there: otherwise each page that this process writes
-    while the child runs would be copied.
+    forked child (a worker of a data loader) finds zeros in this memory: otherwise each page that this process
+    writes while the child runs would be copied.
     """
     # Python's default is MAP_SHARED: memory of a file, for which most systems have no huge pages.
     area = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK, _POPULATE_WRITE):
-        # refused by kernels without huge pages, before Linux 4.14, and before 5.14
+        # the three are refused by kernels without huge pages, before Linux 4.14, and before 5.14
         with contextlib.suppress(OSError):
             area.madvise(advice)
     return np.frombuffer(area, dtype=np.uint8, count=nbytes)
 
 
 def slots_of(inner: Any) -> int:
-    """Return the number of slots of corrections that a super learner needs; store.pyx explains why.
+    """Return the number of correction buffers (slots) of a super learner; store.pyx explains why.
 
     Args:
         inner: communicator of the super learner (mpi4py); None for a learner alone.
@@ -62,7 +62,7 @@ def slots_of(inner: Any) -> int:
 
 
 class SharedSlots:
-    """Slots of corrections that all learners of a super learner map: three, or two for a learner alone.
+    """Buffers of corrections (slots) that a super learner's learners map: three, or two for a learner alone.
 
     Args:
         nbytes: size of one slot in bytes.
@@ -77,7 +77,7 @@ class SharedSlots:
     Attributes:
         slots: the memory of each slot.
         flags: the flags of each slot.
-        notes: NOTES bytes, in which the leader notes which calls of publish were not deferred.
+        notes: NOTES bytes, in which the leader records which calls of publish were not deferred.
         front: the memory before the slots, None without it.
         file: the file of all this memory, on the leader, if there is a front; until `close`.
 
@@ -106,7 +106,7 @@ class SharedSlots:
         self.notes = flags[n * row :][:NOTES]
 
     def _map_alone(self, front: int, total: int) -> int:
-        """Allocate the memory of a learner alone, as a file if peers may map it; return the front's bytes."""
+        """Allocate the memory of a learner alone, as a file if peers may map it; return `front`."""
         self.file = try_file(front + total) if front else None
         area = try_map(self.file, front + total) if self.file else None
         if area is None:
@@ -141,7 +141,7 @@ def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
     """
     if inner is None or inner.Get_size() == 1:
         return np.zeros((1, columns), np.int64)
-    width = -(-columns // 8) * 8  # a cache line of its own for each learner
+    width = -(-columns // 8) * 8  # each learner's counters have a cache line of their own
     memory, _ = _shared_memory(inner.Get_size() * width * 8, inner, False, 0)
     return memory.view(np.int64).reshape(-1, width)[:, :columns]
 
@@ -170,7 +170,7 @@ def try_file(nbytes: int) -> File | None:
 
 
 def try_map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap | None:
-    """Map `nbytes` bytes of a process's file; None if the file cannot be reached from here, or is too short.
+    """Map `nbytes` bytes of a process's file; None if this process cannot reach it, or it is too short.
 
     `offset`, where the mapped bytes begin in the file, is a multiple of the page size.
     """

@@ -1,4 +1,4 @@
-"""Averaging for which steps wait: rounds of pairs, or means of all super learners."""
+"""Averaging for which steps wait: rounds of pairs of super learners, or means over all super learners."""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ class StepRounds:
         self._loop = loop
         self._comm_rank = comm_rank
         self._check = check
-        # waits up to so many seconds, and returns whether the round begun last is over
+        # function that waits up to some seconds, and returns whether the round begun last is over
         self._over: Callable[[float], bool] | None = None
-        self._met: dict[
-            int, int
-        ] = {}  # exchanges with the round's peers before the round, by super_rank
+        # by super_rank of each peer of the round: number of exchanges with it before the round
+        self._met: dict[int, int] = {}
         self.look: Callable[[Collection[int] | None], object] = lambda peers: None
 
     def begin(self, number: int) -> None:
-        """Begin a round of the plan, which averages the models offered last.
+        """Begin a round of the strategy's plan, which averages the models that super learners offered last.
 
-        A mean of all first pauses the plan's gossip, until the engine's `resume`, so that the mean includes
-        all corrections.
+        A mean over all super learners first pauses the plan's gossip, until the engine's `resume`, so that
+        the mean includes all corrections.
 
         Args:
             number: number of the round, the same on all super learners.
@@ -70,7 +69,7 @@ class StepRounds:
             self._met = {peer: loop.met(rank) for peer, rank in ranks.items() if rank != NOBODY}
             self._over = functools.partial(self._pairs_over, loop)
             asked = ranks[rounds.row(number)[0]]
-            loop.begin_round(number + 1, asked)  # number 0 stands for gossip without rounds
+            loop.begin_round(number + 1, asked)  # + 1, as number 0 stands for gossip without rounds
             return
         if self._plan.width:
             loop.pause(True)
@@ -78,7 +77,7 @@ class StepRounds:
         self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
 
     def finish(self) -> None:
-        """Wait until the current round, if there is one, is over and its correction is in the open slot.
+        """Wait until the current round, if any, is over and its correction is in the buffer published next.
 
         Peers that have left or failed are not waited for. A mean of all continues without failed peers (under
         ULFM), and without peers that have left once their processes have exited.
@@ -92,7 +91,7 @@ class StepRounds:
             self._wait(self._loop, over)
 
     def _pairs_over(self, loop: Loop, seconds: float) -> bool:
-        """Whether every peer of the round has finished its exchange, left or failed."""
+        """Whether every peer of the round has finished its exchange of the round, has left or has failed."""
         finished = loop.finished()
         if not self._missing(loop):
             return True
@@ -100,7 +99,7 @@ class StepRounds:
         return False
 
     def _missing(self, loop: Loop) -> list[int]:
-        """Peers of the round that have neither finished their exchange, nor left or failed."""
+        """Return the peers of the round that have neither finished its exchange, nor left or failed."""
         states, ranks = loop.peers(), {peer: self._comm_rank(peer) for peer in self._met}
         return [
             peer

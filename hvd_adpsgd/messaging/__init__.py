@@ -1,1 +1,1 @@
-"""Messages between the learners of a job, and attempts of operations that consist of such messages."""
+"""Messages between the learners of a job, and attempts at operations that consist of such messages."""

@@ -1,4 +1,4 @@
-"""One attempt of an operation over all learners: collectives of the learners that are alive.
+"""One attempt at an operation over all learners: collectives of the learners that are alive.
 
 On one host, large arrays go through memory that all its learners map (host_memory). Between hosts they are
 sent as messages: small arrays in few steps, large ones in segments.
@@ -33,7 +33,7 @@ _WINDOW = 16 * SEGMENT  # bytes of a broadcast that are in flight at once
 
 
 class Attempt:
-    """One attempt of an operation: collectives of the learners that are alive, in the same order on all.
+    """One attempt at an operation over all learners: collectives of living learners, in one order on all.
 
     Args:
         messages: the Messages of all learners.
@@ -92,24 +92,24 @@ class Attempt:
         return found[0]
 
     def check(self) -> None:
-        """Raise AttemptAbandonedError if a learner of this attempt has failed or has left it."""
+        """Raise AttemptAbandonedError if a learner of this attempt at an operation has failed or left."""
         self._messages.check(self.number)
         if self._messages.agreement.excluded or not self._others.isdisjoint(self._messages.failed):
             raise AttemptAbandonedError
 
     def look(self) -> None:
-        """Receive messages, while this learner waits in shared memory and not for a message; then `check`."""
+        """Receive messages and `check`: for a learner that waits at a barrier in shared memory."""
         self._messages.poll()
         self._messages.look_around()
         self.check()
 
     def flush(self) -> None:
-        """Wait until the buffers of all messages that were sent may be changed."""
+        """Wait until the buffers of all sent messages may be changed."""
         if not self._messages.flush(self.check, self._ends):
             raise AttemptAbandonedError
 
     def _hosts(self, nbytes: int) -> Hosts | None:
-        """Return how the learners share memory; None if none do, or `nbytes` is too small for its barriers.
+        """Return which learners share a host's memory; None if none do, or if `nbytes` is not worth barriers.
 
         All learners of the attempt call this together.
         """
@@ -117,11 +117,11 @@ class Attempt:
             return None
         hosts = self._sharing.among(self)
         if hosts is not None:
-            self.flush()  # messages do not move while a learner sleeps at a barrier in memory
+            self.flush()  # messages do not move while a learner sleeps at a barrier in shared memory
         return hosts
 
     def _send_all(self, rank: int, data: Any) -> None:
-        """Send bytes, in segments, with their number in front, which the receiver does not know."""
+        """Send bytes in segments, preceded by the number of bytes, which the receiver does not know."""
         view = memoryview(data)
         self._send(rank, len(view).to_bytes(8, "little") + bytes(view[:SEGMENT]))
         for start in range(SEGMENT, len(view), SEGMENT):
@@ -138,7 +138,7 @@ class Attempt:
     # ---- collectives --------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all learners, by rank, sent pickled; in 1 step for few, log2 n steps for many.
+        """Return the values of all learners, by rank; in 1 step for few learners, in log2 n steps for many.
 
         Source: Bruck et al., Efficient algorithms for all-to-all communications in multiport
             message-passing systems, IEEE TPDS 1997.
@@ -162,7 +162,7 @@ class Attempt:
         return [pickle.loads(data) for data in everything]
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Overwrite a contiguous array with that of rank `root`; inside a host through shared memory."""
+        """Overwrite a contiguous array with the array of rank `root`; inside a host through shared memory."""
         data, hosts = array.reshape(-1).view(np.uint8), self._hosts(array.nbytes)
         self._next_phase()
         if hosts is None:
@@ -177,7 +177,7 @@ class Attempt:
         hosts.memory.broadcast(data, hosts.own.index(head), self)
 
     def _pass_down(self, data: Bytes, ranks: Sequence[int]) -> None:
-        """Broadcast `data` from the first of `ranks` to the others: a binomial tree, segment by segment."""
+        """Broadcast `data` from the first of `ranks` to the other ranks: a binomial tree, by segments."""
         mine, n = ranks.index(self.rank), len(ranks)
         parent = mine - (1 << (mine.bit_length() - 1)) if mine else None
         steps = [1 << k for k in range(mine.bit_length(), n.bit_length())]
@@ -194,7 +194,7 @@ class Attempt:
                 self.flush()  # bounds the memory of the copies that wait to be sent
 
     def allreduce(self, mine: NDArray[Any], combine: Any = np.add) -> NDArray[Any]:
-        """Return the arrays of all learners, combined element by element; the same bits on all of them.
+        """Return the arrays of all learners, combined element by element; the same bits on all learners.
 
         Args:
             mine: this learner's array; contiguous, with the same dtype and number of elements on all.
@@ -213,7 +213,7 @@ class Attempt:
         return self._combined(hosts, mine, combine)
 
     def _combined(self, hosts: Hosts, mine: NDArray[Any], combine: Any) -> NDArray[Any]:
-        """Combine in the memory of each host, then among one learner of each host, by messages."""
+        """Combine the arrays in each host's memory, then, by messages, among one learner of each host."""
         heads = [group[0] for group in hosts.groups]
         has_total = len(heads) == 1 or self.rank in heads
         total, everyone = np.empty_like(mine), range(len(hosts.own))
@@ -258,7 +258,7 @@ class Attempt:
         return results
 
     def _doubled(self, total: NDArray[Any], combine: Any) -> NDArray[Any]:
-        """Combine by recursive doubling; ranks beyond a power of two first send their arrays to a lower rank.
+        """Combine by recursive doubling; ranks beyond a power of two first send their arrays to lower ranks.
 
         The lower rank's operand comes first on both sides, so both have the same bits.
         """
@@ -303,7 +303,7 @@ class Attempt:
                 lambda part, other: combine(other, part, out=part),
                 ring,
             )
-        self.flush()  # the sums overwrite buffers that were sent
+        self.flush()  # the sums overwrite buffers of sent messages
         for step in range(n - 1):
             self._pass_on(blocks[(mine - step + 1) % n], blocks[(mine - step) % n], np.copyto, ring)
 
@@ -314,7 +314,7 @@ class Attempt:
         take_in: Callable[[Any, Any], object],
         ring: Sequence[int],
     ) -> None:
-        """Send `block` to the next rank of a ring; receive one from the rank before; both in segments.
+        """Send `block` to the next rank of a ring, and receive a block from the rank before, in segments.
 
         Args:
             block: the block to send.
@@ -356,13 +356,13 @@ class Attempt:
             self._pass_on(source, target, np.copyto, range(n))
 
     def barrier(self) -> None:
-        """Wait until all learners of the attempt have called this."""
+        """Wait until all learners of the attempt at the operation have called `barrier`."""
         self.gather(None)
 
     # ---- leaving ------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave the attempt, because of `error` if there is one, and make all other learners leave it too."""
+        """Leave the attempt at the operation, because of `error` if given; make all learners leave it."""
         rank = self.ranks[self.rank]
         self._messages.abandon(
             self._places, (type(error).__name__, str(error), rank) if error else None
@@ -383,7 +383,7 @@ def _in_order(combine: Any) -> Callable[[Sequence[NDArray[Any]], NDArray[Any]], 
 
 
 def gather_once(messages: Messages, value: Any, ends: float | None = None) -> list[Any] | None:
-    """Return the values of all learners of a communicator, by rank; None if one has failed or does not come.
+    """Return the values of all learners of a communicator, by rank; None if one has failed or is late.
 
     Args:
         messages: the Messages over the communicator.

@@ -1,9 +1,9 @@
-"""Large collectives of the learners of one host, through memory that they map.
+"""Collectives of large arrays among the learners of one host, through memory that all of them map.
 
 Arrays go through the memory block by block: while a block is combined, the next one is copied in and the
 previous one is copied out, so a block is still in the processors' caches when it is read. Between two blocks
-all learners wait at a barrier. If a learner fails, the others wait there until they find, by polling their
-messages, that it has failed.
+all learners wait at a barrier. If a learner fails, the others wait at the barrier until they find, by polling
+their messages, that it has failed.
 
 The memory is an unnamed file, so a process that is killed leaves no file behind. After an attempt that was
 not completed the memory is not used again (see Sharing): a learner that was stopped in the attempt, and was
@@ -30,7 +30,8 @@ from hvd_adpsgd.messaging.host_barrier import arrive, await_count
 __all__ = ["HostMemory", "Hosts", "Sharing", "Waiting", "alone"]
 
 _Array = NDArray[Any]
-Combine = Callable[[Sequence[_Array], _Array], object]  # arrays by place, and array for the result
+# arguments: arrays of the learners, by place, and the array for the result
+Combine = Callable[[Sequence[_Array], _Array], object]
 
 BLOCK = 2**19  # bytes of each learner's array that are combined in one step
 _HEAD = 64  # bytes before the blocks, which contain the count of the barrier
@@ -41,11 +42,11 @@ class Waiting(Protocol):
     """An object, such as an Attempt, that a learner calls while it waits at a barrier."""
 
     def look(self) -> None:
-        """Receive messages; raise if a learner has failed or has left the attempt."""
+        """Receive messages; raise if a learner has failed or has left the attempt at the operation."""
 
 
 class HostMemory:
-    """Collectives in memory that the learners of one host map; all call them together, in the same order.
+    """Collectives in memory that the learners of one host map; all call its methods in the same order.
 
     Args:
         memory: nbytes_for(size) bytes, mapped by all learners, initially zero.
@@ -57,7 +58,7 @@ class HostMemory:
         self.place, self.size = place, size
         self._count, self._target = memory[:_HEAD], 0
         rows = memory[_HEAD:].reshape(2, size + 1, BLOCK)
-        self._given = rows[:, :size]  # input blocks by turn (of two, in alternation) and place
+        self._given = rows[:, :size]  # input blocks, by parity of the step and by place
         self._result = rows[:, size]
         self._whole = memory[_HEAD:].reshape(2, -1)
 
@@ -115,7 +116,7 @@ class HostMemory:
         combine: Combine,
         givers: Sequence[int],
     ) -> None:
-        """Combine the part of a block that this learner combines for all."""
+        """Combine this learner's share of a block, for all learners of the host."""
         count = step[1] - step[0]
         part = slice(count * self.place // self.size, count * (self.place + 1) // self.size)
         given = [self._given[turn, place].view(dtype)[part] for place in givers]
@@ -171,7 +172,7 @@ class _Joined:
         self._ends = list(itertools.accumulate(sizes))
 
     def _pieces(self, start: int, end: int) -> list[tuple[slice, _Array]]:
-        """Return, for each array that overlaps [start, end), its slice of that range, and its part there."""
+        """Return, for each array that overlaps [start, end), its slice of the range and elements in it."""
         found, i = [], bisect.bisect_right(self._ends, start)
         begin = self._ends[i - 1] if i else 0
         while begin < end:
@@ -195,7 +196,7 @@ class _Joined:
 
 
 class Hosts(NamedTuple):
-    """How the learners of an attempt are spread over hosts, of which at least one has two learners.
+    """How the learners of an operation are spread over hosts, of which at least one has two learners.
 
     Attributes:
         groups: ranks in the attempt of the learners of each host, in the same order on all learners.
@@ -230,7 +231,7 @@ class Sharing:
         self._hosts: Hosts | None = None
 
     def among(self, attempt: _Member) -> Hosts | None:
-        """Return how the learners of an attempt share memory; all of them call this together.
+        """Return which learners of an attempt at an operation share a host; all of them call this together.
 
         The memory is made anew if the attempt has other learners than the last one.
 
@@ -243,7 +244,7 @@ class Sharing:
         return self._hosts
 
     def forget(self) -> None:
-        """Drop the memory, after an attempt that was not completed; all learners do so together."""
+        """Drop the shared memory after an uncompleted attempt at an operation; all learners do this."""
         self._ranks = self._hosts = None
 
 
@@ -268,7 +269,8 @@ def _met(attempt: _Member, host: Any) -> Hosts | None:
     if area is None or not all(mapped):
         return None
     with contextlib.suppress(OSError):
-        area.madvise(mmap.MADV_DONTFORK)  # else a forked child of a learner would keep the memory
+        # else a forked child of a learner would keep the memory mapped
+        area.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(area, dtype=np.uint8, count=nbytes)
     return Hosts(groups, own, HostMemory(memory, own.index(attempt.rank), len(own)))
 

@@ -4,7 +4,7 @@ One private communicator carries the messages. ULFM's revoke, shrink and agree a
 several threads use MPI, Open MPI's agree gives different answers on different learners, and shrink calls it.
 
     Messages      sends, receives, knows which learners have failed, moves the agreement's messages
-    Attempt       one attempt of an operation: collectives of the learners that are alive (attempt.py)
+    Attempt       one attempt at an operation: collectives of the learners that are alive (attempt.py)
 
 Every attempt ends with one agreement, so an attempt has the number of its decision. A message carries the
 number of its attempt in its tag. A message of an attempt that is over is received and dropped; one of the
@@ -39,21 +39,20 @@ __all__ = [
     "Messages",
 ]
 
-COMPLETE, NO_ERROR = 1, 2  # flags of a vote: this learner has the result; it has raised no error
+# flags of a vote: this learner has the result; this learner has raised no error
+COMPLETE, NO_ERROR = 1, 2
 
-_SPAN, CHANNELS = (
-    2**13,
-    2**9,
-)  # tag = number % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
-# channels of messages; from FIRST_PHASE on, one for each collective of an attempt in turn
+# MPI tag of a message = number of its attempt % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
+_SPAN, CHANNELS = 2**13, 2**9
+# channels of messages; from FIRST_PHASE on, one for each collective of an attempt at an operation, in turn
 _AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
-FEW = 16  # up to so many learners, each sends to all: fewer steps, but n^2 messages
+FEW = 16  # up to so many learners, each learner sends to all: fewer steps, but n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
 _PATIENCE_S = 1.0  # longest wait for the message with the error for which a learner left an attempt
 
 
 class AttemptAbandonedError(Exception):
-    """A learner has left this attempt, or has failed; never raised to the user.
+    """A learner has left this attempt at an operation, or has failed; never raised to the user.
 
     Attributes:
         reason: (class name, text, rank) of the error for which a learner has left the attempt, or None.
@@ -115,7 +114,7 @@ class Messages:
         self._believe_reported()
 
     def flush(self, check: Callable[[], object] | None = None, ends: float | None = None) -> bool:
-        """Wait until the buffers of all messages sent may be changed; return False after `ends`."""
+        """Wait until the buffers of all sent messages may be changed; return False if `ends` comes first."""
         return self.wait(lambda: not self.transport.is_sending, check, ends)
 
     def _send_agreement(self) -> None:
@@ -130,7 +129,7 @@ class Messages:
         check: Callable[[], object] | None = None,
         ends: float | None = None,
     ) -> bool:
-        """Receive until `done()`; sleeps between polls, so that a waiting learner frees its core.
+        """Receive messages until `done()`; sleep between polls, so that a waiting learner frees its core.
 
         Args:
             done: called after each poll; returns whether to stop.
@@ -207,7 +206,7 @@ class Messages:
             self._relay()
 
     def _forget(self) -> None:
-        """Drop messages and errors of attempts that are over."""
+        """Drop messages and errors of attempts at operations that are over."""
         current = self.agreement.number
         for key in [k for k in self._inbox if k[1] != _LAST and k[0] < current]:
             del self._inbox[key]
@@ -215,7 +214,7 @@ class Messages:
             del self.abandoned[number]
 
     def _relay(self) -> None:
-        """Forward the decision: another learner may still wait for it, and the coordinator may have failed.
+        """Forward the last decision: a learner may still wait for it, and the coordinator may have failed.
 
         Otherwise that learner would wait until this one comes to its next operation. The decision is sent to
         the living learners 1, 2, 4, ... places further, which forward it as well.
@@ -234,7 +233,7 @@ class Messages:
     # ---- failures -----------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Look for failures and call `at_wait`, after no message has arrived for a while."""
+        """Check for failed learners and call `at_wait`, after no message has arrived for a while."""
         self.look_for_failures()
         self.at_wait()
 
@@ -248,7 +247,7 @@ class Messages:
             self.believe_failed(self.transport.failed)
 
     def believe_failed(self, places: set[int]) -> None:
-        """Mark the learners at `places` as failed, for good; the agreement's messages notify the others."""
+        """Mark the learners at `places` as failed, for good; the agreement's messages notify the rest."""
         before = self.agreement.number
         for place in sorted(places - self.failed):
             self.failed.add(place)
@@ -258,47 +257,47 @@ class Messages:
     # ---- attempts and decisions ---------------------------------------------------------------
 
     def check(self, number: int) -> None:
-        """Raise AttemptAbandonedError if another learner has left the attempt `number`."""
+        """Raise AttemptAbandonedError if another learner has left attempt `number` at an operation."""
         if number in self.abandoned:
             raise AttemptAbandonedError(self.abandoned[number], is_told=True)
 
     def abandon(self, places: Sequence[int], reason: tuple[str, str, int] | None) -> None:
-        """Notify the learners at `places` that this one leaves the running attempt: they then leave it."""
+        """Notify the learners at `places` that this one leaves the attempt at an operation: all leave it."""
         message = pickle.dumps(reason)
         for place in places:
             if place != self.place:
                 self.send(place, _ABANDON, message)
 
     def tell_waiting(self, facts: Any) -> None:
-        """Notify all other learners that this one waits in the running attempt; `facts` are sent along."""
+        """Notify all others that this learner waits in the running attempt at an operation; send `facts`."""
         message = pickle.dumps(facts)
         for place in range(self.size):
             if place != self.place:
                 self.send(place, _WAITS, message)
 
     def reason(self, number: int) -> tuple[str, str, int] | None:
-        """Return the error for which a learner left the attempt; wait up to _PATIENCE_S for its message."""
+        """Return the error that ended attempt `number` at an operation, which comes within _PATIENCE_S."""
         self.wait(
             lambda: self.abandoned.get(number) is not None, ends=time.monotonic() + _PATIENCE_S
         )
         return self.abandoned.get(number)
 
     def take(self, number: int, channel: int, place: int) -> Bytes | None:
-        """Return the next message of this attempt, channel and sender; None if it has not arrived."""
+        """Return the next message of attempt `number` on `channel` from `place`; None if none has arrived."""
         arrived = self._inbox.get((number, channel, place))
         return arrived.popleft() if arrived else None
 
     def vote(self, flag: int, digest: int = 0) -> int:
-        """Vote for the next decision; return its number."""
+        """Vote on the outcome of the running attempt at an operation; return the number of the decision."""
         before = self.agreement.number
-        if self.agreement.excluded:  # `decision` then raises
+        if self.agreement.excluded:  # this learner was declared failed: `decision` raises
             return before
         number = self.agreement.vote(flag, digest)
         self._after_agreement(before)
         return number
 
     def decision(self, number: int, ends: float | None = None) -> Decision | None:
-        """Wait for the decision `number` and return it; None after `ends`, of time.monotonic.
+        """Wait for the learners' decision `number`, and return it; None after `ends`, of time.monotonic.
 
         Raises:
             LearnerFailedError: if the other learners have declared this learner failed.
@@ -320,7 +319,7 @@ class Messages:
         self.flush(ends=ends)
 
     def say_left(self, places: Sequence[int], fails: bool = False) -> None:
-        """Notify all other learners that those at `places` leave; callable on any thread, also in operations.
+        """Notify all other learners that the learners at `places` leave; callable on any thread, at any time.
 
         Args:
             places: places of the learners that leave.

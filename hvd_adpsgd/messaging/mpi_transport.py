@@ -27,13 +27,13 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 
 SEGMENT = 2**19  # largest number of bytes of a message (pickled ones may be larger)
-_SPARES = 8  # segments kept for later messages: fresh memory costs a page fault per 4 KiB
-_LOOKS = 16  # calls of MPI per look for failures; Open MPI polls the launcher in every 8th call
+_SPARES = 8  # most buffers of whole segments kept for later messages: new memory costs a page fault per 4 KiB
+_LOOKS = 16  # MPI calls per check for failures: Open MPI polls the launcher in every 8th call
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Moves messages between the places 0, 1, ... of a communicator; one thread at a time.
+    """Moves messages between the places (ranks) 0, 1, ... of a communicator; one thread at a time.
 
     Attributes:
         failed: places whose process is known to have ended; messages to these are dropped.
@@ -137,7 +137,8 @@ class MpiTransport:
         self.failed: set[int] = set()
         self._acknowledged: set[int] = set()
         self._comm = comm
-        self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}  # by source, in order
+        # by source: (request, buffer, tag) of unfinished receives, in the order of sending
+        self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}
         self._sending: list[tuple[Any, Any]] = []  # (request, buffer) of unfinished sends
         self._spare: list[Bytes] = []  # buffers of whole segments, for reuse
         self._status = MPI.Status()
@@ -193,7 +194,7 @@ class MpiTransport:
             return None
 
     def _receive(self, message: Any) -> None:
-        """Start to receive a matched message; those of one source are delivered in the order of sending."""
+        """Start to receive a matched message; messages of a source are delivered in the order of sending."""
         status = self._status
         source, tag = status.source, status.tag
         count = status.Get_count(self._byte)
@@ -233,7 +234,7 @@ class MpiTransport:
             self._spare.append(buffer)
 
     def look_for_failures(self) -> None:
-        """Update `failed` from MPI, and acknowledge the failures: else MPI refuses to receive from others."""
+        """Update `failed` from MPI, and acknowledge failures: else MPI refuses to receive from any source."""
         if not ulfm_enabled():
             return
         with contextlib.suppress(self._mpi_exception):
@@ -244,6 +245,6 @@ class MpiTransport:
                 self.failed |= found
 
     def _require_failure(self, error: Any) -> None:
-        """Raise `error`, of MPI, again unless it reports the failure of a process."""
+        """Raise the mpi4py exception `error` again, unless it reports the failure of a process."""
         if not is_failure(error):
             raise error

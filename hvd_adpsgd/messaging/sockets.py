@@ -28,12 +28,12 @@ from hvd_adpsgd.messaging.mpi_transport import Bytes
 
 __all__ = ["Communicator", "Hub"]
 
-_HEAD = struct.Struct("=ii")  # communicator, tag
+_HEAD = struct.Struct("=ii")  # in front of each message: number of its communicator, tag
 _CHANNEL = 0  # the only channel of the wire that is used
 _NOBODY = -1
 _EMPTY = np.empty(0, dtype=np.uint8)
 
-_Inbox = deque[tuple[int, int, Bytes]]  # sender, tag, bytes
+_Inbox = deque[tuple[int, int, Bytes]]  # (rank of the sender, tag, bytes) of each message
 
 
 class Hub:
@@ -56,9 +56,8 @@ class Hub:
         self.rank, self.size = rank, size
         self.ended: set[int] = set()
         self.heard = {rank}
-        self._lock = (
-            threading.Lock()
-        )  # operations over all learners, shutdown and `_tend` run on different threads
+        # operations over all learners, shutdown and `_tend` use the wire on different threads
+        self._lock = threading.Lock()
         self._inboxes: dict[int, _Inbox] = defaultdict(deque)
         self._made = 0
         self._freed: set[int] = set()
@@ -76,9 +75,9 @@ class Hub:
         return self._connections.address_of(rank)
 
     def communicator(self, ranks: Sequence[int]) -> Communicator | None:
-        """Make a communicator of these learners; None on other learners. All learners call this together."""
+        """Make a communicator of the learners `ranks`; None on others. All learners call this together."""
         number = self._made
-        self._made += 2  # one number for its messages, one for the messages of its allgather
+        self._made += 2  # numbers of the communicator's messages, and of its allgather's messages
         return Communicator(self, number, ranks) if self.rank in ranks else None
 
     def send(self, rank: int, number: int, tag: int, data: Any) -> None:
@@ -115,12 +114,12 @@ class Hub:
         if self._wire.fileno() < 0:  # the wire is closed
             time.sleep(seconds)
             return
-        poll = select.poll()  # one per call, because several threads may wait at once
+        poll = select.poll()  # one poll object per call, because several threads may wait at once
         poll.register(self._wire, select.POLLIN)
         poll.poll(1e3 * seconds)
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Update `ended` for the learners `ranks`, with connections to them: these end with their process."""
+        """Update `ended` for the learners `ranks` by connecting: a connection ends with the process."""
         with self._lock:
             for rank in ranks:
                 if rank != self.rank and rank not in self.ended:
@@ -129,7 +128,7 @@ class Hub:
             self._note_ended(look=True)
 
     def _tend(self) -> None:
-        """Confirm messages that have arrived, and repeat those lost with a connection, between operations.
+        """Between operations, confirm received messages, and repeat messages that a connection has lost.
 
         Runs on the connections' thread, for which `close` waits while it has the lock; so it must not wait
         for the lock.
@@ -164,7 +163,7 @@ class Hub:
 
 
 class Communicator:
-    """A group of learners, numbered by rank, that communicates over a Hub; the names are those of mpi4py.
+    """A group of learners, numbered by rank, that communicates over a Hub, with methods as in mpi4py.
 
     It is also a Transport of plain messages (mpi_transport), which copies buffers at once.
 
@@ -175,7 +174,7 @@ class Communicator:
     """
 
     ends: float | None = None
-    is_busy = False  # `pause` ends when bytes can move
+    is_busy = False  # False, as `pause` ends when bytes can move
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
         self.hub, self.ranks = hub, tuple(ranks)
@@ -222,12 +221,12 @@ class Communicator:
 
     @property
     def failed(self) -> set[int]:
-        """Places whose process has ended."""
+        """Places (ranks in this communicator) of learners whose process has ended."""
         return {self._places[rank] for rank in self.hub.ended if rank in self._places}
 
     @property
     def is_sending(self) -> bool:
-        """Whether bytes wait to be sent, of this or another communicator: they move only while polled."""
+        """Whether bytes of this or another communicator wait to be sent: bytes move only while polled."""
         return self.hub.is_sending
 
     def send(self, place: int, tag: int, data: Any) -> None:
@@ -246,15 +245,15 @@ class Communicator:
         self.hub.wait(seconds)
 
     def recycle(self, buffer: Bytes) -> None:
-        """Do nothing: each message has memory of its own."""
+        """Do nothing: each received message has memory of its own."""
 
     def look_for_failures(self) -> None:
-        """Look whether the living learners 1, 2, 4, ... ranks further have ended; others report the rest."""
+        """Check if living learners 1, 2, 4, ... ranks further have ended; other learners check the rest."""
         living = [rank for rank in self.ranks if rank not in self.hub.ended]
         mine, steps = living.index(self.hub.rank), range((len(living) - 1).bit_length())
         self.hub.look([living[(mine + (1 << k)) % len(living)] for k in steps])
 
     def look_at_all(self) -> set[int]:
-        """Look whether each learner has ended; return the places of those that have."""
+        """Check whether each learner has ended; return the places of the ended learners."""
         self.hub.look(self.ranks)
         return self.failed

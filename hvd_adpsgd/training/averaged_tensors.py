@@ -53,19 +53,19 @@ class AveragedTensors:
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
-        # whether it is known, from the first step, that no DDP averages them, too
+        # whether the first step has found that no DistributedDataParallel averages the parameters' gradients
         self._alone = False
-        # for parameters on devices, a Staging per shard; that of the own shard last, as it checks for NaN
-        # after all corrections are applied
+        # for parameters on devices: a Staging per shard, which copies to and from the engine; that of the own
+        # shard last, as it checks for NaN after all corrections are applied
         self._stagings: list[Staging] = []
 
     @property
     def are_staged(self) -> bool:
-        """Whether a tensor is on a GPU, so that all are copied to and from the engine's memory."""
+        """Whether a tensor is on a GPU, so that all tensors are copied to and from the engine's memory."""
         return bool(self._stagings)
 
     def add(self, named: Named) -> None:
-        """Average these tensors, too, from the next step on. All learners of the super learner call it.
+        """Average tensors `named`, too, from the next step on; all learners of the super learner call this.
 
         Raises:
             ModelMismatchError: on every learner of the super learner, if learners add different tensors.
@@ -86,7 +86,7 @@ class AveragedTensors:
             self._alone = True
 
     def bind(self, memory: ModelMemory) -> None:
-        """From now on, copy parameters on devices to and from `memory`, an engine's memory."""
+        """Set the engine's memory: parameters on devices are copied to and from `memory` from now on."""
         self.memory = memory
         if self.parameters.staged:
             own = min(self.world.inner_rank, self.shards - 1)
@@ -99,33 +99,33 @@ class AveragedTensors:
                 staging.bind(memory.shards[number], self.parameters.tensors)
 
     def release(self) -> None:
-        """Stop copies to and from the engine's memory, until another one is bound."""
+        """Stop copies between devices and the engine's memory, until `bind` sets another memory."""
         for staging in self._stagings:
             staging.release()
 
     def close(self) -> None:
-        """End copies to and from the engine's memory for good: that memory is freed next."""
+        """End copies between devices and the engine's memory for good: that memory is freed next."""
         for staging in self._stagings:
             staging.close()
 
     def before_update(self) -> None:
-        """Let devices, not the host, wait for copies of the parameters before the optimizer changes these."""
+        """Let devices, not the host, wait for copies of the parameters, which the optimizer changes next."""
         for staging in self._stagings:
             staging.before_update()
 
     def settle(self) -> None:
-        """Wait until devices have applied the last corrections and the mirror holds the copied parameters."""
+        """Wait until devices have applied the last corrections and copied the parameters to the engine."""
         for staging in self._stagings:
             staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
-        """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
+        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
 
         Args:
             engine: the engine whose memory is bound.
             step: number of the trainer's step.
-            waits: whether to wait until devices have done both. Else the engine offers the model to peers
-                when its copy is complete.
+            waits: whether to wait until devices have added and copied. Else the engine offers the model to
+                peers when its copy is complete.
 
         Returns:
             The last step whose parameters were found not to be finite; None if all are finite. Without
@@ -155,7 +155,7 @@ class AveragedTensors:
         return None if finite else step
 
     def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Add the pending corrections to copies of the tensors; they stay pending. Leaders only.
+        """Add corrections that the tensors have not received yet to copies of the tensors. Leaders only.
 
         Args:
             copies: by id of the averaged tensor, its copy: contiguous, on the host, float64 for float64
@@ -167,7 +167,7 @@ class AveragedTensors:
         self.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Drop the 16-bit rounding errors kept for `tensors`, whose values were replaced in a pause."""
+        """Drop the 16-bit rounding errors kept for `tensors`, which were replaced in a pause of averaging."""
         replaced = {id(tensor) for tensor in tensors}
         mine = enumerate(self.parameters.tensors)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])

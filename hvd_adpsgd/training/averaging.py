@@ -1,4 +1,4 @@
-"""The averaging of one optimizer: order of a step's gradients, optimizer, corrections, offer and round."""
+"""The averaging of one optimizer: the order of what a step does, from gradients to the offer of the model."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Averaging:
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
         optimizer: the wrapped optimizer, None once it is freed.
-        super_learner: the learners that step together.
-        pauses: depth of nested pauses.
+        super_learner: the learners that step together with the optimizer.
+        pauses: depth of nested pauses of averaging.
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
     """
 
@@ -84,17 +84,17 @@ class Averaging:
 
     @property
     def engine(self) -> Engine:
-        """Return the present engine, which exchanges with the peers; `move_to` may replace it."""
+        """Return the present engine, which exchanges models with peers; `move_to` may replace it."""
         return self.engines.current
 
     @property
     def _lands_later(self) -> bool:
-        """Whether a step waits neither for devices to copy the model nor for their check for NaN."""
+        """Whether steps go on before devices have copied the model to the engine and checked it for NaN."""
         waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
         return self.tensors.are_staged and not waits
 
     def move_to(self, world: World, engine: Engine) -> None:
-        """Replace world and engine after a super learner has joined; between steps, in a pause."""
+        """Replace world and engine after a super learner has joined; between steps, as averaging pauses."""
         self.engines.replace(engine)
         self.world = self.tensors.world = self.super_learner.world = world
         engine.memory.inner = world.inner
@@ -128,8 +128,8 @@ class Averaging:
         """Prepare for the submission of `count` of the step's `total` gradients to Horovod.
 
         The leader publishes corrections before it submits the last gradient: when that all-reduce is over,
-        every learner of the super learner may read the slot. If it published later, the slot could change
-        while a learner reads it.
+        every learner of the super learner may read the published corrections. If the leader published later,
+        their buffer (slot) could change while a learner reads it.
         """
         if self._submitted == 0:
             self.require_running()
@@ -141,7 +141,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-        """Context manager around a step: checks tensors and engine; if the step raises, its round is owed.
+        """Context manager around a step: checks tensors and engine; if the step raises, its round runs later.
 
         Args:
             groups: the optimizer's param_groups.
@@ -149,7 +149,9 @@ class Averaging:
         self.require_running()
         self.engine.check()
         self.tensors.require_known(groups)
-        if self.world.inner_size == 1:  # with several learners before_gradient() has checked them
+        if (
+            self.world.inner_size == 1
+        ):  # with several learners before_gradient() has checked the tensors
             self.tensors.parameters.check()
         self.order.entered()
         if self.restart:
@@ -202,7 +204,7 @@ class Averaging:
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:
-        """Prepare the averaged gradients for the optimizer; False if there is none yet to step with.
+        """Prepare the averaged gradients for the optimizer; return False if it has none to step with yet.
 
         With delayed_gradients, the first step has no mean gradient of a step before.
         """
@@ -233,7 +235,7 @@ class Averaging:
             _report_nonfinite(self)
 
     def _collect(self) -> bool:
-        """Apply pending corrections, then refresh the mirror; return whether all parameters are finite."""
+        """Apply pending corrections, copy the model to the engine; return whether every value is finite."""
         if self._averages_gradients:  # before_optimizer() has applied this step's corrections
             return self.absorb()
         self._publish_inside()
@@ -244,8 +246,10 @@ class Averaging:
         return finite
 
     def _offer(self, finite: bool, in_step: bool = True) -> None:
-        """Offer the model to peers; with `in_step`, begin the round and count the step."""
-        if not self._lands_later:  # else staging offers the model when its copy is complete
+        """Offer the model to peers; with `in_step`, also begin the round that is due, and count the step."""
+        if (
+            not self._lands_later
+        ):  # else staging offers the model when its copy to the engine is complete
             self.engine.offer(self.step, finite)
         self.engines.tell_membership()
         if in_step:
@@ -253,7 +257,7 @@ class Averaging:
             self.step += 1
 
     def _round(self) -> None:
-        """Begin the round that is due after this step, if any; wait for it if `Rounds.waits`."""
+        """Begin the round that is due after this step, if any; wait for the round if `Rounds.waits`."""
         rounds = self.plan.in_step
         if rounds is None or not rounds.is_due(self.step):
             return
@@ -262,16 +266,16 @@ class Averaging:
         if not rounds.waits:
             return
         self.rule.before_round()
-        self.take_in()  # waits for the round, as publishing does
+        self.take_in()  # publishing waits for the round
         self.rule.after_round()
         self.absorb()
         self.engine.resume()
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Run owed rounds before an operation over all learners; else the operation and a round deadlock.
+        """Run the rounds of skipped steps before an operation over all learners; else they deadlock.
 
-        A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if a
+        A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if an
         operation over all learners comes between synchronize() and step().
         """
         if self.stopped or self._steps.inside or self.plan.in_step is None or self.engine.failed:
@@ -280,7 +284,7 @@ class Averaging:
         self._run_owed_rounds()
 
     def _run_owed_rounds(self) -> None:
-        """Run the owed rounds of skipped steps with the current parameters.
+        """Run the rounds of skipped steps, for which peers wait, with the current parameters.
 
         Raises:
             UnsupportedOptimizerError: if the strategy refuses skipped steps.
@@ -292,15 +296,15 @@ class Averaging:
 
     def take_in(self) -> bool:
         """Publish and apply the corrections received so far; return whether all parameters are finite."""
-        self.tensors.settle()  # while a copy to the mirror runs, a publication is postponed
+        self.tensors.settle()  # while parameters are being copied to the engine, a publication is deferred
         self._publish_inside()
         return self.absorb()
 
     def _publish_inside(self) -> None:
-        """Publish corrections, unless this step's gradient all-reduce has made a published slot readable.
+        """Publish corrections, unless this step's gradient all-reduce has made published ones readable.
 
         If a learner has called join(), nothing is published, as that learner does not enter the barrier:
-        corrections stay in the open slot.
+        corrections stay in the engine's open buffer.
         """
         if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
@@ -308,11 +312,11 @@ class Averaging:
                 self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
-        """Add the published corrections, if any, to the tensors; then copy these to the engine's mirror.
+        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
 
         Args:
-            waits: whether to wait until devices have done both. Else the model is offered to peers when its
-                copy is complete.
+            waits: whether to wait until devices have added and copied. Else the model is offered to peers
+                when its copy is complete.
 
         Returns:
             Whether every parameter is finite; without `waits`, in steps whose check devices have finished.
@@ -331,7 +335,7 @@ class Averaging:
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and notify the peers, in bounded time; also called by hvd.shutdown()."""
         self.retire(why)
-        # pop() may find the list empty: another thread stops it, too
+        # pop() may find the list empty: another thread stops this averaging, too
         with contextlib.suppress(IndexError):
             while True:
                 self.at_stop.pop()()
@@ -347,8 +351,8 @@ def _report_nonfinite(averaging: Averaging) -> None:
     where = f" ({names})" if names else ""
     message = (
         f"step {averaging.nonfinite_step}: the model of super learner {averaging.world.super_rank} holds "
-        f"NaN or Inf{where}; it is not offered to the others. Lower the learning rate, warm it up, or "
-        "clip gradients; if they are clipped, look at the last batch. "
+        f"NaN or Inf{where}; it is not offered to other super learners. Lower the learning rate, warm it up, "
+        "or clip gradients; if they are clipped, look at the last batch. "
         "HVD_ADPSGD_NONFINITE=skip trains on alone until the model is finite."
     )
     if raises:

@@ -42,7 +42,8 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
     """
     plan = averaging.plan
     waits = plan.in_step is not None and plan.in_step.waits
-    leaves_nothing = plan.width == 0 and waits  # each step applies all corrections of its round
+    # no correction is left: each step applies all of its round
+    leaves_nothing = plan.width == 0 and waits
     if averaging.step and not averaging.pauses and not leaves_nothing:
         log.warning(
             "a state is loaded after step %d, outside `with hvd.averaging_paused():`. Pending corrections of "
@@ -56,7 +57,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
     if reason:
         log.warning("%s: the strategy starts anew with the loaded model.", reason)
         return
-    averaging.step = state["step"]  # the same on all super learners, else their rounds never match
+    averaging.step = state["step"]  # equal on all super learners, else their rounds never match
     averaging.restart = averaging.step == 0
     if foreign := _belongs_elsewhere(averaging, state):
         averaging.restart = True

@@ -73,7 +73,7 @@ def agree(world: World, spec: Callable[[], AveragingSpec]) -> AveragingSpec:
 
 
 def _require_same_arguments(world: World, doing: str, arguments: list[str]) -> None:
-    """Raise StrategyMismatchError on every learner if an argument differs on one."""
+    """Raise StrategyMismatchError on every learner if an argument differs between two learners."""
     found = _first_difference(world, doing, arguments)
     if found is None:
         return
@@ -106,7 +106,7 @@ def require_same_sets(world: World, doing: str, ranks: Sequence[int]) -> None:
 
 
 def require_same(world: World, doing: str, tensors: list[str]) -> None:
-    """Raise ModelMismatchError on every learner if the descriptions of its tensors differ on one."""
+    """Raise ModelMismatchError on every learner if descriptions of tensors differ between learners."""
     found = _first_difference(world, doing, tensors)
     if found is not None:
         first, other, mine, theirs = found
@@ -135,13 +135,13 @@ def _first_difference(
     told = world.collectives.gather(doing, facts if world.rank in (first, other) else None)
     by_rank = dict(zip(world.collectives.ranks, told, strict=True))
     if first not in by_rank or other not in by_rank:
-        # one of the two failed after it had sent its digest: compare the surviving learners
+        # one of these two learners failed after it had sent its digest: compare the surviving learners
         return _first_difference(world, doing, facts)
     return first, other, by_rank[first], by_rank[other]
 
 
 def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise ModelMismatchError on every learner of the super learner if the tensors differ on one."""
+    """Raise ModelMismatchError on every learner of the super learner if tensors differ between two."""
     told = allgather_object(world.inner, described(named))
     for inner_rank, other in enumerate(told):
         if other != told[0]:

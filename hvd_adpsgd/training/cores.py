@@ -1,4 +1,4 @@
-"""CPU cores reserved for engines' threads (HVD_ADPSGD_ENGINE_CPUS); thread count of passes over a model."""
+"""CPU cores reserved for engines' threads (HVD_ADPSGD_ENGINE_CPUS); threads that apply corrections."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def plan(asked: str, learners: Sequence[Learner]) -> list[Cores]:
         others = tuple(core for core in learner.cores if core not in kept)
         if not others:
             raise ConfigError(
-                f"{NAME}={asked}: a learner may use cores {_text(learner.cores)} only, and would have none. "
-                "Give other cores, or auto."
+                f"{NAME}={asked}: a learner may use cores {_text(learner.cores)} only, and the "
+                "engines would take all of these. Give other cores, or auto."
             )
         mine: tuple[int, ...] = ()
         if learner.has_engine and kept:
@@ -167,7 +167,7 @@ def _bind(cores: Cores, before: tuple[int, ...]) -> str | None:
     """Bind all threads of this process to `cores.others`; return why that failed, None if it did not."""
     try:
         if cores.engine:
-            # a trial: raises if the process may not use these cores
+            # a trial, which raises if the process may not use these cores
             os.sched_setaffinity(0, cores.engine)
             os.sched_setaffinity(0, before)
         _bind_threads(cores.others)
@@ -185,12 +185,12 @@ def _release(before: tuple[int, ...]) -> None:
 
 def _bind_threads(cores: Sequence[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread), cores)
 
 
 def pass_threads(learners: int) -> int:
-    """Return the number of threads for this learner's pass over its model.
+    """Return the number of threads with which this learner applies corrections to its model.
 
     As many as torch has, but no more than this learner's share of the host's cores: without OMP_NUM_THREADS
     torch has one thread per core in every learner.

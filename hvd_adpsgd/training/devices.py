@@ -138,7 +138,7 @@ class Cuda:
         if memory.size == 0:
             return False
         code = self._register(memory)
-        # for memory that had this address before: copies would go to its pages
+        # registered for freed memory that had this address: copies would go to the old pages
         if code == _REGISTERED:
             self.unpin(memory)
             code = self._register(memory)
@@ -158,7 +158,7 @@ class Cuda:
             start, portable = memory.ctypes.data, 1
             code = int(torch.cuda.cudart().cudaHostRegister(start, memory.size, portable))
         if code:
-            # clears the error: CUDA raises it at the next launch
+            # clear the error of cudaHostRegister, which CUDA raises at the next launch
             with contextlib.suppress(RuntimeError):
                 torch.zeros((), device=self.device)
         return code

@@ -56,7 +56,7 @@ class Engines:
         try:
             tensors.bind(self.current.memory)
         except BaseException:
-            self.current.stop()  # the caller gets no reference to it
+            self.current.stop()  # stop here: the caller gets no reference to the engine
             self.current.release()
             raise
 
@@ -75,7 +75,7 @@ class Engines:
         )
 
     def for_new_group(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
-        """Make an engine for the job with a joining super learner, in the memory of the paused engine.
+        """Make an engine for the job that includes a joining super learner, in the paused engine's memory.
 
         Args:
             offer: description of the job that includes the joining super learner.
@@ -102,7 +102,7 @@ class Engines:
     def replace(self, engine: Engine) -> None:
         """Replace the current engine, in a pause between steps. Exchange counters restart at 0."""
         old = self.current
-        # before `events`, which would miss what the thread adds later; `release` frees the events
+        # stop before `events`, which would miss events that the thread adds later; `release` frees the events
         old.stop()
         self._record.events(old)
         self._tensors.release()
@@ -111,8 +111,11 @@ class Engines:
         self._tensors.bind(engine.memory)
 
     def inner_barrier(self) -> None:
-        """Barrier of the super learner; after it the published slot is readable, and no other one is read."""
-        self._tensors.settle()  # devices may still read a slot
+        """Wait at a barrier of the super learner, which makes the published corrections (slot) readable.
+
+        After the barrier no learner reads another slot.
+        """
+        self._tensors.settle()  # devices may still read a buffer of corrections
         self._super_learner.barrier()
         self.current.memory.all_met()
 
@@ -124,7 +127,7 @@ class Engines:
         """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead."""
         news = self.current.report() if self._world.is_leader else []
         if any(state is PeerState.FAILED for _, state in news):
-            # its learners may have left in order, not failed
+            # the learners of a failed peer may have left in order
             self._world.collectives.look_for_departures()
         return news
 
@@ -142,7 +145,7 @@ class Engines:
         self._record.events(self.current)
         self._tensors.close()
         self.current.release()
-        self._tensors.memory = self.current.memory  # after release() that memory is empty
+        self._tensors.memory = self.current.memory  # after release() the engine's memory is empty
 
     @property
     def _world(self) -> World:
@@ -181,12 +184,13 @@ class Engines:
             for specs in self._tensors.specs if memory is None else ():
                 engine.memory.extend(specs)
         engine.start(gather)
-        atexit.unregister(engine.stop)  # at exit hvd.shutdown() stops it, and reports failures
+        # at exit hvd.shutdown() stops the engine, and reports failures
+        atexit.unregister(engine.stop)
         return engine
 
 
 def _gather_from_counterparts(world: World, has_shard: bool, value: Any) -> list[Any]:
-    """Return the values of the same shard's learners, by rank in `outer`; None for a failed one.
+    """Return the values of all learners with this learner's shard, by rank in `outer`; None for a failed one.
 
     A collective of all learners.
     """

@@ -53,18 +53,18 @@ class Gradients:
 
     def __init__(self) -> None:
         self.averaged = self.by_backward = False
-        self._awaited = 0  # number of gradients that the set under way needs
+        self._awaited = 0  # number of gradients that the set of gradients under way needs
         self._computed: dict[torch.Tensor, _Mark] = {}
         self._submitted: dict[torch.Tensor, _Mark] = {}
         self._averaged: dict[torch.Tensor, _Mark] = {}
 
     def computed(self, parameter: torch.Tensor) -> None:
-        """Note that backward() has computed a parameter's gradient, or has added to it."""
+        """Record that backward() has computed a parameter's gradient, or has added to it."""
         if parameter not in self._submitted:
             self._computed[parameter] = _Mark.of(parameter)
 
     def submit(self, parameters: Parameters, trained: Collection[torch.Tensor]) -> bool:
-        """Note that the gradients of `parameters` are submitted to Horovod.
+        """Record that the gradients of `parameters` are submitted to Horovod.
 
         Args:
             parameters: parameters whose gradients are submitted.
@@ -93,7 +93,7 @@ class Gradients:
         return list(self._computed)
 
     def missing(self, parameters: Parameters) -> list[torch.Tensor]:
-        """Return those of `parameters` that are not frozen and whose gradients are not yet with Horovod."""
+        """Return those of `parameters` that are not frozen and whose gradients Horovod lacks."""
         return [p for p in parameters if p.requires_grad and p not in self._submitted]
 
     def changed(self) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ class Gradients:
         return [p for p, mark in marks.items() if not mark.is_as_it_was(p)]
 
     def average(self, parameters: Parameters, by_backward: bool) -> None:
-        """Note that the gradients of `parameters` are averaged, in backward() or by a later call."""
+        """Record that the gradients of `parameters` are averaged, in backward() or by a later call."""
         self._submitted.clear()
         self._computed.clear()
         self._averaged = {p: _Mark.of(p) for p in parameters}
@@ -116,7 +116,7 @@ class Gradients:
         return [p for p in parameters if p in marks and p.grad is not None and marks[p].is_of(p)]
 
     def is_same(self, in_place: bool) -> bool:
-        """Whether no averaged gradient was replaced by another tensor; with `in_place`, also not changed."""
+        """Whether no averaged gradient was replaced by another tensor; with `in_place`, also none changed."""
         test = _Mark.is_as_it_was if in_place else _Mark.is_of
         return self.averaged and all(test(mark, p) for p, mark in self._averaged.items())
 
@@ -141,7 +141,7 @@ class Gradients:
         self._computed.clear()
 
 
-_STEPPED, _BITS = range(2)  # columns
+_STEPPED, _BITS = range(2)  # columns of Replacements._rows
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -163,7 +163,7 @@ class Replacements:
         self._mine = self._rows[rank]
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
-        """Write the checksum of the gradients `replaced` with which this learner steps after `sets` sets."""
+        """Write a checksum of gradients `replaced` with which a learner steps after `sets` averaged sets."""
         self._mine[sets % 2] = sets + 1, _bits(replaced)
 
     def differ(self, sets: int) -> bool:

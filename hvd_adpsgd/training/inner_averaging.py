@@ -62,7 +62,7 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
     with self._averaging.super_learner.reducing():
         handle = submit(self._horovod)
     is_last = self._gradients.submit(parameters, self._requires_update)
-    # else submit_missing() adds a frozen one
+    # else submit_missing() has submitted the gradient of a frozen parameter
     in_backward = any(p.requires_grad for p in parameters)
     if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
         self._averaging.super_learner.mates.submitted()
@@ -79,7 +79,7 @@ def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
         _require_no_accumulation(self, parameters)
         self._averaging.before_gradient(len(parameters), len(self._requires_update))
     except AdpsgdError:
-        if not self._handles:  # else the all-reduces of other gradients are running
+        if not self._handles:  # no all-reduce of another gradient is running
             for parameter in self._allreduce_delay:
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
             self._group_counts = dict.fromkeys(self._group_counts, 0)
@@ -87,7 +87,7 @@ def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
 
 
 def watch_computed(self: Any, nodes: Iterable[Any]) -> None:
-    """Register hooks on autograd nodes that note each gradient which backward() has computed."""
+    """Register hooks on autograd nodes that record each gradient which backward() has computed."""
     # Horovod's Adasum optimizer uses gradients inside backward()
     if hasattr(self, "_starting_models"):
         return
@@ -119,7 +119,7 @@ def drop_hooks(wrapped: Any) -> None:
 
 
 def _average_after_backward(self: Any) -> None:
-    """Average gradients at the end of backward(), unless a mate lacks some and waits for this learner."""
+    """Average gradients at the end of backward(), unless a learner lacks some and waits for this one."""
     if not self._handles:  # no handles are left, as a hook has called step() or synchronize()
         return
     averaging = self._averaging
@@ -129,7 +129,7 @@ def _average_after_backward(self: Any) -> None:
 
 
 def completion_of(self: Any) -> Callable[[], bool]:
-    """Return a function: whether Horovod has finished, with or without an error, the submitted gradients."""
+    """Return a function that tells whether Horovod is done, also with an error, with submitted gradients."""
     handles = [h for handle, _ in self._handles.values() for h in _pollable(handle)]
     return lambda: all(map(horovod.poll, handles))
 
@@ -144,7 +144,7 @@ def _pollable(handle: Any) -> list[int]:
 
 
 def synchronize(self: Any) -> None:
-    """Wait until the gradients are averaged in the super learner; averages them if backward() has not."""
+    """Wait until the gradients are averaged in the super learner; average them if backward() has not."""
     gradients = self._gradients
     if gradients.averaged and gradients.by_backward and not self._handles:
         self._averaging.require_running()
@@ -213,7 +213,7 @@ def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> No
     if changed:
         mates.refuses()
     submit_missing(self)
-    # backward() has waited for the mates
+    # backward() has waited for the other learners
     are_averaged = None if by_backward else completion_of(self)
     with averaging.reducing(len(self._requires_update), again, are_averaged):
         self._horovod.synchronize(self)
@@ -241,7 +241,7 @@ def submit_missing(self: Any) -> None:
 
 
 def _reduced(self: Any) -> Iterable[torch.Tensor]:
-    """Return the parameters whose gradients are averaged; () if they need not be compared later.
+    """Return the parameters whose gradients are averaged; () if these need not be compared later.
 
     Later comparisons detect replaced gradients in a super learner of several learners, and a repeated
     synchronize() with a strategy in step.
@@ -334,7 +334,7 @@ def lay_out_gradient(parameter: torch.Tensor) -> None:
 
 
 class Reducible:
-    """The user's compression; in addition reduces bfloat16, which Horovod cannot, as float32.
+    """The user's compression, which reduces bfloat16 gradients as float32: Horovod cannot reduce bfloat16.
 
     Horovod gets an alias of the gradient with a separate version counter. Horovod mostly writes to the memory
     without torch, but without NCCL it copies its result to a GPU by an in-place operation, which would

@@ -19,7 +19,8 @@ __all__ = ["Mates"]
 
 _COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3  # between two polls; Horovod's own cycle is 1 ms
+# seconds between two polls; Horovod's own cycle is 1 ms
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
 
 class Mates:
@@ -59,7 +60,7 @@ class Mates:
         self._mine[_ASKED] = self.sets << 32
 
     def submitted(self) -> None:
-        """Note that every gradient of this learner's present set is submitted, or will be without a wait."""
+        """Record that each gradient of this learner's present set is submitted, or will be without a wait."""
         self._mine[_COMPLETE] = self.sets + 1
 
     def late(self) -> list[int]:
@@ -71,7 +72,7 @@ class Mates:
         return late & (self._rows[:, _JOINED] == 0)
 
     def closes(self) -> None:
-        """Note that this learner submits no more gradients."""
+        """Record that this learner submits no more gradients."""
         self._mine[_CLOSED] = 1
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:
@@ -79,25 +80,25 @@ class Mates:
         return [rank for rank in ranks if self._rows[rank, _CLOSED]]
 
     def refuses(self) -> None:
-        """Note, before the last gradient is submitted, that no learner may step with the set under way."""
+        """Record, before submitting the last gradient, that no learner may step with the present set."""
         self._mine[_REFUSED + self.sets % 2] = self.sets + 1
 
     def refusing(self) -> list[int]:
-        """Return the inner ranks of the learners that have refused the set averaged last."""
+        """Return the inner ranks of learners that refuse to step with the set of gradients averaged last."""
         refused = self._rows[:, _REFUSED + (self.sets - 1) % 2].tolist()
         return [rank for rank, sets in enumerate(refused) if sets == self.sets]
 
     def loses_quorum(self) -> None:
-        """Note, before a gradient of the set under way is submitted, that no learner steps with that set."""
+        """Record, before submitting a gradient of the present set, that no learner may step with that set."""
         self._mine[_QUORUM] = self._mine[_QUORUM] or self.sets + 1
 
     def regains_quorum(self) -> None:
-        """Note, between two sets, that this learner knows of a quorum again."""
+        """Record, between two sets of gradients, that this learner knows of a quorum again."""
         self._mine[_QUORUM] = 0
 
     @property
     def lack_quorum(self) -> bool:
-        """Whether no learner may step with the set that was averaged last.
+        """Whether no learner may step with the set of gradients averaged last, as the quorum is lost.
 
         The same on all learners, whenever they read it: it depends on the number of the set alone.
         """
@@ -105,17 +106,17 @@ class Mates:
         return bool(((lost > 0) & (lost <= self.sets)).any())
 
     def asks(self) -> None:
-        """Note that this learner begins an operation over all learners, or over the super learner."""
+        """Record that this learner begins an operation over all learners, or over the super learner."""
         self._asked += 1
         self._mine[_ASKED] = (self.sets << 32) + self._asked
 
     def joins(self) -> None:
-        """Note that this learner makes no more steps until all learners have called join()."""
+        """Record that this learner makes no more steps until all learners have called join()."""
         self._mine[_JOINED] = self.sets + 1
 
     @property
     def is_away(self) -> bool:
-        """Whether this learner has called join() and waits for other learners to call it."""
+        """Whether this learner has called join() and waits for other learners to call join()."""
         return bool(self._mine[_JOINED])
 
     def returns(self, sets: int) -> None:
@@ -124,7 +125,7 @@ class Mates:
         self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
-        """Whether learner `rank` contributed zeros to the set that was averaged last.
+        """Whether learner `rank`, in join(), contributed zeros to the set of gradients averaged last.
 
         The same on all learners that contribute gradients, whenever they read it: it depends on the number of
         the set alone.
@@ -133,11 +134,11 @@ class Mates:
         return bool(0 < joined <= self.sets)
 
     def someone_has_joined(self) -> bool:
-        """Whether any learner contributed zeros to the set that was averaged last."""
+        """Whether any learner, in join(), contributed zeros to the set of gradients averaged last."""
         return any(map(self.has_joined, range(len(self._rows))))
 
     def all_submit(self, others: Iterable[Mates], are_averaged: Callable[[], bool]) -> bool:
-        """Wait until every learner of the super learner has submitted the set that this one has submitted.
+        """Wait until all learners of the super learner have submitted the set that this one has submitted.
 
         Args:
             others: the `Mates` of the other optimizers of this learner.
@@ -163,7 +164,7 @@ class Mates:
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
-        """Return, by inner rank, whether a learner is ahead in operations or in another optimizer's sets."""
+        """Return, by inner rank, whether a learner is ahead of this one in operations or other optimizers."""
         ahead: NDArray[np.bool_] = self._rows[:, _ASKED] > self._mine[_ASKED]
         for other in others:
             ahead |= other._rows[:, _COMPLETE] > other._mine[_COMPLETE]

@@ -39,11 +39,13 @@ _HOROVODS = {
     if each.opname == "STORE_ATTR"
 }
 _METHODS = {k for k, v in vars(_DistributedOptimizer).items() if isinstance(v, types.FunctionType)}
-_METHODS |= {"add_param_group", "close", "state_dict"}  # methods that wrapped optimizers add
-_COUNTS = (
-    "_wrapped_by_lr_sched",
-    "_with_counter",
-)  # attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
+_METHODS |= {
+    "add_param_group",
+    "close",
+    "state_dict",
+}  # methods that this library adds to wrapped optimizers
+# attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
+_COUNTS = ("_wrapped_by_lr_sched", "_with_counter")
 
 
 # ---- wrapping -----------------------------------------------------------------------------------
@@ -78,8 +80,9 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
     """
     parent = type(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer.__setstate__({})  # for a wrapper class that has not called torch's constructor
-    # the class is freed late; a strong reference would keep tensors alive
+        # sets torch's attributes if a wrapper class has not called torch's constructor
+        optimizer.__setstate__({})
+    # weak, because the class below is freed late, and would keep the optimizer's tensors alive
     plain = weakref.ref(optimizer)
 
     def share(self: Any, params: Any) -> None:
@@ -95,7 +98,7 @@ _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.We
 
 
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
-    """Register hooks by which the plain optimizer follows the wrapped one, in place of an earlier wrapping's.
+    """Register hooks by which the plain optimizer follows the wrapped one; remove those of an earlier call.
 
     Args:
         optimizer: the plain optimizer, which shares its hooks with `wrapped`.
@@ -137,10 +140,11 @@ def _refuse_plain_step(
 
 
 def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
-    """Count a step on the plain optimizer, where its schedulers check that step() comes before theirs."""
+    """Count a step on the plain optimizer, whose schedulers check that it steps before they do."""
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
-        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1  # older torch reads this
+        # older torch reads this counter
+        optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def set_options(
     optimizer: torch.optim.Optimizer, new: list[dict[str, Any]], held: list[dict[str, Any]]
 ) -> None:
-    """Set the options of each param_group to `new`; tensors are written into those of `held` that fit."""
+    """Set the options of each param_group to `new`; write tensors into fitting tensors of `held`."""
     for group, values, before in zip(optimizer.param_groups, new, held, strict=True):
         group.update({k: _written(before.get(k), value) for k, value in values.items()})
 

@@ -91,7 +91,7 @@ class Parameters:
         self._addresses = np.zeros(0, dtype=np.uintp)
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-        """Add the tensors that are not averaged yet; return name, shape and dtype of these, for the layout.
+        """Add the tensors that are not averaged yet; return name, shape and dtype of each added one.
 
         Raises:
             ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
@@ -112,18 +112,17 @@ class Parameters:
         return specs
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._known  # self.tensors keeps them alive
+        return id(tensor) in self._known  # ids stay unique, as self.tensors keeps the tensors alive
 
     def addresses(self) -> NDArray[np.uintp]:
-        """Return the address of each tensor's memory, or of its contiguous copy, which this fills."""
+        """Return the address of each tensor's memory, or of its contiguous copy, which this call fills."""
         reached = self.tensors
         if not all(map(torch.Tensor.is_contiguous, self.tensors)):
             reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
         elif self._copies:
             self._copies.clear()
-        self._addresses[:] = list(
-            map(torch.Tensor.data_ptr, reached)
-        )  # map runs in C: there may be thousands of tensors
+        # map runs in C: there may be thousands of tensors
+        self._addresses[:] = list(map(torch.Tensor.data_ptr, reached))
         return self._addresses
 
     def write_back(self) -> None:
@@ -200,7 +199,7 @@ def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether elements of the tensor share memory with each other, as those of an expanded one do."""
+    """Whether elements of the tensor share memory with each other, as elements of an expanded tensor do."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

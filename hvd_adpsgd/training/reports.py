@@ -19,7 +19,7 @@ def metrics() -> dict[str, Any]:
 
     On every learner: steps, steps_per_s, and the seconds of steps by part: inner_allreduce_s (backward() or
     step() waits for the super learner's gradients), optimizer_s (the user's optimizer), collect_s (applying
-    corrections and copying the model to the engine's mirror), offer_s (offering the model to peers), each
+    corrections and copying the model to the engine's memory), offer_s (offering the model to peers), each
     with a moving average `*_ema_s`; nonfinite_steps. For the whole process: global_operations (number of
     operations over all learners, such as allreduce) and global_operations_s (their seconds, waits included).
 

@@ -8,13 +8,13 @@ __all__ = ["Steps"]
 
 
 class _Place(enum.Enum):
-    BETWEEN = enum.auto()  # the last step has ended
+    BETWEEN = enum.auto()  # between steps: the last step has ended
     AVERAGED = enum.auto()  # the super learner's gradients are averaged, step() has not begun
     INSIDE = enum.auto()  # step() is running
 
 
 class Steps:
-    """The steps of one super learner, and the rounds that it owes to its peers under a strategy in step.
+    """The steps of one super learner, and the rounds of averaging for which its peers still wait.
 
     With a strategy in step, peers expect one round per set of averaged gradients, whether or not step() runs.
     If step() is skipped after the gradients are averaged (GradScaler does on overflow) or raises, peers still
@@ -31,20 +31,20 @@ class Steps:
         self._ahead = False  # whether the round of the next step was already run, before step()
 
     def averaged(self) -> None:
-        """Note that the super learner's gradients are averaged; no effect inside step() (for a closure)."""
+        """Record that the super learner's gradients are averaged; no effect inside step() (for a closure)."""
         if self._place is _Place.INSIDE:
             return
         self.owed += self._place is _Place.AVERAGED
         self._place, self._ahead = _Place.AVERAGED, False
 
     def all_wait(self) -> None:
-        """Count the round of averaged gradients as owed: an operation over all learners comes next."""
+        """Count the round of averaged gradients as owed to peers, before an operation over all learners."""
         if self._place is _Place.AVERAGED:
             self.owed += 1
             self._place, self._ahead = _Place.BETWEEN, True
 
     def begin(self) -> None:
-        """Note that step() begins."""
+        """Record that step() begins."""
         self._place = _Place.INSIDE
 
     @property
@@ -58,11 +58,11 @@ class Steps:
         return not self._ahead
 
     def leave(self) -> None:
-        """Note that step() returns or raises; if it raised before its round began, the round is owed."""
+        """Record that step() returns or raises; if it raised before its round, peers are owed that round."""
         if self._place is _Place.INSIDE:
             self.owed += self.due
             self.end()
 
     def end(self) -> None:
-        """Note that step() has ended, with its round."""
+        """Record that step() and its round have ended."""
         self._place, self._ahead = _Place.BETWEEN, False

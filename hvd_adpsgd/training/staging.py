@@ -1,6 +1,7 @@
 """Asynchronous copies between parameters on GPUs and the host memory that the engine averages.
 
-One step of a leader, per device; `down` (to the host) and `up` (to the device) are streams of this module:
+The mirror is the engine's copy of the model in host memory, a slot is a buffer of corrections. One step of a
+leader, per device; `down` (to the host) and `up` (to the device) are streams of this module:
 
     trainer's stream      down                          up
     optimizer
@@ -54,7 +55,8 @@ __all__ = ["PIECE_NBYTES", "Staging"]
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20
-_MOST_PIECES = 32  # per model: CUDA queues about 1000 operations, then a launch blocks the host
+# most pieces per model: CUDA queues about 1000 operations, then a launch blocks the host
+_MOST_PIECES = 32
 _REPLACES = 2  # REPLACES of store.pxd: the slot holds new parameters in place of corrections
 
 Submit = Callable[[Callable[[], None]], "Future[None]"]
@@ -87,14 +89,14 @@ class Staging:
         self._table: _Table | None = None
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
-        self._fit = True  # whether the model in the mirror is finite
-        # by address; bool: pin() succeeded
+        self._fit = True  # whether the engine's copy of the model (mirror) is finite
+        # by address of the memory: whether pin() succeeded, the device, the memory
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}
         # unpin before the memory is freed: else copies to memory that gets its address later go to old pages
         weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
-        """From now on, copy `tensors` to and from `memory`. No copy may be running."""
+        """Set the engine's memory, to and from which `tensors` are copied. No copy may be running."""
         where = [self._devices(tensor) for tensor in tensors]
         self._table = _Table(memory, tensors, self._piece_nbytes)
         for device in dict.fromkeys(where):
@@ -105,7 +107,7 @@ class Staging:
         self._pin(memory)
 
     def _pin(self, memory: ShardMemory) -> None:
-        """Page-lock the memory that copies use, once: memory locked through one device is locked for all."""
+        """Page-lock the memory that copies use, once: memory locked for one device is locked for all."""
         away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
         for area in memory.areas:
             for part in (area.shared.memory, area.mirror if area.shared.front is None else None):
@@ -115,11 +117,11 @@ class Staging:
     def absorb(
         self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
     ) -> None:
-        """Let the devices apply the readable slot; on the leader, let them copy parameters to the mirror.
+        """Let devices apply readable corrections; on the leader, let them copy parameters to the engine.
 
         Args:
             step: the trainer's step of these parameters.
-            wants: whether to copy the parameters also if no slot is readable (and no copy is running).
+            wants: whether to copy the parameters also without readable corrections (if no copy is running).
             offer: called with the step of the model in the mirror and whether that is finite: in another
                 thread when the copy is complete; at once, if no copy is made.
 
@@ -189,7 +191,7 @@ class Staging:
             lane.before_update()
 
     def settle(self) -> None:
-        """Wait until the devices have done all copies and the mirror holds the parameters."""
+        """Wait until the devices have done all copies, and the engine's copy holds the parameters."""
         self._await_devices()
         self._landed()
 
@@ -206,7 +208,7 @@ class Staging:
             # the device failed: training raises this error, or has raised it
             log.warning("copies of the model from its device ended: %s", error)
         _unpin(self._pinned)
-        self._lanes.clear()  # lanes refer to the memory, too, and would keep it alive
+        self._lanes.clear()  # lanes refer to the engine's memory, too, and would keep that memory alive
         self._table = None
 
     def close(self) -> None:
@@ -247,7 +249,7 @@ class _Check(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks of one dtype whose entries in a slot are of one kind; at most a piece.
+    """A run: consecutive chunks of one dtype and one kind of corrections; no longer than a piece.
 
     Attributes:
         part: number of the part of the layout.
@@ -262,7 +264,7 @@ class _Run(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Consecutive elements of a tensor, and their positions in the corrections and in the mirror of a run.
+    """A span: consecutive elements of a tensor, and their positions in the engine's memory of a run.
 
     Attributes:
         tensor: number of the tensor.
@@ -279,7 +281,7 @@ class _Span(NamedTuple):
 
 
 class _Table:
-    """The engine's memory of a model as torch tensors, and its division into pieces, runs and spans."""
+    """The engine's memory of a model as torch tensors, divided into pieces, runs and spans for copies."""
 
     def __init__(self, memory: ShardMemory, tensors: Sequence[torch.Tensor], piece_nbytes: int):
         self.memory = memory
@@ -297,7 +299,7 @@ class _Table:
         return self.memory.areas[run.part]
 
     def first_chunk(self, run: _Run) -> int:
-        """Return the number of the run's first chunk among the chunks of all parts."""
+        """Return the number of the first chunk of a run of chunks, among the chunks of all layout parts."""
         part = self.parts[run.part]
         return part.last_chunk - len(part.chunks) + run.first
 
@@ -306,11 +308,11 @@ class _Table:
         return found
 
     def wide(self, run: _Run) -> torch.dtype:
-        """Return the dtype of a run's corrections."""
+        """Return the dtype of the corrections for a run of chunks."""
         return torch.float64 if self.dtype(run) == torch.float64 else torch.float32
 
     def _cut(self, number: int) -> Iterator[_Run]:
-        """Yield the pieces of part `number`, as runs of kind 0."""
+        """Yield the pieces of layout part `number`, one copy each, as runs without corrections (kind 0)."""
         chunks, places = self.parts[number].chunks, self.memory.areas[number].places
         first = 0
         for i in range(1, len(chunks) + 1):
@@ -320,7 +322,7 @@ class _Table:
                 first = i
 
     def runs(self, slot: int) -> list[_Run]:
-        """Return all chunks as runs, split where the kind of the slot's entries changes."""
+        """Return all chunks as runs, split where the kind of corrections in buffer `slot` changes."""
         if slot == NO_SLOT:
             return self._pieces
         return [run for piece in self._pieces for run in self._split(piece, slot)]
@@ -332,7 +334,7 @@ class _Table:
             yield _Run(piece.part, piece.first + a, piece.first + b, int(kinds[a]))
 
     def corrections(self, run: _Run, slot: int) -> torch.Tensor:
-        """Return a view of the corrections that the slot holds for the run."""
+        """Return a view of the corrections for a run of chunks in buffer `slot`."""
         places, wide = self.area(run).places, self.wide(run)
         last = self.parts[run.part].chunks[run.last - 1].count * _itemsize(wide)
         return self._slots[run.part][slot][places[run.first] : places[run.last - 1] + last].view(
@@ -340,7 +342,7 @@ class _Table:
         )
 
     def mirror(self, run: _Run) -> torch.Tensor:
-        """Return a view of the run's part of the mirror (leader only)."""
+        """Return a view of a run of chunks in the engine's copy of the model, the mirror (leader only)."""
         chunks, memory = self.parts[run.part].chunks, self._mirrors[run.part]
         assert memory is not None
         last = chunks[run.last - 1]
@@ -348,7 +350,7 @@ class _Table:
         return memory[chunks[run.first].offset : end].view(self.dtype(run))
 
     def spans(self, run: _Run, mine: dict[int, list[tuple[int, int, int, int]]]) -> list[_Span]:
-        """Return the spans of a run that belong to the tensors in `mine`.
+        """Return the elements (spans) of a run of chunks that belong to the tensors in `mine`.
 
         Args:
             run: the chunks.
@@ -372,7 +374,7 @@ def _itemsize(dtype: torch.dtype) -> int:
 
 
 def _append(spans: list[_Span], span: _Span) -> None:
-    """Append a span, or lengthen the last span if the new one continues it everywhere."""
+    """Append a span, or lengthen the last one if this continues it in tensor and memory."""
     if spans:
         last = spans[-1]
         end = (last.start + last.length, last.wide + last.length, last.narrow + last.length)
@@ -383,7 +385,7 @@ def _append(spans: list[_Span], span: _Span) -> None:
 
 
 def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last element in the mirror, `last` excluded, of each group of contiguous spans."""
+    """Yield, for each group of contiguous spans, its first and last (excluded) element in the mirror."""
     first = last = 0
     for span in spans:
         if span.narrow != last:
@@ -399,7 +401,7 @@ def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
 
 
 class _Lane:
-    """The streams, buffers and copies of one device.
+    """A lane: the streams, buffers and copies of one device.
 
     Attributes:
         busy: events after the last operations that this lane has queued.
@@ -412,10 +414,11 @@ class _Lane:
         self._corrections, self._copies = device.empty(0), device.empty(0)
         self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
         self._spans: dict[_Run, list[_Span]] = {}
-        self._flat: dict[int, torch.Tensor] = {}  # kept until the streams have used these tensors
+        # flat views, kept until the streams have used them
+        self._flat: dict[int, torch.Tensor] = {}
 
     def bind(self, table: _Table, tensors: list[int]) -> None:
-        """Copy those tensors of the table that are on this device: `tensors`, by number."""
+        """Set the engine's memory, `table`, and the numbers of its tensors that are on this lane's device."""
         self._table, self._tensors = table, tensors
         self._spans.clear()
         self._mine.clear()
@@ -429,7 +432,7 @@ class _Lane:
         self._copies = self.device.empty(max(copies, default=0))
 
     def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
-        """Queue copies of the tensors to the mirror, with `copies`, and then the slot's corrections."""
+        """Queue adding the corrections of buffer `slot`; before that, if `copies`, copies to the engine."""
         current = self.device.current()
         ready = current.record()
         self._up.wait(ready)
@@ -477,7 +480,7 @@ class _Lane:
         return [self._flat[s.tensor][s.start : s.start + s.length] for s in spans]
 
     def _copy(self, run: _Run) -> Event | None:
-        """Queue the copy of a run to the mirror; return the event after which its tensors may change."""
+        """Queue the copy of a run of chunks from device to engine (mirror); return the event at its end."""
         spans = self._spans_of(run)
         if not spans:
             return None
@@ -498,7 +501,7 @@ class _Lane:
         return self._down.record()
 
     def _correct(self, run: _Run, slot: int, copied: Event | None) -> None:
-        """Queue the corrections of a run, after its copy to the mirror if there is one (event `copied`)."""
+        """Queue the corrections for a run of chunks, after event `copied` (the end of its copy), if given."""
         spans = self._spans_of(run)
         if not spans:
             return

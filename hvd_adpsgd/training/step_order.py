@@ -16,8 +16,8 @@ from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
 __all__ = ["StepOrder"]
 
-# Seconds in a wait for a mate's gradients: until the first check whether that mate waits in an operation,
-# between two such checks, and between two polls of its counter.
+# Seconds in a wait for a mate (learner of the same super learner): until the first check whether the mate
+# waits in an operation, between two such checks, and between two polls of the mate's counter.
 _LATE_S, _AGAIN_S, _PAUSE_S = 1.0, 0.1, 1e-3
 
 
@@ -39,7 +39,7 @@ class StepOrder:
         self._thread = threading.get_ident()
 
     def entered(self) -> None:
-        """Note that the calling thread makes this optimizer's steps."""
+        """Record that the calling thread makes this optimizer's steps."""
         self._thread = threading.get_ident()
 
     def averaged_sets(self) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class StepOrder:
             time.sleep(_PAUSE_S)
 
     def _require_mates(self, late: list[int]) -> None:
-        """Raise CollectiveMismatchError if a mate in `late` (inner ranks) never submits its gradients."""
+        """Raise CollectiveMismatchError if a learner in `late` (inner ranks) never submits its gradients."""
         mates, world, step = (
             self._super_learner.mates,
             self._super_learner.world,
@@ -89,7 +89,9 @@ class StepOrder:
                 self.averaged_sets, mates.sets, [ranks[mate] for mate in late]
             )
         except CollectiveMismatchError as error:
-            if self._in_step:  # the round of this step needs that mate, so it can never run
+            if (
+                self._in_step
+            ):  # the round of this step needs that learner, so the round can never run
                 self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 

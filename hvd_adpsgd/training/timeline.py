@@ -76,7 +76,7 @@ class StepRecord:
 
 
 def _open_timeline(world: World) -> Timeline | None:
-    """Return this learner's file of HVD_ADPSGD_TIMELINE, opened once per job; None if that is not set."""
+    """Return this learner's file of HVD_ADPSGD_TIMELINE, opened once per job; None if not set."""
     global _shared_timeline
     path = world.config.timeline
     if path is None or _shared_timeline is not None:

@@ -71,7 +71,10 @@ class UpdateRule:
 
 
 class _BlockMomentum(UpdateRule):
-    """w(t) = w(t-1) + D(t), D(t) = eta D(t-1) + zeta (mean - s(t)); see PeriodicAveraging."""
+    """Momentum D over blocks of steps, added to the model w: w(t) = w(t-1) + D(t); see PeriodicAveraging.
+
+    D(t) = eta D(t-1) + zeta (mean - s(t)), where s(t) is the model at the start of the block of steps.
+    """
 
     def __init__(self, model: Named, law: laws.BlockMomentum):
         super().__init__(model)
@@ -102,7 +105,10 @@ class _BlockMomentum(UpdateRule):
 
 
 class _SlowModel(UpdateRule):
-    """m' = mu m + eta bar(w - p) + eta (bar(p) - p), w' = p' = p + m'; see NoLoCo."""
+    """A slow model p with momentum m that follows the averaged model w; see NoLoCo.
+
+    m' = mu m + eta bar(w - p) + eta (bar(p) - p), w' = p' = p + m', where bar is the mean of a pair.
+    """
 
     own = True
 
@@ -182,7 +188,7 @@ class _Accelerate(UpdateRule):
         self._before = []
 
     def settle(self) -> None:
-        """Set both models to their middle x + h/2, whose mean exchanges do not change."""
+        """Set x and the second model, x + h, to their middle x + h/2, whose mean exchanges do not change."""
         torch._foreach_add_(self.model, self._distance, alpha=1 / 2)
         torch._foreach_zero_(self._distance)
 

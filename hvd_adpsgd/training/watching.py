@@ -40,16 +40,16 @@ logger = logging.getLogger("hvd_adpsgd")
 _MOST, _LONGEST = 64, 128  # most names of scalars, and most characters of a name
 _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
-# so no leader opens a page for a moment when leaders leave one after the other at the end of a job
+# seconds before a new first leader opens its page: else each would, as leaders leave at the end of a job
 _TAKEOVER_S = 3.0
-_SILENT_S = 10.0  # after so long as suspect, the first leader counts as gone: the next one reports
+_SILENT_S = 10.0  # seconds after which a suspect leader counts as gone, and the next one reports
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
 _SIZED = (torch.Tensor, np.ndarray, np.generic)
-_scalars: dict[str, Any] = {}  # by name: a float, or a tensor on a GPU whose value is not read yet
+_scalars: dict[str, Any] = {}  # scalars by name: a float, or a tensor on a GPU that is not read yet
 _full = False  # whether the warning about too many names was logged
 _running: list[Watcher] = []
-_outlet: Outlet | None = None  # set by log_to
+_outlet: Outlet | None = None  # where log_to sends
 
 
 # ---- what the script logs ------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Watcher:
         config = world.config
         self._membership = world.membership
         self._joining = world.collectives.joining
-        # a joining leader serves the page only if no other leader does after a while
+        # a joining leader opens the dashboard's page late, as another leader may serve it already
         self._replaces = self._joining
         self._every_s = config.report_s
         self._record: Record | None = None
@@ -186,7 +186,8 @@ class Watcher:
             self._record.write("start", time_s=time.time(), **_about(world))
         self._board: Board | None = None
         self._dashboard: Dashboard | None = None
-        self._first_since: float | None = None  # since when this leader is the first living one
+        # time since which this leader is the first living one
+        self._first_since: float | None = None
         if config.dashboard is not None:
             self._board = Board(world.membership.names, _about(world), config.report_s)
             self._dashboard = Dashboard(
@@ -196,16 +197,17 @@ class Watcher:
         self._sampler = Sampler(world.super_size)
         self._alerts = Alerts(world.membership.names)
         self._states = [PeerState.ALIVE] * world.super_size
-        # by super_rank: since when it is suspect, time.monotonic
+        # suspect super learners by super_rank: since when, time.monotonic
         self._suspect: dict[int, float] = {}
-        # by super_rank: "suspect" or "failed", and since when, time.time
+        # super learners in trouble, by super_rank: "suspect" or "failed", and since when, time.time
         self._ill: dict[int, tuple[str, float]] = {}
-        # by super_rank: time of its last report in the record
+        # by super_rank: time of the super learner's last report in the record
         self._recorded: dict[int, float] = {}
         self._watched: weakref.ref[Averaging] | None = None
         # held by `look`, which the trainer's thread calls, too, when an averaging stops
         self._lock = threading.Lock()
-        self._shown: tuple[dict[int, Report], int, set[int]] | None = None  # what log_to sends
+        # what log_to sends: reports by super_rank, own super_rank, living super learners
+        self._shown: tuple[dict[int, Report], int, set[int]] | None = None
         self.rests, self.cpu_s = False, 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="hvd_adpsgd.watching")
@@ -242,13 +244,13 @@ class Watcher:
         self._send(last=True)
 
     def _send(self, last: bool = False) -> None:
-        """Send to the writer of log_to; not inside `look`, as the trainer would wait for a slow writer."""
+        """Send new numbers to the writer of log_to; not inside `look`, for which the trainer may wait."""
         outlet, shown = _outlet, self._shown
         if outlet is not None and shown is not None:
             outlet.send(time.monotonic(), *shown, last=last)
 
     def look(self, stopping: Averaging | None = None) -> None:
-        """Report, record and warn once; an error ends this thread's work, not the training.
+        """Report on the super learner, write the record and warn, once; an error ends this thread only.
 
         Args:
             stopping: an averaging that stops next: its last report is recorded, however recent the one before
@@ -261,7 +263,7 @@ class Watcher:
             return  # hvd.shutdown() or another hvd.init() is under way
         except Exception as error:
             self._over.set()
-            logger.error("the view of the run ends, training continues: %s", error, exc_info=True)
+            logger.error("monitoring of the run ends, training continues: %s", error, exc_info=True)
 
     def _look(self, world: World, stopping: Averaging | None) -> None:
         averaging, last = stopping or next(iter(live()), None), stopping is not None
@@ -297,7 +299,7 @@ class Watcher:
     def _write(
         self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
     ) -> None:
-        """Record this super learner's report; on the first living leader also peers' without a file here."""
+        """Record this super learner's report; the first living leader also records peers without file."""
         record = self._record
         if record is None:
             return
@@ -336,21 +338,21 @@ class Watcher:
             self._dashboard.open()
 
     def _note_joined(self, world: World) -> None:
-        """Note that this super learner, which replaces a failed one, has joined."""
+        """Record and show that this super learner, which replaces a failed one, has joined."""
         if self._joining and not world.collectives.joining:
             self._joining = False
             i = world.super_rank
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
 
     def _note_grown(self, world: World, size: int) -> None:
-        """Note the new super learners of a job that now has `size` of them."""
+        """Record and show the new super learners of a job that now has `size` super learners."""
         for i in range(len(self._states), size):
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
             self._states.append(PeerState.ALIVE)
         self._sampler = Sampler(size)
 
     def _note_states(self, world: World, now_s: float) -> None:
-        """Note which super learners have become suspect, have answered again, left, failed or joined."""
+        """Record and show which super learners became suspect, answered again, left, failed or joined."""
         states = list(world.membership.states)
         if len(states) > len(self._states):
             self._note_grown(world, len(states))
@@ -383,7 +385,7 @@ class Watcher:
             self._board.event(event)
 
     def _note_end(self) -> None:
-        """Note that this super learner has ended its training, unless it ends because of a failure."""
+        """Record and show that this super learner has ended its training, unless after a failure."""
         own = self._membership.own
         if self._joining:
             text = f"super learner {own} ({self._membership.names[own]}): ended before it joined"
@@ -392,7 +394,7 @@ class Watcher:
             self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
     def _speaks(self, world: World, now_s: float) -> bool:
-        """Whether this is the first living leader, which warns; one suspect for _SILENT_S does not count."""
+        """Whether this is the first living leader, which warns; leaders suspect for _SILENT_S are skipped."""
         return not world.collectives.joining and all(
             state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
             for i, state in enumerate(world.membership.states[: world.super_rank])

@@ -85,7 +85,7 @@ def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
     }
     for facts in run_learners(2, program, env=env).checked().by_rank():
         (line,) = facts["told"]
-        assert "with huge: here or at the peer" in line
+        assert "with tensors huge: on this super learner or on the peer" in line
         assert "not finite in float16" in line
 
 

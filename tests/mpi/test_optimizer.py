@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "learner 1 is in allreduce at ",
             "bad_uses.py",
-            " after 2 steps, and learner 0 waits for its step 3",
+            " after 2 steps, and learner 0 waits for step 3 of learner 1",
             "on all learners of a super learner",
         ),
     ),

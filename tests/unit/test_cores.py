@@ -63,7 +63,7 @@ def test_a_range_that_goes_down_holds_no_core() -> None:
 
 
 def test_a_learner_keeps_a_core() -> None:
-    with pytest.raises(ConfigError, match="may use cores 0,1 only, and would have none"):
+    with pytest.raises(ConfigError, match="may use cores 0,1 only, and the engines would take"):
         plan("0-3", learners(1, 1, (0, 1)))
 
 

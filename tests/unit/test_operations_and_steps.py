@@ -44,7 +44,10 @@ def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_
     collectives, network, made
 ):
     network.arrives_pickled(1, WAITS, (CALLER, (made,)))
-    text = rf"learner 1 is in barrier at train.py:31 after {made} steps, and learner 0 waits for its step 5"
+    text = (
+        rf"learner 1 is in barrier at train.py:31 after {made} steps, "
+        "and learner 0 waits for step 5 of learner 1"
+    )
     for _ in range(2):  # where the script tries again
         with pytest.raises(CollectiveMismatchError, match=text):
             collectives.require_step(count, 4, [1])

@@ -199,7 +199,7 @@ def test_one_that_was_taken_for_failed_learns_so_and_stops(
         a.do("misplace", 1, *unused.getsockname())  # nobody listens there
         a.do("cut")
         a.do("wait_state", 1, PeerState.FAILED)
-        assert "0 has taken this one for failed" in b.do("wait_error")
+        assert "0 has declared this super learner failed" in b.do("wait_error")
     assert b.do("states")[0] == PeerState.FAILED
 
 
