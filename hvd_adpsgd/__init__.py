@@ -8,7 +8,7 @@ from hvd_adpsgd import errors
 from hvd_adpsgd.errors import *  # noqa: F403
 
 __version__ = "0.1.0"
-# Raise it with every change of what learners send each other: messages and their meaning, chunks, agreements.
+# Version of all that learners send each other (messages, chunks, agreements); raise it with every change.
 PROTOCOL = 2
 
 __all__ = ["PROTOCOL", "__version__"]

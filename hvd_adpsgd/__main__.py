@@ -1,4 +1,4 @@
-"""python -m hvd_adpsgd: measure, simulate, watch a run, examine this machine, and build Horovod."""
+"""The command `python -m hvd_adpsgd`: benchmarks, simulation, tables of a run, checks, the Horovod build."""
 
 from __future__ import annotations
 

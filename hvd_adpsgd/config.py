@@ -70,7 +70,7 @@ class Option:
         return f"{self.low:g} to {self.high:g}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right kind is allowed; NaN never is."""
+        """Whether the option may have this value, which is of the right kind; never for NaN."""
         if self.kind is str:
             return value in self.choices if self.choices else bool(value)
         if self.off and value == 0:
@@ -82,7 +82,7 @@ class Option:
         """Convert a value to the plain int, float or str that Config stores.
 
         Raises:
-            TypeError: if the value is of another kind (for an int option True and 1.5 are).
+            TypeError: if the value is of another kind (such as True or 1.5 for an int option).
         """
         if isinstance(value, bool):
             raise TypeError("a truth value")
@@ -405,7 +405,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, option in _options().items():
-            # the dataclass is frozen; only here a field is set, to its converted and checked value
+            # object.__setattr__ because the dataclass is frozen: each field gets its converted, checked value
             object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
 
     @classmethod
@@ -439,7 +439,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def unequal(self, other: Config) -> str | None:
-        """Return the name of the first option that must be equal on all learners but is not; else None."""
+        """Return the first option that must be equal on all learners but differs in `other`; else None."""
         for name, option in _options().items():
             if option.same and getattr(self, name) != getattr(other, name):
                 return name
@@ -478,7 +478,7 @@ def _as_float(value: Any) -> float:
 
 
 def _checked(name: str, option: Option, value: Any) -> Any:
-    """Return the value as Config stores it, or raise ConfigError."""
+    """Return the value of an option as Config stores it; raise ConfigError if it is not allowed."""
     if value is None and option.optional:
         return None
     try:

@@ -1,8 +1,8 @@
 """Every exception of the library, and what to do when one is caught.
 
-All derive from `AdpsgdError`, and from the builtin exception that a Python programmer would expect (a wrong
-value is also a ValueError), so that `except ValueError` of an existing script keeps working. Messages have
-four parts: what is wrong, where, the value against its bound, the cure.
+All exceptions derive from `AdpsgdError`, and from the builtin exception that a Python programmer would expect
+(a wrong value is also a ValueError), so that `except ValueError` of an existing script keeps working.
+Messages have four parts: what is wrong, where, the value against its bound, the cure.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class LaunchError(WorldError):
 
 
 class ModelMismatchError(AdpsgdError, ValueError):
-    """Super learners, or two calls of one learner, disagree about the model's layout.
+    """Averaged tensors differ, in number, order, shape or dtype, between super learners or between two calls.
 
-    Number, shapes, dtypes and order of the averaged tensors must be the same everywhere. Build
+    Number, shapes, dtypes and order of the averaged tensors must be equal on all learners. Build
     the same model on every learner, and wrap it in the optimizer in the same order.
     """
 
@@ -105,7 +105,7 @@ class CollectiveMismatchError(ModelMismatchError):
     """Learners called different operations over all learners, or called one with tensors that do not fit.
 
     Or one learner waits in an operation for another, which waits in a step for the first. Raised on all
-    learners in the operation or the step, and also a HorovodInternalError. Call the same operation with the
+    learners in the operation or the step. It is also a HorovodInternalError. Call the same operation with the
     same name, dtype and shape on all learners, after the same number of steps.
     """
 
@@ -144,7 +144,7 @@ class GradientOrderError(AdpsgdError, AssertionError):
 
     Without this error the learners of a super learner would step with different gradients. It is also an
     AssertionError because Horovod raises an AssertionError then. The model is unchanged, or the message
-    tells what was applied. Call `optimizer.synchronize()` before gradients are changed, and
+    says which update was applied. Call `optimizer.synchronize()` before gradients are changed, and
     `optimizer.zero_grad()` before new gradients are computed.
     """
 
@@ -157,7 +157,7 @@ class TransportError(AdpsgdError, RuntimeError):
 
     Attributes:
         code: error code of the transport, such as MPI's error class; None without one.
-        peer: super_rank of the super learner at the other end; None if the error is not about one.
+        peer: super_rank of the super learner at the other end; None if the error concerns no peer.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class LearnerFailedError(PeerFailedError):
     """A learner of this super learner failed, so the whole super learner leaves.
 
     Raised on the remaining learners of the super learner at their next step; other super learners continue
-    without it. Its model is intact, except for the current step. Save what only this process has, and exit.
+    without it. The model in this process is intact, except for the current step. Save it, and exit.
     """
 
 

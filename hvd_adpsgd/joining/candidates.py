@@ -1,4 +1,4 @@
-"""Joining super learners, from the job's side: those that its learners start, and those that ask to join.
+"""Joining super learners, from the job's side: some are started by its learners, others ask to join.
 
 The states of a joining super learner:
 
@@ -62,7 +62,8 @@ class JoinRequest:
 
     Attributes:
         placements: placements of its learners; their `host` is a rank within that super learner.
-        instead_of: super_rank of the failed super learner that it replaces; None: the next free one.
+        instead_of: super_rank of the failed super learner to replace; None: the job assigns the next free
+            super_rank.
     """
 
     placements: tuple[Placement, ...]
@@ -71,11 +72,11 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinOffer:
-    """What a joining super learner receives from the job: its super_rank, and the job including it.
+    """The job's answer to a joining super learner: its super_rank, and all learners and options of the job.
 
     Attributes:
         super_rank: super_rank of the joining super learner.
-        placements, groups, config, started: of the job including it, as in World.
+        placements, groups, config, started: as in World, of the job with the joining super learner.
     """
 
     super_rank: int
@@ -86,13 +87,14 @@ class JoinOffer:
 
     @classmethod
     def of(cls, world: World, number: int, request: JoinRequest | None, host: int) -> JoinOffer:
-        """Make the offer for a joining super learner: the ranks of a failed super learner, or the next ones.
+        """Make the offer for a joining super learner: ranks of a failed super learner, or the next free ranks.
 
         Args:
             world: the world of a learner of the job.
             number: super_rank of the joining super learner.
-            request: its request; None if a learner starts it, before it has sent one.
-            host: rank of the learner that makes the offer; a super learner that it starts runs on its host.
+            request: its JoinRequest; None if a learner starts it, before it has sent a JoinRequest.
+            host: rank of the learner that makes the offer; a super learner that it starts runs on the same
+                host.
         """
         started = world.started - {number}
         placements, groups = world.placements, world.groups
@@ -128,7 +130,7 @@ def _moved(
 
 
 class JoiningSuperLearner:
-    """A joining super learner, from the side of the learner that started it, or to which it has connected.
+    """A joining super learner, as seen by the learner that has started it or to which it has connected.
 
     Args:
         number: its super_rank; None while its state is requesting.
@@ -138,7 +140,8 @@ class JoiningSuperLearner:
     Attributes:
         number: see the arguments.
         problem: why its state is failed; "" if it is not.
-        conversation, request: its conversation and request; None until it has connected to the listener.
+        conversation, request: its connection to this learner, and its JoinRequest; None until it has
+            connected to the listener.
     """
 
     def __init__(
@@ -157,11 +160,12 @@ class JoiningSuperLearner:
         self.request, self.conversation = request, conversation
 
     def expect(self, offer: JoinOffer, terms: Any, ends: float | None = None) -> None:
-        """Give the joining super learner the super_rank of `offer`; when ready, it must send equal terms.
+        """Assign the super_rank of `offer`, and the terms that the joining super learner must match.
 
         Args:
             offer: the offer, which `send_offer` sends.
-            terms: the job's terms (strategy, shards, parameters), to which those that it sends must be equal.
+            terms: the job's strategy, shards and parameters; those that the joining super learner sends when
+                it is ready must be equal.
             ends: new deadline, of time.monotonic, for its state to become ready; None: unchanged.
         """
         self._offer, self._terms = offer, terms
@@ -172,7 +176,7 @@ class JoiningSuperLearner:
         self.send(self._offer)
 
     def state(self) -> str:
-        """Return the state of the joining super learner: see the docstring of this module; does not block."""
+        """Return the joining super learner's state: requesting, starting, ready or failed; does not block."""
         if not self.problem and not self._is_ready:
             self._look()
         if self.problem:
@@ -206,7 +210,8 @@ class JoiningSuperLearner:
 
         Args:
             patience_s: longest wait, in seconds, for these processes to exit by themselves.
-            why: the reason, which it raises as LaunchError; "": the job has ended, it exits with status 0.
+            why: the reason, which the joining super learner raises as LaunchError; "": the job has ended, and
+                the joining super learner exits with status 0.
         """
         if self.conversation is not None:
             self.send(LaunchError(f"this super learner was not let in: {why}.") if why else None)
@@ -220,7 +225,7 @@ class JoiningSuperLearner:
 
 
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
-    """Return the first difference between a joining super learner's terms and the job's; "" if none."""
+    """Return as text the first difference between a joining super learner's terms and the job's; else ""."""
     for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
         if its_one != our_one:
             return f"it averages {its_one}, the others {our_one}"
@@ -239,7 +244,7 @@ class JoinServer:
         self._servers: list[Any] = []
 
     def open(self, failure_s: float, address: str = _LOOPBACK, secret: bytes = b"") -> str:
-        """Open the listener if it is not open; return its address as host:port. See Listener for the rest."""
+        """Open the listener, if it is not open; return its address as host:port. Arguments: see Listener."""
         if self._listener is None:
             self._secret = secret or new_secret()
             self._listener = Listener(address, self._secret, self._enter, failure_s)
@@ -259,13 +264,13 @@ class JoinServer:
             self.candidates.append(candidate)
 
     def start(self, world: World, number: int, terms: Any, patience_s: float) -> None:
-        """Start the processes of a super learner in place of a failed one, on this host.
+        """Start the processes of a super learner on this host, in place of a failed super learner.
 
         Args:
             world: the world of this learner.
             number: super_rank of the failed super learner.
-            terms: terms that the new one must send when it is ready.
-            patience_s: longest time, in seconds, until it is ready.
+            terms: terms that the new super learner must send when it is ready; see expect().
+            patience_s: longest time, in seconds, until the new super learner is ready.
         """
         size = len(world.groups[number])
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
@@ -366,7 +371,7 @@ def open_listener(world: World) -> None:
 
 
 def open_own_listener(world: World, address: str, secret: bytes) -> None:
-    """Open a listener on a super learner that has joined: those of earlier super learners end with them.
+    """Open a listener on a super learner that has joined: each listener ends with its own super learner.
 
     Args:
         world: the world of this learner, after it has joined.
@@ -389,7 +394,7 @@ def _require_open(world: World) -> None:
 
 
 def _secret(name: str) -> bytes | LaunchError:
-    """Return the secret in the file `name`, which is made if it is missing; or the error."""
+    """Return the secret in the file `name`, which is made if missing; return the error if that fails."""
     try:
         with contextlib.suppress(FileExistsError):
             made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -406,7 +411,7 @@ def checked(text: str) -> bytes:
     """Return the secret that a text contains as hexadecimal digits.
 
     Raises:
-        ValueError: if it does not contain one of SECRET_NBYTES bytes.
+        ValueError: if the text is not SECRET_NBYTES bytes in hexadecimal digits.
     """
     secret = bytes.fromhex(text.strip())
     if len(secret) != SECRET_NBYTES:
@@ -415,7 +420,7 @@ def checked(text: str) -> bytes:
 
 
 def _started(told: dict[str, str], secret: bytes) -> subprocess.Popen[bytes]:
-    """Start this program again, as another learner with the variables `told`; pass the secret in a pipe."""
+    """Run this program in a new process with the environment variables `told`; pass the secret in a pipe."""
     reads, writes = os.pipe()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     try:

@@ -2,7 +2,7 @@
 
 init()       the super learner's first learner asks to join; init() returns with ranks of the job
 the script   builds its model, wraps its optimizer
-hvd.admit    waits until the job's learners next call hvd.admit; then all learners connect anew
+hvd.admit    waits until the job's learners next call hvd.admit; then all learners make new connections
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class JoiningLearner:
 
     Attributes:
         offer: what the job has sent: this super learner's super_rank, and the job's placements and options.
-        conversation: the conversation with the job; None except on this super learner's first learner.
+        conversation: connection to a learner of the job; None except on the super learner's first learner.
         secret: the job's secret; empty except on this super learner's first learner.
     """
 
@@ -118,14 +118,14 @@ class JoiningLearner:
 
         Args:
             world: the world of this learner.
-            terms: this super learner's terms, to be compared with the job's.
+            terms: this super learner's strategy, shards and parameters, which must equal the job's.
 
         Returns:
             The job including this super learner, the ranks of all its running learners, and the ranks of the
             learners that send the state.
 
         Raises:
-            PeerFailedError: if the learner of the job at the other end of the conversation is lost.
+            PeerFailedError: if the learner of the job at the other end of the connection has failed.
             SystemExit: with status 0, if the job has ended.
         """
         told: Any = ()
@@ -144,7 +144,7 @@ class JoiningLearner:
         return offer, ranks, senders
 
     def is_in(self, world: World) -> bool:
-        """Return whether the job has switched to the connections that include this super learner."""
+        """Return whether the job has switched to the new connections, which include this super learner."""
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
@@ -168,10 +168,10 @@ def _secret(name: str) -> bytes:
 
 
 def watch_job(world: World) -> None:
-    """Watch whether the launcher has ended the job, if a learner has started this process; then leave.
+    """In a process that a learner has started: leave when the job's launcher ends the job.
 
-    The launcher does not know this process, which would train on alone. If the launcher's super learners fail
-    one by one, this process continues, also when none of them is left.
+    The launcher does not know this process, which would otherwise train on alone. If the launcher's super
+    learners fail one by one, this process continues, also when none of them is left.
     """
     if world.super_rank in world.started:
         threading.Thread(target=_watch_job, daemon=True, name="hvd_adpsgd.launcher").start()

@@ -1,4 +1,4 @@
-"""The listener to which joining super learners connect, and the conversation over such a connection.
+"""The listening socket to which joining super learners connect, and the objects sent over a connection.
 
     first learner that joins                learner with the listener
                                        <-    its release, in a form that all releases read
@@ -7,8 +7,8 @@
                                        <-    JoinOffer, sent by the caller of Listener
     ...                               <->    ...
 
-Objects travel pickled, and only after both proofs. Connections of strangers cost little: at most 16 are
-unproven at once; for another one, the oldest is closed.
+Objects travel pickled, and only after both sides have proved that they know the secret. At most 16
+connections whose proof has not arrived are open at once: one more closes the oldest of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FAILURE_S = 60.0  # the default of failure_timeout_s
 _UNPROVEN = 16  # connections whose proof has not been received, at most
 _NAME = "hvd_adpsgd "
 _GREETING_NBYTES = 64
-_FULL_S = 0.2  # pause before the next accept if the process has no descriptor or thread left
+_FULL_S = 0.2  # pause before the next accept() if the process has no file descriptor or thread left
 _DRIP = 64  # largest number of reads for one message
 
 
@@ -105,7 +105,7 @@ class Conversation:
         raise PeerFailedError(f"the other side of the listener sent nothing for {seconds:g} s")
 
     def received(self) -> list[Any]:
-        """Return a list with the next object, or an empty one if none has arrived; see `receive`."""
+        """Return a list with the next object, or an empty list if no object has arrived; see `receive`."""
         try:
             there = self.connection.poll(0)
         except OSError as error:
@@ -123,11 +123,11 @@ class Listener:
     Args:
         address: address to listen on.
         secret: the job's secret, SECRET_NBYTES bytes.
-        enter: called with each proven Conversation, on a thread of its own.
-        failure_s: a Conversation counts as lost if the other host has not answered for so many seconds.
+        enter: called, on a new thread, with the Conversation of each process that knows the secret.
+        failure_s: a Conversation is lost if the other host has not answered for this time, in seconds.
 
     Attributes:
-        port: port on which it listens.
+        port: port of the listening socket.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Listener:
         self._secret, self._enter, self._failure_s = secret, enter, failure_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._unproven: list[socket.socket] = []  # connections without a proof yet, oldest first
+        self._unproven: list[socket.socket] = []  # connections whose proof has not arrived, oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])
@@ -152,7 +152,7 @@ class Listener:
             try:
                 self._accept_one()
                 is_full = False
-            except (OSError, RuntimeError) as error:  # no descriptor, memory or thread is left
+            except (OSError, RuntimeError) as error:  # no file descriptor, memory or thread is left
                 if not is_full and not self._closed.is_set():
                     log.warning("no super learner can join here for the moment: %s.", error)
                 is_full = True
@@ -164,7 +164,7 @@ class Listener:
             self._unproven.append(connection)
             if len(self._unproven) > _UNPROVEN:
                 with contextlib.suppress(OSError):
-                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # ends the oldest one's thread
+                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # ends the oldest connection's thread
         try:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
         except RuntimeError:
@@ -204,7 +204,7 @@ class Listener:
 
 
 def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Conversation:
-    """Connect to the first of these listeners that accepts, and return the Conversation.
+    """Connect to the first of the job's listeners that accepts this process, and return the Conversation.
 
     Args:
         listeners: addresses of listeners as host:port, separated by commas.
@@ -231,12 +231,12 @@ def connect(listeners: str, secret: bytes, failure_s: float = _FAILURE_S) -> Con
 
 
 def greeting(release: str) -> bytes:
-    """Return the first message of a listener, of _GREETING_NBYTES bytes; all releases use the same form."""
+    """Return a listener's first message, the name of its release, in a form that all releases can read."""
     return f"{_NAME}{release}".encode().ljust(_GREETING_NBYTES)[:_GREETING_NBYTES]
 
 
 def _require_same_release(said: bytes) -> None:
-    """Raise NotAMember unless the greeting is of this release: later messages differ between releases."""
+    """Raise NotAMember if a listener's first message names another release, whose messages may differ."""
     if said == greeting(RELEASE):
         return
     text = said.decode(errors="replace")
@@ -256,7 +256,7 @@ def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conver
 
 
 def _proven(connection: socket.socket, failure_s: float) -> Conversation:
-    """Return a Conversation over a proven connection, whose waits end if the other host is silent.
+    """Return a Conversation over a connection after both proofs; its waits end if the other host is silent.
 
     TCP keepalive probes the other host, also while nothing is sent.
     """

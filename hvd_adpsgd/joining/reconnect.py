@@ -1,9 +1,9 @@
-"""How all learners of a job, and those of a joining super learner, connect anew over sockets.
+"""How the learners of a job and of a joining super learner make new connections to each other, over sockets.
 
-All learners make a second Hub, communicators and engines beside their present ones, agree that all have them,
-and switch to them. Values to be gathered before these connections exist are relayed over the conversation of
-the joining super learner with one learner of the job. Until all have agreed, the present connections stay
-untouched: if any learner fails before, the learners of the job keep their connections and engines.
+Each learner makes a second Hub, communicators and engines beside its present ones. When all learners have
+agreed that these are complete, all switch to them. Values to be gathered before the new connections exist are
+relayed over the connection of the joining super learner to one learner of the job. Until the agreement, the
+present connections stay untouched: if a learner fails before it, the job keeps its connections and engines.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-RECONNECT_S = 10.0  # longest wait of the learners for each other while they connect anew
+RECONNECT_S = 10.0  # longest wait of the learners for each other while they make new connections
 TRANSFER_S = 600.0  # longest time to send a joining super learner its state
 
 Gather = Callable[[Any], list[Any]]
 
 
 class NotReconnectedError(TransportError):
-    """Not all learners have connected anew, so all keep their present connections."""
+    """Not all learners have made the new connections, so all learners keep their present ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,10 @@ class NewGroup:
     transfers: tuple[Communicator | None, ...]
 
     def adopt(self, world: World) -> World:
-        """Switch to these connections; return the new world, which worlds.current returns from now on."""
+        """Switch this learner to the new connections; return its new World, which becomes the current one."""
         told, comms = self.offer, self.comms
         old = world.collectives
-        used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
+        used = old.comm, old.messages.comm, world.outer, world.host  # not `inner`: Horovod may use it
         world.teardown.join(ShutdownBarrier(comms.departures, self.ranks), *used)
         world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
@@ -124,7 +124,7 @@ def connect_anew(
         offer: the job including the joining super learner.
         ranks: ranks of the learners to connect.
         senders: ranks of the learners that send the joining super learner its state.
-        gather: returns the values of all learners of the job, by rank; None for those not in `ranks`.
+        gather: returns the values of all learners of the job, by rank; None for a learner not in `ranks`.
         ends: deadline, of time.monotonic.
 
     Raises:
@@ -149,12 +149,12 @@ def connect_anew(
 def gather_with(
     world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
 ) -> Gather:
-    """Return the `gather` of `connect_anew` for learners of the job.
+    """Return the argument `gather` of `connect_anew`, for a learner of the job.
 
     Args:
         world: the world of this learner.
         size: number of learners of the job including the joining super learner.
-        candidate: the joining super learner, on the learner that has the conversation with it; else None.
+        candidate: the joining super learner, on the learner to which it is connected; else None.
         ends: deadline, of time.monotonic.
     """
     ranks = world.collectives.ranks
@@ -178,7 +178,7 @@ def gather_with(
 
 
 def _gathered(world: World, value: Any) -> dict[int, Any]:
-    """Gather the values of the learners of `world`: of the job, or of the joining super learner, by rank."""
+    """Gather a value from each learner of `world` (the job's or the joining super learner's), by rank."""
     values = world.collectives.gather("admit", value)  # this may shrink collectives.ranks
     return dict(zip(world.collectives.ranks, values, strict=True))
 
@@ -186,12 +186,12 @@ def _gathered(world: World, value: Any) -> dict[int, Any]:
 def gather_as_candidate(
     world: World, size: int, conversation: Conversation | None, ends: float
 ) -> Gather:
-    """Return the `gather` of `connect_anew` for a joining super learner.
+    """Return the argument `gather` of `connect_anew`, for a learner of a joining super learner.
 
     Args:
         world: the world of this learner.
         size: number of learners of the job including the joining super learner.
-        conversation: the conversation with the job, on the first learner; else None.
+        conversation: the connection to the job, on the first learner; else None.
         ends: deadline, of time.monotonic.
     """
 
@@ -217,13 +217,13 @@ def gather_as_candidate(
 def give(
     transfer: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
 ) -> None:
-    """Send the joining super learner this learner's share of the model and state, on a thread of its own.
+    """Send the joining super learner this learner's share of the model and of the state, on a new thread.
 
-    The share is sent in segments, of which few are in flight, so that no second copy of it is in memory.
+    The share is sent in segments, of which few are in flight, so that memory never holds a second copy of it.
 
     Args:
         transfer: communicator of this learner and the joining super learner.
-        state: the pickled state on one sender, b"" on the others.
+        state: the pickled state on one of the senders, b"" on the other senders.
         arrays: this learner's share of the model; contiguous, and not changed by anything else.
         number: super_rank of the joining super learner, for the log.
     """
@@ -243,7 +243,7 @@ def give(
 
 
 def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
-    """Receive one sender's share of the state and the model, on the joining super learner.
+    """Receive one sender's share of the model and of the state, on a learner of the joining super learner.
 
     Args:
         transfer: communicator of that sender and the joining super learner.
@@ -265,7 +265,7 @@ def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
 
 
 def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray[Any], ...]:
-    """Return empty arrays of the size and shapes that a sender has announced."""
+    """Return uninitialized arrays of the dtypes and shapes that a sender has announced in `told`."""
     nbytes, shapes = told
     arrays = (np.empty(shape, dtype=dtype) for dtype, shape in shapes)
     return np.empty(nbytes, dtype=np.uint8), *arrays

@@ -1,7 +1,8 @@
 """Which failed super learners are replaced, and which learners start the replacements.
 
-Pure functions of values that are equal on all learners, so all learners get the same result. A replacement
-takes the slots of the failed super learner on its host, or spare slots of another host. If the network is
+Pure functions of values that are equal on all learners, so all learners get the same result. The
+learners of a replacement run on the failed super learner's host, in place of its learners, or as extra learners
+on another host. If the network is
 cut, the smaller side starts no replacements.
 """
 
@@ -27,9 +28,9 @@ def is_minority(
 ) -> bool:
     """Return whether the living learners may be the smaller side of a cut network.
 
-    The other side may still train, and replace them. A cut passes between hosts, so a super learner that is
-    lost on the host of a living learner has failed. Of two equal sides, that with the lowest super_rank is
-    the larger one.
+    The learners on the other side may still train, and replace the learners on this side. A cut passes
+    between hosts, so a super learner that is lost on the host of a living learner has failed. Of two equal
+    sides, the side with the lowest super_rank counts as the larger one.
 
     Args:
         placements: placements of all learners, by rank.

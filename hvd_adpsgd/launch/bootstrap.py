@@ -1,4 +1,4 @@
-"""Makes the World of each learner, on all learners together, and tears it down in bounded time.
+"""Makes each learner's World (ranks, communicators) in init(), and tears it down in bounded time.
 
 Importing this module starts nothing; `init` loads MPI, Horovod and torch.
 """
@@ -53,7 +53,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-_LEARNER_PID = "ADPSGD_LEARNER_PID"  # variable with the learner's pid, for its child processes
+_LEARNER_PID = "ADPSGD_LEARNER_PID"  # environment variable with the learner's pid, read by child processes
 
 
 def init(
@@ -63,7 +63,7 @@ def init(
     process_sets: Any = None,
     store: Opener | None = None,
 ) -> World:
-    """Make the world of this learner; all learners call this together.
+    """Make the World of this learner (ranks, communicators); all learners call this together.
 
     Args:
         config: the options; default from the environment. Equal on all learners.
@@ -76,8 +76,8 @@ def init(
         The world, which worlds.current returns from now on.
 
     Raises:
-        LaunchError: if the processes were started in a way in which the worlds cannot be made, or are not
-            connected within start_timeout_s, or if this one is a child process of a learner.
+        LaunchError: if the processes were started in a way in which they cannot connect, or do not connect
+            within start_timeout_s, or if this process is a child of a learner.
         ConfigError: on all learners, if an option is invalid on one of them or differs between two.
         TopologyError: on all learners, if super_learner_size does not divide a host's learners.
         InnerOnlyError: on all learners, for process_sets with several super learners.
@@ -115,7 +115,7 @@ def _everyone(comm: Any, store: Opener | None, options: Config) -> Any:
 
 
 def enter(world: World, process_sets: Any = None) -> World:
-    """Start Horovod in the super learner; worlds.current returns this world from now on."""
+    """Start Horovod in this super learner; from now on worlds.current returns `world`."""
     worlds.put(world)
     os.environ[_LEARNER_PID] = str(os.getpid())
     _start_horovod(world, process_sets)
@@ -128,7 +128,7 @@ def enter(world: World, process_sets: Any = None) -> World:
 
 
 def _watch_preemption(world: World) -> None:
-    """Make SIGTERM start the departure of this super learner; in plain Horovod it ends the process."""
+    """Make SIGTERM start the departure of this super learner; in plain Horovod SIGTERM ends the process."""
     preemption.watch(None if world.is_plain else world.departure)
     world.collectives.before.append(preemption.block_if_leaving)
 
@@ -150,7 +150,7 @@ def _describe() -> dict[str, Any] | None:
 
 
 def _log_from(level: str) -> None:
-    """Log messages of `level` and above; to stderr if the script has not set up logging."""
+    """Log the library's messages of `level` and above, to stderr if the script has not set up logging."""
     log.setLevel(level.upper())
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -191,7 +191,7 @@ def _multiprocessing_parents() -> set[int]:
 
 
 def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
-    """Exchange placements and options with all learners, then form the super learners; all raise alike."""
+    """Gather placements and options of all learners, and form super learners; all raise the same error."""
     _require_one_build(everyone)
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
@@ -235,7 +235,7 @@ def _require_fit(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
-    """Raise LaunchError if only some learners run MPI's failure detector: to it, the others seem failed."""
+    """Raise LaunchError if only some learners send MPI's heartbeats: the others would count as failed."""
     if any(missed) and not all(missed):
         raise LaunchError(
             f"init(): learner {missed.index(True)} started MPI before init(), without heartbeats, and "
@@ -250,7 +250,7 @@ def _look_for_heartbeats(everyone: Any, missed: Sequence[bool]) -> None:
 
 
 def _answer(everyone: Any, host: Any, config: Config | None, asks_sets: bool) -> dict[str, Any]:
-    """Return what this learner sends to the others: its placement, and its options or the error in them."""
+    """Return what this learner sends to all learners: its placement, and its options or their error."""
     head = host.bcast(everyone.Get_rank())
     placement = Placement(head, socket.gethostname(), host.Get_rank(), host.Get_size())
     options, problem = None, None
@@ -307,7 +307,7 @@ def _cut(
 
 
 def _start_horovod(world: World, process_sets: Any) -> None:
-    """Start Horovod, with a world of the learners of this super learner."""
+    """Start Horovod in this super learner, whose learners are Horovod's processes."""
     import horovod.torch as horovod
     from horovod.torch import mpi_ops
 
@@ -317,7 +317,7 @@ def _start_horovod(world: World, process_sets: Any) -> None:
                 horovod.init(process_sets=process_sets)
         else:
             horovod.init(comm=world.inner, process_sets=process_sets)
-    # Horovod's exit handler waits without bound for the learners of its world; ours does not.
+    # Horovod's exit handler waits without bound for this super learner's learners; this library's does not.
     atexit.unregister(mpi_ops._basics.shutdown)
 
 
@@ -325,7 +325,7 @@ def merge_super_learners(world: World) -> World:
     """Make one super learner of all learners; all learners call this together.
 
     Returns:
-        The world with super_size 1, which worlds.current returns from now on.
+        The World with super_size 1, which worlds.current returns from now on.
 
     Raises:
         WorldError: if a learner has failed, or Horovod cannot be stopped within leave_deadline_s.
@@ -365,13 +365,13 @@ def undone_on_failure() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # shut_down has logged it; the first error is raised
+        with contextlib.suppress(Exception):  # shut_down has logged the error; the first error is raised
             shut_down()
         raise
 
 
 def watch_exit() -> None:
-    """Make the process exit as lifecycle/shutdown describes from now on."""
+    """From now on end this process in bounded time at exit, with any failure visible in the exit status."""
     shutdown.set_running(True)
     shutdown.at_exit(shut_down, _leave_deadline_s)
 
@@ -382,7 +382,7 @@ def shut_down() -> None:
     Waits for other learners at most leave_deadline_s; idempotent. init() may be called afterwards.
 
     Raises:
-        Exception: the first that a registered callback has raised, after all other work is done.
+        Exception: the first exception that a registered callback has raised, after all other work is done.
     """
     if not worlds.is_initialized():
         return
@@ -395,7 +395,7 @@ def shut_down() -> None:
     world.departure.has_said()
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds) and finished
-    # engines stop before the barrier, communicators are freed after it: else a peer's operations would fail
+    # engines stop before the barrier, communicators are freed after it: else operations of peers would fail
     if world.teardown.meet(stopped, ends):
         plain = world.collectives.close(seconds) if finished else None
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
@@ -414,7 +414,7 @@ def _leave_deadline_s() -> float:
 
 
 def _finish_operations(world: World, seconds: float) -> bool:
-    """Wait for requested operations over all learners; return whether they are over within `seconds`."""
+    """Wait for pending operations over all learners; return whether they are complete within `seconds`."""
     finished = world.collectives.finish(seconds)
     if not finished:
         exit_state.stuck = "an operation that learners have not called, which waits for them"

@@ -1,4 +1,4 @@
-"""Makes the communicators of learners: over MPI, which is started here, or over sockets without MPI."""
+"""Makes the communicators of learners: over MPI, which this module starts, or without MPI over sockets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load_mpi(deadline: Deadline) -> Any:
     """Return the module mpi4py.MPI, with MPI started at MPI_THREAD_MULTIPLE.
 
     Raises:
-        LaunchError: if MPI is finalized, its thread level is lower, or a process does not start it in time.
+        LaunchError: if MPI is finalized, its thread level is lower, or a process does not start MPI in time.
         MissingRequirementError: if mpi4py loads no MPI library.
     """
     import mpi4py
@@ -104,7 +104,7 @@ def _running(deadline: Deadline) -> Any:
 
 
 def _mpi4py_starts_as_we_do() -> bool:
-    """Return whether mpi4py would start MPI as this module does: no variable and no mpi4py.rc differs."""
+    """Return whether mpi4py would start MPI as this module does: no variable, no mpi4py.rc says otherwise."""
     import mpi4py
 
     asked = any(f"MPI4PY_RC_{name}" in os.environ for name in ("INITIALIZE", *_LEVELS))
@@ -138,10 +138,11 @@ def _not_all_came(call: str, deadline: Deadline) -> LaunchError:
 
 @contextlib.contextmanager
 def _heartbeats() -> Iterator[None]:
-    """Context manager in which MPI starts with its failure detector, if horovodrun has prepared that.
+    """Context manager in which MPI starts with its failure detector, if horovodrun has set it up.
 
-    Each process is observed by one other. By default a failure is reported through the launcher's daemons
-    only, which fails if the host of the failed process is gone: so MPI itself broadcasts it.
+    Each process observes the heartbeats of one other process. By default a failure is reported through the
+    launcher's daemons only, which cannot report it if the host of the failed process is gone: so a variable is
+    set by which MPI itself broadcasts the failure.
 
     The variables are removed afterwards: with the detector, MPI_Finalize between hosts does not return. This
     library does not wait for MPI_Finalize, but other programs that this process starts would.
@@ -276,13 +277,13 @@ def require_alone(environ: Mapping[str, str]) -> None:
             )
 
 
-_attempts = itertools.count()  # numbers the attempts to connect: init() may be called again
+_attempts = itertools.count()  # numbers the attempts of init() to connect, as init() may be called again
 
 
 def over_sockets(
     place: Place, opener: Opener | None, config: Config, deadline: Deadline
 ) -> Communicator:
-    """Return a private communicator of all learners over sockets; the learners find each other in a store.
+    """Return a private communicator of all learners over sockets, whose addresses are exchanged in a store.
 
     Args:
         place: rank of this process, and where the store is.
@@ -302,7 +303,7 @@ def over_sockets(
             hub = Hub(place.rank, place.size, config, gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
-                gather(None)  # waits until all have read the store, which may end with a process
+                gather(None)  # until all have read the store, which may end with its serving process
             raise
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
@@ -311,7 +312,7 @@ def over_sockets(
         if place.rank == 0:
             gather.clear()  # the job's secret must not stay in a store of another program (torchrun)
         if place.speaks_http:
-            store.set(BEGUN, "1")  # the launcher ends no other process if one fails after this
+            store.set(BEGUN, "1")  # from now on the launcher does not end the others if one fails
         return everyone
     everyone = exit_state.hub.communicator(range(exit_state.hub.size))
     assert everyone is not None
@@ -319,7 +320,7 @@ def over_sockets(
 
 
 def _require_connected(everyone: Communicator, place: Place, deadline: Deadline) -> None:
-    """Wait until all learners are connected to each other; then all have also read the store."""
+    """Wait until all learners are connected to each other, and so have read the store."""
     everyone.ends = deadline.ends
     try:
         everyone.allgather(None)
@@ -337,7 +338,7 @@ def _require_connected(everyone: Communicator, place: Place, deadline: Deadline)
 
 
 def options_of_network() -> Config:
-    """Return the options, or the defaults if one is invalid: that error is raised when all are connected."""
+    """Return the options; the defaults if an option is invalid, which init() reports after connecting."""
     try:
         return Config.from_environment()
     except ConfigError:
@@ -348,7 +349,7 @@ def with_wire(config: Config, everyone: Any) -> Config:
     """Return the options, with wire="tcp" if the learners are connected over sockets.
 
     Raises:
-        ConfigError: if the options ask for wire="mpi" there.
+        ConfigError: if the options ask for wire="mpi" although the learners are connected over sockets.
     """
     if not isinstance(everyone, Communicator):
         return config
@@ -361,7 +362,7 @@ def with_wire(config: Config, everyone: Any) -> Config:
 
 
 def duplicate(everyone: Any) -> Any:
-    """Return another communicator of the learners of `everyone`; all of them call this together."""
+    """Return a new communicator with the learners of `everyone`, which all call this together."""
     if isinstance(everyone, Communicator):
         return everyone.hub.communicator(everyone.ranks)
     return everyone.Dup()
@@ -382,13 +383,13 @@ def of_host(everyone: Any) -> Any:
 
 
 def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tuple[Any, Any]:
-    """Return two communicators, inner and outer: of this super learner, and of this learner's counterparts.
+    """Return two communicators: inner, of this super learner; outer, of the learners with this inner rank.
 
     Args:
         everyone: communicator of all learners.
         groups: ranks of the learners of each super learner, by super_rank.
-        shards: number of learners in each super learner that have counterparts; 1: the leaders only. On the
-            other learners outer is None.
+        shards: number of learners of each super learner that are in an outer communicator; 1: the leaders
+            only. For other learners outer is None.
     """
     rank = everyone.Get_rank()
     super_rank = next(i for i, group in enumerate(groups) if rank in group)

@@ -12,7 +12,7 @@ __all__ = ["Deadline"]
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # extra time for a call that checks the deadline to raise a more precise error
+_GRACE_S = 0.5  # extra time in which a call that checks the deadline itself raises a more precise error
 
 
 class Deadline:
@@ -38,7 +38,7 @@ class Deadline:
         return max(0.0, self.ends - time.monotonic())
 
     def bounded(self, act: Callable[[], T]) -> T:
-        """Return or raise what `act` does, run on a thread of its own, which is left behind at the deadline.
+        """Return or raise what act() does on a new thread; at the deadline that thread is left running.
 
         Raises:
             TimeoutError: at the deadline.

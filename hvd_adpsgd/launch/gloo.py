@@ -1,4 +1,4 @@
-"""Starts Horovod over Gloo in a super learner, in jobs whose processes MPI does not join.
+"""Starts Horovod over Gloo in a super learner, in jobs without MPI between the processes.
 
 Each super learner has a Horovod world of its own: its leader runs Horovod's rendezvous server, and its
 learners pass their ranks to Horovod in the variables that `horovodrun --gloo` sets.
@@ -26,12 +26,12 @@ __all__ = ["places_told", "world_over_gloo"]
 # of that world, which Horovod may query until it shuts down.
 _of_horovod: list[tuple[int, int]] = []
 _server: Any = None
-_told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty where Horovod runs over MPI
+_told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
 
 
 @contextlib.contextmanager
 def places_told() -> Iterator[None]:
-    """Context manager that sets Horovod's variables, which it reads again for each process set it makes."""
+    """Context manager that sets HOROVOD_* variables, which Horovod reads whenever it makes a process set."""
     before = {name: os.environ.get(name) for name in _told}
     os.environ.update(_told)
     try:
@@ -46,7 +46,7 @@ def places_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def world_over_gloo(world: World) -> Iterator[None]:
-    """Context manager in which Horovod starts over Gloo: sets its variables, records the sockets it opens."""
+    """Context manager in which Horovod starts over Gloo: sets HOROVOD_* variables, records its sockets."""
     global _told
     _told = _variables(world, _meeting_place(world.inner, world.config))
     sockets = set(_sockets_open())
@@ -110,14 +110,14 @@ def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
 def _sockets_open() -> Iterator[tuple[int, int]]:
     """Yield (descriptor, inode) of each open socket of this process."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
             found = os.stat(int(name))
             if stat.S_ISSOCK(found.st_mode):
                 yield int(name), found.st_ino
 
 
 def _forget() -> None:
-    """Close the sockets that a forked child inherits; else mates of a killed learner would not see it end."""
+    """Close Horovod's sockets in a forked child: otherwise mates would not see a killed learner end."""
     for handle, inode in _of_horovod:
         with contextlib.suppress(OSError):
             if os.stat(handle).st_ino == inode:

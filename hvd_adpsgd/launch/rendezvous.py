@@ -43,10 +43,10 @@ log = logging.getLogger("hvd_adpsgd")
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
 _PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two polls of a store; the long one after a second
-_LAST_S = 5.0  # longest wait of the process that serves the store for the others, after a failure
+_LAST_S = 5.0  # after a failure: longest wait of the process that serves the store for other processes
 _ATTEMPT_S = 10.0  # longest time of one attempt to reach a store
 _AGAIN_S = 1.0  # longest pause between two attempts to reach a store
-_WARN_S = 10.0  # time after which a warning says what the learner waits for
+_WARN_S = 10.0  # waiting time after which a warning says for which learners or which store
 _FIRST_PORT, _PORTS = 15000, 20000  # ports for Slurm jobs without MASTER_PORT, and their number
 
 
@@ -64,7 +64,7 @@ class Store(Protocol):
 
 
 class Place(NamedTuple):
-    """Which process of the job this is, and where the store is.
+    """Rank of this process in the job, and address of the store in which processes find each other.
 
     Attributes:
         launcher: name of the launcher, for messages.
@@ -91,11 +91,11 @@ class Place(NamedTuple):
         return f"the store {self.host} port {self.port}"
 
 
-Opener = Callable[[Place, float], Store]  # connects to the store of a place, within so many seconds
+Opener = Callable[[Place, float], Store]  # connects to the store of a Place, within a number of seconds
 
 
 def of_environment(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that a launcher other than MPI's has given to this process; None if there is none.
+    """Return rank and store that a launcher without MPI has given this process; None without such a launcher.
 
     Raises:
         LaunchError: if a variable is missing or invalid, or the launcher is that of elastic Horovod.
@@ -165,7 +165,7 @@ def _read(
 
 
 class HttpStore:
-    """Horovod's rendezvous server as a store."""
+    """A client of Horovod's rendezvous server, used as the store in which processes find each other."""
 
     def __init__(self, place: Place, seconds: float):
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -195,10 +195,10 @@ class HttpStore:
 
 
 def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
-    """Return the store of this place, once it can be reached.
+    """Return the store at the address in `place`, once it can be reached.
 
     Raises:
-        LaunchError: if its host or its port cannot be reached, or something else listens there.
+        LaunchError: if its host or its port cannot be reached, or another program listens on that port.
     """
     problem: list[object] = ["no answer"]
 
@@ -222,12 +222,13 @@ def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
 def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> None:
     """Wait until the name of the store's host resolves, and its port accepts connections.
 
-    Both may happen after this process starts: the names of Kubernetes pods, and the start of learner 0.
+    Both may take a while: the names of Kubernetes pods appear late, and learner 0, which serves the store, may
+    start late.
 
     Args:
-        place: the place of this process; if the process serves the store, only the name must resolve.
+        place: rank and store of this process; if the process serves the store, only the name must resolve.
         deadline: the deadline, at which TimeoutError is raised.
-        problem: its only element is overwritten with the reason of the last attempt's failure.
+        problem: a list, whose only element becomes the reason why the last attempt failed.
     """
     began, warned, pause = time.monotonic(), False, _PAUSE_S
     while True:
@@ -263,15 +264,15 @@ def _first_line(error: Exception) -> str:
 
 
 class StoreGather:
-    """A function, called by all processes together, that returns the values of all of them, by rank.
+    """A function that gathers a value of each process through the store; all processes call it together.
 
     Values are sent as JSON, not pickled, because anybody who reaches the store can write to it.
 
     Args:
         store: the store of the job.
-        place: the place of this process.
+        place: rank and store of this process.
         deadline: the deadline of all calls together.
-        attempt: number of this StoreGather among those of the job; the same on all processes.
+        attempt: number of the attempt of init() to connect, the same on all processes.
 
     A call raises LaunchError if a process does not come in time, runs another release, or has the same rank.
     """
@@ -289,15 +290,15 @@ class StoreGather:
         except TimeoutError:
             raise self._lost("no answer") from None
         except LaunchError:
-            with contextlib.suppress(Exception):  # of several kinds; the store itself may be lost
+            with contextlib.suppress(Exception):  # of several classes; the store itself may be lost
                 self._leave()
             raise
 
     def _leave(self) -> None:
         """Record in the store that this process gives up.
 
-        The process that serves the store then waits, up to _LAST_S, for the others to give up: the store ends
-        with this process, and they need it to find out which ranks are missing.
+        The process that serves the store then waits, up to _LAST_S, until the other processes give up: the
+        store ends with it, and the other processes read in the store which ranks are missing.
         """
         place, ends = self._place, time.monotonic() + _LAST_S
         self._store.set(f"{self._attempt}.left.{place.rank}", "")
@@ -347,7 +348,7 @@ class StoreGather:
         return token, value
 
     def _await(self, call: str, rank: int) -> bool:
-        """Wait for the value of `rank` in this call; return False if it does not come in time."""
+        """Wait until process `rank` has stored its value of this call; return False at the deadline."""
         began, place = time.monotonic(), self._place
         while not self._store.has(f"{call}.{rank}"):
             waited = time.monotonic() - began
@@ -366,7 +367,7 @@ class StoreGather:
         return True
 
     def _missing(self, call: str) -> list[int]:
-        """Return the ranks that have not written their value for this call yet."""
+        """Return the ranks of processes that have not stored their value of this call yet."""
         return [r for r in range(self._place.size) if not self._store.has(f"{call}.{r}")]
 
     def _not_there(self, call: str) -> LaunchError:
@@ -385,7 +386,7 @@ class StoreGather:
         )
 
     def clear(self) -> None:
-        """Erase what this process has written, after all have read it: learner 0 writes the job's secret."""
+        """Erase the values that this process has stored, after all have read them: one is the job's secret."""
         for key in self._keys:
             self._store.set(key, "")
         self._keys.clear()

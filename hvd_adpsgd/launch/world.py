@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """The host on which one learner runs, and the learner's rank there.
+    """The host on which one learner runs, and the learner's rank among the learners of that host.
 
     Attributes:
         host: smallest rank among the learners of its host; identifies the host.
@@ -54,7 +54,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of a learner: of mpi4py with errors returned, or over sockets.
+    """The communicators of a learner: mpi4py's with MPI.ERRORS_RETURN, or the library's own over sockets.
 
     Attributes:
         all, plain, departures: of all learners; on a joining super learner, of its own learners until it has
@@ -76,7 +76,7 @@ class Communicators:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One learner's ranks, communicators and state. Frozen; mutable state is in objects that it refers to.
+    """One learner's ranks, communicators and state. Frozen; mutable state is in the objects of its fields.
 
     Attributes:
         config: the options, the same on all learners.
@@ -92,8 +92,8 @@ class World:
         inner_rank, inner_size: rank and number among the learners of the super learner.
         hostname: name of this host.
         membership: which super learners are alive, suspect, left or failed.
-        collectives: operations over all learners.
-        teardown: what shutdown() runs and frees.
+        collectives: runs the operations over all learners.
+        teardown: callbacks that shutdown() runs, and communicators that it frees.
         departure: how this super learner leaves on SIGTERM.
         shards: number of shards into which models may be cut; constant in a job.
         started: super_ranks of the super learners that a learner, not the job's launcher, has started.
@@ -134,7 +134,7 @@ class World:
         comms: Communicators,
         joining: bool = False,
     ) -> World:
-        """Make the world of one learner; all learners of a super learner call this together.
+        """Make the World of one learner; all learners of a super learner call this together.
 
         Args:
             config: see the attributes.
@@ -209,7 +209,7 @@ class World:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this job is plain Horovod: one super learner, and no other one can join."""
+        """Whether this job is plain Horovod: it has one super learner, and no second one can join."""
         return _is_plain(self.config, self.super_size)
 
     @property
@@ -218,7 +218,7 @@ class World:
         return self.inner_rank == 0
 
     def failed_inside(self, seconds: float) -> set[int]:
-        """Return the ranks of the failed learners of this super learner; wait until there are any.
+        """Return the ranks of this super learner's failed learners; wait until a learner has failed.
 
         Args:
             seconds: longest wait; MPI takes a moment to detect a failed process.
@@ -270,13 +270,13 @@ _current: World | None = None
 
 
 def put(world: World | None) -> None:
-    """Make `current` return this world from now on; None after shutdown()."""
+    """Set the World that `current` returns from now on; None after shutdown()."""
     global _current
     _current = world
 
 
 def current() -> World:
-    """Return the world of this process.
+    """Return the World of this process: its ranks, communicators and state.
 
     Raises:
         NotInitializedError: before init() or after shutdown().

@@ -20,7 +20,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
+_REPEATED_S = 5.0  # a super learner that fails within this time may not have logged a peer's failure before
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -41,13 +41,13 @@ class Membership:
         groups: ranks of the learners of each super learner, by super_rank.
         names: names of the super learners for messages, by super_rank.
         own: this learner's super_rank.
-        left: a byte per super learner, in memory shared by the learners of this one; nonzero if that super
-            learner has left, as the leader knows.
+        left: a byte per super learner, in memory that this super learner's learners share; the leader sets it
+            to 1 if that super learner has left.
 
     Attributes:
         is_minority: whether half or more of the super learners that have not left have failed.
         states: states of the super learners, by super_rank.
-        sources: functions that return changes for `update`; `look` calls them.
+        sources: functions that return state changes, which `look` passes to `update`.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self.is_minority = False
-        self._departed: set[int] = set()  # super learners that have left with all their engines
+        self._departed: set[int] = set()  # super learners that have left the job, not just one engine
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
         ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
 
     def update(self, news: Iterable[tuple[int, PeerState]], step: int | None = None) -> None:
-        """Record state changes that an engine reports, and log each; all are recorded before the first line.
+        """Record the state changes of super learners that an engine reports, then log a line for each change.
 
         Args:
             news: pairs (super_rank, new state).
@@ -93,7 +93,7 @@ class Membership:
             self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
 
     def _staying(self, failed: bool) -> int:
-        """Return how many super learners have not left; `failed`: whether failed ones count."""
+        """Return how many super learners have not left; `failed`: whether to count failed super learners."""
         gone = {PeerState.LEFT} if failed else {PeerState.LEFT, PeerState.FAILED}
         return sum(state not in gone for state in self.states)
 
@@ -103,14 +103,14 @@ class Membership:
         return self._staying(failed=False) <= 1
 
     def are_minority(self, ranks: Collection[int]) -> bool:
-        """Whether the super learners with all learners in `ranks` are at most half of those that stay."""
+        """Whether at most half of the super learners that have not left have all learners in `ranks`."""
         known = zip(self._groups, self._left, strict=False)
         staying = [group for group, left in known if not left]
         whole = sum(set(ranks).issuperset(group) for group in staying)
         return 2 * whole <= len(staying)
 
     def look(self) -> None:
-        """Update the states with what all `sources` return; called between two steps."""
+        """Call all `sources`, and record the state changes that they return; called between two steps."""
         for source in list(self.sources):
             self.update(source())
 
@@ -121,7 +121,7 @@ class Membership:
             self._informed[i] = time.monotonic(), line
 
     def _repeat(self) -> None:
-        """Log recent failures as warnings: the super learner that had to may have failed before it did."""
+        """Log recent failures as warnings: the super learner that had to do so may have failed first."""
         if self._warns:
             for when, line in self._informed.values():
                 if time.monotonic() - when < _REPEATED_S:
@@ -152,7 +152,7 @@ class Membership:
                 self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
-        """Mark this super learner as failed if a mate is in `ranks`; engines report failures of peers.
+        """Mark this super learner as failed if one of its learners is in `ranks`; engines report failed peers.
 
         Args:
             ranks: ranks of learners whose process has exited.
@@ -160,13 +160,13 @@ class Membership:
         self.fail(set(ranks).intersection(self._groups[self.own]))
 
     def grow(self, groups: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        """Add new super learners, as alive; `groups` and `names` describe all super learners, as in Args."""
+        """Add new super learners, as alive; `groups` and `names` describe all super learners, old and new."""
         self._groups = groups
         self.names.extend(names[len(self.names) :])  # in place: other objects refer to this list
         self.states += [PeerState.ALIVE] * (len(groups) - len(self.states))
 
     def meet(self, members: Collection[int]) -> None:
-        """Mark these super learners as alive and all others as failed, after one of them has joined."""
+        """After a super learner has joined: mark those in `members` as alive, and all others as failed."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = False
@@ -175,7 +175,7 @@ class Membership:
         self._told.clear()
 
     def rejoin(self) -> None:
-        """Mark super learners as alive that have left only an engine; called when training continues.
+        """After an engine has stopped: mark super learners as alive that have left only that engine, not the job.
 
         A super learner that stops an engine leaves that engine, and may still be training.
         """

@@ -42,11 +42,11 @@ log = logging.getLogger("hvd_adpsgd")
 
 DEPARTURE_S = 2.5  # longest wait for running exchanges, and for the peers' answers to the departure
 SAID_S = 3.5  # longest wait for the leader's flag SAID
-LAST_S = 1.0  # longest wait of the first learner for all other processes of the job to end
-LOOK_S = 0.1  # between two polls of the flag ASKED
-SPREAD_S = 0.5  # wait until the departure has reached all peers: a process that ends before counts as failed
+LAST_S = 1.0  # longest wait of the first surviving learner for all other processes of the job to end
+LOOK_S = 0.1  # time between two polls of the flag ASKED (a learner of this super learner got SIGTERM)
+SPREAD_S = 0.5  # time until all peers know of the departure; a process that ends earlier counts as failed
 _FLUSH_S = 0.2
-_HELD_S = 10.0  # bound of block_if_leaving; this module's thread ends the process earlier
+_HELD_S = 10.0  # longest block of a caller of this library; this module's thread ends the process earlier
 _ASKED, _SAID = 0, 1
 _BYTES = 65536  # capacity of a pipe, so that one read empties it
 
@@ -80,11 +80,11 @@ class Departure:
         self._is_alone, self._ends_last = is_alone, ends_last
         self._tell_learners = tell_learners
         self._last_acts: list[Callable[[], object]] = []
-        self._turn = threading.Lock()  # between SIGTERM and shutdown(): the first one takes effect
+        self._turn = threading.Lock()  # of SIGTERM and shutdown(), only the first takes effect
         self._in_shutdown = False
 
     def at_leave(self, act: Callable[[], object]) -> None:
-        """Call `act` when the super learner leaves, in reverse order, on a thread beside the trainer's."""
+        """Register `act`, called when the super learner leaves: in reverse order, not on the trainer's thread."""
         self._last_acts.append(act)
 
     def forget(self, act: Callable[[], object]) -> None:
@@ -104,18 +104,18 @@ class Departure:
                 self._flags[_ASKED] = 1
 
     def enter_shutdown(self) -> None:
-        """Ignore SIGTERM to this learner from now on; if its super learner already leaves, never return."""
+        """Ignore SIGTERM to this learner from now on; never return if its super learner leaves already."""
         with self._turn:
             self._in_shutdown = not self.is_asked
         block_if_leaving()
 
     def has_said(self) -> None:
-        """Set SAID on the leader: it has announced the departure, and its mates need not wait for that."""
+        """On the leader, set the flag SAID: the departure is announced, so the mates may end."""
         if self._is_leader:
             self._flags[_SAID] = 1
 
     def leave(self) -> None:
-        """Make the mates leave too, announce the departure to the peers, end the process; within 5 s."""
+        """Leave the job within 5 s: notify mates, announce the departure to peers, end the process."""
         ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:
@@ -141,14 +141,14 @@ class Departure:
                 log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
 
 
-_departure: Departure | None = None  # departure of this process's world
+_departure: Departure | None = None  # the Departure of this process, None outside init() to shutdown()
 _watched_by = 0  # pid of the process whose thread runs; a forked child has another pid
 _reading = -1  # reading end of the pipe into which SIGTERM writes a byte
-_taking = threading.Lock()  # a byte read under it belongs to the _departure read under it
+_taking = threading.Lock()  # held to read the pipe and _departure together, so that both belong to one job
 
 
 def watch(departure: Departure | None) -> None:
-    """Make SIGTERM trigger this departure from now on; with None it ends this process, as by default."""
+    """Make SIGTERM start this departure from now on; with None, SIGTERM ends this process."""
     global _departure, _watched_by, _reading
     if departure is not None and _watched_by != os.getpid():
         reading = signals.hear(signal.SIGTERM, ends=True)
@@ -161,7 +161,7 @@ def watch(departure: Departure | None) -> None:
 
 
 def unwatch() -> None:
-    """Drop a SIGTERM that came during shutdown(), which is over; the next one ends this process."""
+    """Drop a SIGTERM that came during shutdown(), which is over; the next SIGTERM ends this process."""
     with _taking:
         if _watched_by == os.getpid():
             _take()

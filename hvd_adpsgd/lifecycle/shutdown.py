@@ -68,7 +68,7 @@ FAILED_STATUS = 75  # status of a job with a failed super learner: EX_TEMPFAIL o
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # time between polls for learners that have exited
-_RECEIVE_S = 0.02  # between two polls for messages, which are received only to be dropped
+_RECEIVE_S = 0.02  # time between two polls for messages that are received only to be dropped
 _FLUSH_S = 0.5  # longest wait until an ending process's last messages are sent
 _LAUNCHERS = ("prterun", "mpirun")
 _LAST_FINALIZER = -100  # priority in multiprocessing: runs after the finalizers of its queues (-5)
@@ -121,16 +121,16 @@ class ExitState:
         hub: the connections of this process, if MPI does not join the processes.
         watched: pid of the process in which `at_exit` was called; a forked child has another pid.
         has_begun: whether init() has succeeded once.
-        stuck: the call in which a thread of this process is left behind, and what that waits for; "" if none.
+        stuck: the call in which a thread of this process hangs, and what that call waits for; "" if none.
         failed: ranks of learners that have failed, or leave because of a failure, as known to this process.
         has_failures: whether any learner has failed, as known to this process or to another learner.
         barrier: the barrier that the last shutdown(), or init(), did not complete; None if it completed.
-        ends: deadline of that shutdown(), of time.monotonic.
+        ends: deadline of the last shutdown(), of time.monotonic.
         is_over: whether the script has ended and exit handlers run.
         exit_status: the last argument of sys.exit, exit or quit.
         script: the outermost frame of the script.
         at_end: functions to call, in this order, before MPI or the connections are closed.
-        verdict: the exit status of this process in place of 0.
+        verdict: status with which this process exits if its own status is 0.
     """
 
     finalizes: bool = False
@@ -162,7 +162,7 @@ exit_state = ExitState()  # the state of this process
 
 
 class Teardown:
-    """What shutdown() does with a world: callbacks to run, the barrier, communicators to free after it.
+    """The end of a World in shutdown(): callbacks to run, the barrier, communicators to free after it.
 
     Attributes:
         owned: communicators in use before a super learner joined, to be freed at shutdown.
@@ -189,21 +189,21 @@ class Teardown:
         self._stops: list[Callable[[], object]] = []
 
     def at_shutdown(self, stop: Callable[[], object]) -> None:
-        """Call `stop` in shutdown(), in reverse order of registration; it must take bounded time."""
+        """Register a callback that shutdown() runs, in reverse order; it must take bounded time."""
         self._stops.append(stop)
 
     def forget(self, stop: Callable[[], object]) -> None:
-        """Unregister `stop`, which has run before shutdown(), and drop its references."""
+        """Unregister the callback `stop`, which has run before shutdown(), and drop the reference to it."""
         if stop in self._stops:
             self._stops.remove(stop)
 
     def inherit(self, other: Teardown) -> None:
-        """Take over the callbacks of a world that this one replaces."""
+        """Take over the callbacks of `other`, the Teardown of the World that this one's World replaces."""
         self._stops, other._stops = other._stops, []
         free(other._barrier.comm)
 
     def join(self, barrier: ShutdownBarrier, *old: Any) -> None:
-        """Use a barrier with a super learner that has joined; free the old communicators at shutdown.
+        """Use a barrier that includes a super learner that has joined; free old communicators at shutdown.
 
         Old communicators over sockets are not kept: a reference to one would keep its connections open.
         """
@@ -240,7 +240,7 @@ class Teardown:
         barrier = self._barrier
         failing = _meet(barrier, self.fails, ends)
         self._membership.fail(failing or ())
-        # the barrier may be complete on this learner, but not on one whose wait timed out and that has exited
+        # the barrier may be complete on this learner, but not on a learner that has timed out and exited
         clean = stopped and failing is not None and not barrier.ended()
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
@@ -253,9 +253,9 @@ class Teardown:
         return clean
 
     def ends_last(self, seconds: float) -> bool:
-        """Return whether all other learners have ended; the first that still runs waits up to `seconds`."""
+        """Return whether all other learners have ended; the first learner that runs waits up to `seconds`."""
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
-        # if shutdown() has freed the barrier's communicator: other learners then still run
+        # raised if shutdown() has freed the barrier's communicator; other learners then still run
         with contextlib.suppress(*mpi_exceptions()):
             while last is None and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
@@ -263,9 +263,9 @@ class Teardown:
         return bool(last)
 
     def _note_dead_mates(self) -> None:
-        """Record failures of mates that exited before the barrier, but after the engine had stopped.
+        """Record as failed the mates that exited before the barrier, but after the engine had stopped.
 
-        The engine would have reported these failures.
+        An engine that runs reports such failures itself.
         """
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
         dead = silent & self._barrier.ended()
@@ -275,14 +275,14 @@ class Teardown:
             log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
-        """Free the communicators; before the barrier, that would let another learner's operation fail."""
+        """Free the communicators; called after the barrier, until which learners may use them."""
         free(*self.owned, *comms)
         self._barrier.messages.close(time.monotonic() + seconds)
         free(self._barrier.comm)
 
 
 def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
-    """Wait for all learners at the barrier; return which of them exit because of a failure.
+    """Wait for all learners at the shutdown barrier; return which learners exit because of a failure.
 
     Args:
         barrier: the barrier of all learners.
@@ -290,8 +290,8 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
         ends: deadline, of time.monotonic.
 
     Returns:
-        Their ranks in the job; None if a learner has failed or does not reach the barrier in time. The same
-        on all learners that do not time out.
+        The ranks in the job of these learners; None if a learner has failed or does not reach the barrier in
+        time. The result is equal on all learners that do not time out.
     """
     try:
         with mpi_failures("shutdown"):
@@ -305,7 +305,7 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
-    """Return whether any learner at the barrier knows of a failure; `mine` if the agreement times out.
+    """Return whether any learner at the shutdown barrier knows of a failure; `mine` after a timeout.
 
     Args:
         barrier: the barrier of all learners.
@@ -326,14 +326,14 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
 
 
 def leave_behind(messages: Messages, fails: bool = False) -> None:
-    """Notify all other learners that this one takes part in no more operations over all learners.
+    """Notify all other learners that this learner takes part in no more operations over all learners.
 
     Args:
-        messages: the Messages of these operations.
+        messages: the Messages (point-to-point) of operations over all learners.
         fails: whether this learner ends because of a failure.
 
-    Until this process ends, a thread receives and drops what learners sent before they were notified:
-    otherwise their sends never complete.
+    Until this process ends, a thread receives and drops messages that learners sent before they were
+    notified: otherwise those sends would never complete.
     """
     over = threading.Event()
 
@@ -344,7 +344,7 @@ def leave_behind(messages: Messages, fails: bool = False) -> None:
                 for _ in messages.transport.poll():
                     pass
 
-    if not messages.agreement.excluded:  # else the others have declared this learner failed
+    if not messages.agreement.excluded:  # else the other learners have declared this one failed
         with contextlib.suppress(TransportError), mpi_failures("shutdown"):
             messages.leave(time.monotonic() + _FLUSH_S, fails)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
@@ -418,7 +418,7 @@ def _note_exits() -> None:
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():  # on others it ends a thread
+        if threading.current_thread() is threading.main_thread():  # elsewhere exit() ends one thread
             exit_state.exit_status = status
         leave(status)
 
@@ -429,10 +429,10 @@ def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
-    """Make the process exit as this module describes from now on; idempotent.
+    """From now on end this process in bounded time at exit, as this module describes; idempotent.
 
     Args:
-        shut_down: called first at exit. Takes bounded time; logs what it raises.
+        shut_down: called first at exit. Takes bounded time; logs the exceptions that it raises.
         patience_s: returns the longest time for MPI_Finalize, in seconds; called before `shut_down`.
     """
     if exit_state.watched == os.getpid():
@@ -455,7 +455,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
         return
     seconds = patience_s()
     exit_state.is_over = True
-    with contextlib.suppress(Exception):  # shut_down has logged it; an exit handler cannot raise
+    with contextlib.suppress(Exception):  # shut_down has logged the error; an exit handler cannot raise
         shut_down()
     flush_output()  # now, because MPI_Finalize and the wait for other learners may take a while
     for act in exit_state.at_end:
@@ -472,7 +472,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
 
 
 def _leave_as_child(leave: Callable[[], object]) -> None:
-    """Call `leave` in a child of multiprocessing, and exit with the verdict, if there is one.
+    """Call `leave` in a child of multiprocessing; exit with FAILED_STATUS if it set that as verdict.
 
     A forked child runs no exit handlers, Python's or C's, so process_exit would not set its status.
     """
@@ -501,8 +501,8 @@ def _leave_hub(hub: Hub) -> None:
 def _end_without_finalize(keeps_status: bool, last: bool) -> None:
     """Exit without MPI_Finalize (see process_exit); the last process exits with FAILED_STATUS in place of 0.
 
-    So does each learner of a failed super learner: if a peer does not know of the failure, each of the two
-    expects the other one to exit last.
+    Each learner of a failed super learner exits with FAILED_STATUS too: if a peer does not know of the
+    failure, the peer and that learner each expect the other to exit last.
     """
     barrier = exit_state.barrier
     tells = last or (barrier is not None and barrier.rank in exit_state.failed)
@@ -513,8 +513,8 @@ def _end_without_finalize(keeps_status: bool, last: bool) -> None:
 def _ended_mpi(seconds: float) -> bool:
     """Finalize MPI; return False if MPI_Finalize was not called, or did not return within `seconds`.
 
-    It would wait for learners that may have failed. With ULFM a process may exit without MPI_Finalize;
-    without ULFM such an exit ends the job.
+    MPI_Finalize would wait for learners that may have failed. With ULFM a process may exit without
+    MPI_Finalize; without ULFM such an exit ends the job.
     """
     from mpi4py import MPI
 
@@ -542,16 +542,16 @@ def _finalize() -> None:
 def _ends_last() -> bool:
     """Return whether all other processes of the job have exited; the first surviving learner waits for them.
 
-    The launcher reports only the last status, so that one must show a failure. A learner that fails itself
-    waits until the deadline of its shutdown, because all peers may fail with it. It must not wait longer: its
-    peers may still train, and an average over all learners waits for its exit.
+    The launcher reports only the status of the last process to exit, so that status must show a failure. A
+    learner that fails itself waits until the deadline of its shutdown, because all peers may fail with it. It
+    must not wait longer: its peers may still train, and an average over all learners waits for its exit.
     """
     barrier = exit_state.barrier
     if barrier is None:
         return False
     # If init() fails, it fails on all learners, and one of them must exit last, with the job's status. A
-    # surviving learner of a failed super learner fails too: the first surviving learner of the job waits for
-    # its exit, so it must not wait for that learner.
+    # surviving learner of a failed super learner fails too. It must not wait for the first surviving learner
+    # of the job, which waits for its exit.
     fails = barrier.rank in exit_state.failed or (exit_state.has_begun and script_fails())
     passed_over = () if fails else exit_state.failed
     ends = exit_state.ends
@@ -575,7 +575,7 @@ def _ends_last() -> bool:
 def _is_last(
     rank: int, ranks: Sequence[int], ended: set[int], passed_over: Sequence[int]
 ) -> bool | None:
-    """Return whether a learner exits last; None while that is undecided.
+    """Return whether learner `rank` is the last one to exit; None while that is undecided.
 
     The learner that exits last has the lowest rank among those that run and are not in `passed_over`.
 

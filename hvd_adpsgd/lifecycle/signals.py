@@ -1,4 +1,4 @@
-"""Signals that a thread of this process reacts to, whatever its main thread does."""
+"""Signals to which a thread of this process reacts, even while the main thread is blocked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _heard: dict[int, tuple[int, int]] = {}  # by signal: pid of the process, readin
 
 
 def hear(number: signal.Signals, *, ends: bool = False) -> int | None:
-    """Make the signal write a byte into a pipe from now on, which any thread may read; idempotent.
+    """Make the signal write a byte into a pipe, from which a thread may read it; idempotent.
 
     Args:
         number: the signal.

@@ -1,4 +1,4 @@
-"""The state file: what a learner writes about its state when it receives SIGUSR1.
+"""The state file: a learner's ranks, options, counters and stacks, written when it receives SIGUSR1.
 
     signal  -->  a byte in a pipe  -->  a thread wakes, calls all sources, writes the file
 
@@ -39,9 +39,10 @@ _count = 0  # number of files written
 
 
 def add_source(name: str, source: Callable[[], Any]) -> None:
-    """Write what `source` returns (of JSON's types) into state files, as `name`; replaces one of that name.
+    """Add a section `name` to state files, which contains what source() returns, of JSON's types.
 
-    `source` is called at any moment, on the thread of this module, and must neither wait nor change anything.
+    It replaces an earlier source of that name. `source` is called at any moment, on the thread of this module,
+    and must neither wait nor change anything.
     """
     _sources[name] = source
 
@@ -54,7 +55,7 @@ def watch(rank: int, folder: str | None) -> bool:
         folder: folder of the file; None: the system's folder for temporary files.
 
     Returns:
-        Whether SIGUSR1 does so: False if the script has a handler of its own for it, or ignores it.
+        Whether SIGUSR1 writes the state: False if the script has its own handler for SIGUSR1, or ignores it.
     """
     global _watched_by, _folder, _rank
     _folder, _rank = folder, rank
@@ -70,7 +71,7 @@ def watch(rank: int, folder: str | None) -> bool:
 
 
 def _attend(reading: int) -> None:
-    """Run the thread: write one file for each byte in the pipe, which each SIGUSR1 puts there."""
+    """Run the thread: write one state file for each byte in the pipe, into which each SIGUSR1 puts a byte."""
     while os.read(reading, 1):
         try:
             log.info("state written to %s", write())
@@ -110,7 +111,7 @@ def write() -> Path:
 
 
 def describe() -> dict[str, Any]:
-    """Return the state: what all sources return, and the stack of every thread of this process."""
+    """Return the content of a state file: what all sources return, and the stack of every thread."""
     return {
         "rank": _rank,
         "pid": os.getpid(),
