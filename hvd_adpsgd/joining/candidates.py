@@ -87,7 +87,7 @@ class JoinOffer:
 
     @classmethod
     def of(cls, world: World, number: int, request: JoinRequest | None, host: int) -> JoinOffer:
-        """Make the offer for a joining super learner: ranks of a failed super learner, or the next free ranks.
+        """Make the offer to a joining super learner: a failed super learner's ranks, or the next free ranks.
 
         Args:
             world: the world of a learner of the job.

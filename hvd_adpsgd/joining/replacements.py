@@ -1,8 +1,8 @@
 """Which failed super learners are replaced, and which learners start the replacements.
 
 Pure functions of values that are equal on all learners, so all learners get the same result. The
-learners of a replacement run on the failed super learner's host, in place of its learners, or as extra learners
-on another host. If the network is
+learners of a replacement run on the failed super learner's host, in place of its learners, or as extra
+learners on another host. If the network is
 cut, the smaller side starts no replacements.
 """
 

@@ -141,8 +141,8 @@ def _heartbeats() -> Iterator[None]:
     """Context manager in which MPI starts with its failure detector, if horovodrun has set it up.
 
     Each process observes the heartbeats of one other process. By default a failure is reported through the
-    launcher's daemons only, which cannot report it if the host of the failed process is gone: so a variable is
-    set by which MPI itself broadcasts the failure.
+    launcher's daemons only, which cannot report it if the host of the failed process is gone. So a variable
+    is set by which MPI itself broadcasts the failure.
 
     The variables are removed afterwards: with the detector, MPI_Finalize between hosts does not return. This
     library does not wait for MPI_Finalize, but other programs that this process starts would.

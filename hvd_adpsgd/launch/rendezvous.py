@@ -222,8 +222,8 @@ def opened(place: Place, opener: Opener, deadline: Deadline) -> Store:
 def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> None:
     """Wait until the name of the store's host resolves, and its port accepts connections.
 
-    Both may take a while: the names of Kubernetes pods appear late, and learner 0, which serves the store, may
-    start late.
+    Both may take a while: names of Kubernetes pods appear late, and learner 0, which may serve the store,
+    may start late.
 
     Args:
         place: rank and store of this process; if the process serves the store, only the name must resolve.
@@ -386,7 +386,7 @@ class StoreGather:
         )
 
     def clear(self) -> None:
-        """Erase the values that this process has stored, after all have read them: one is the job's secret."""
+        """Erase the values that this process has stored, after all have read them (one is a secret)."""
         for key in self._keys:
             self._store.set(key, "")
         self._keys.clear()

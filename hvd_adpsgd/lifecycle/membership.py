@@ -152,7 +152,7 @@ class Membership:
                 self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
-        """Mark this super learner as failed if one of its learners is in `ranks`; engines report failed peers.
+        """Mark this super learner as failed if one of its learners is in `ranks`; engines report peers.
 
         Args:
             ranks: ranks of learners whose process has exited.
@@ -175,7 +175,7 @@ class Membership:
         self._told.clear()
 
     def rejoin(self) -> None:
-        """After an engine has stopped: mark super learners as alive that have left only that engine, not the job.
+        """After an engine has stopped: mark super learners as alive that have left only that engine.
 
         A super learner that stops an engine leaves that engine, and may still be training.
         """

@@ -84,7 +84,7 @@ class Departure:
         self._in_shutdown = False
 
     def at_leave(self, act: Callable[[], object]) -> None:
-        """Register `act`, called when the super learner leaves: in reverse order, not on the trainer's thread."""
+        """Register `act` for the departure: called in reverse order, on a thread beside the trainer's."""
         self._last_acts.append(act)
 
     def forget(self, act: Callable[[], object]) -> None:

@@ -41,8 +41,8 @@ _count = 0  # number of files written
 def add_source(name: str, source: Callable[[], Any]) -> None:
     """Add a section `name` to state files, which contains what source() returns, of JSON's types.
 
-    It replaces an earlier source of that name. `source` is called at any moment, on the thread of this module,
-    and must neither wait nor change anything.
+    An earlier source of that name is replaced. `source` is called at any moment, on this module's thread, and
+    must neither wait nor change anything.
     """
     _sources[name] = source
 

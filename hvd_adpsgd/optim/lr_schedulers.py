@@ -1,7 +1,7 @@
 """Learning-rate schedules of the papers, as torch schedulers: warm-up with annealing, and Newbob.
 
-Both store the initial rate of every parameter group and compute each new rate from it, not from
-the last rate: a resumed run has bitwise the same rates.
+Both schedules store the initial rate of every parameter group and compute each new rate from that rate, not
+from the last one: a resumed run has bitwise the same rates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Resumable(LRScheduler):
 
 
 class WarmupAnneal(_Resumable):
-    """Raise the rate from a single learner's to `scale` times that, then lower it by `decay` per epoch.
+    """Raise the rate linearly from lr to `scale` times lr, then multiply it by `decay` in each epoch.
 
     With W = warmup_epochs x steps_per_epoch steps of warm-up, step k = 0, 1, ... of training takes
         lr_k = lr (1 + (scale - 1) k / (W - 1))                                for k < W
@@ -124,11 +124,11 @@ class Newbob(_Resumable):
 
     The gain of an epoch is (best - loss) / |best|, where best is the least loss of the epochs before;
     it is 0 if the loss is larger than best. The first gain below `threshold` starts the halving; a gain
-    below `stop` while halving ends it: `finished` is then true, and the rate stays constant. A larger
-    gain in between does not stop the halving.
+    below `stop` while halving ends it: `finished` is then true, and the rate stays constant. A gain
+    above `threshold` in between does not stop the halving.
 
-    Call `step(held_out_loss)` after each epoch. The first call only records the loss: call it
-    before training if the first epoch is to be judged, too. Pass the same loss on every learner
+    Call `step(held_out_loss)` after each epoch. The first call only records the loss: make
+    that call before training if the first epoch is to be judged, too. Pass the same loss on every learner
     (`hvd.allreduce` it), else the learners' rates differ. Kaldi also discards an epoch that increased
     the loss: to do so, keep the last good model and load it.
 
@@ -171,11 +171,11 @@ class Newbob(_Resumable):
         rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(optimizer)
         self.base_lrs = [lr.clone() if isinstance(lr, Tensor) else lr for lr in rates]
-        self._set_rates()  # torch's constructor has set initial_lr, from before any other scheduler
+        self._set_rates()  # torch's constructor has reset the rates to those before other schedulers
 
     @property
     def finished(self) -> bool:
-        """Whether the gain fell below `stop` while halving, so that training should end."""
+        """Whether the loss improved by less than `stop` during halving, so that training should end."""
         return self.stage == "finished"
 
     def step(self, held_out_loss: float | Tensor | None = None) -> None:
@@ -206,7 +206,7 @@ class Newbob(_Resumable):
             super().step()
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rate of every parameter group after the halvings so far."""
+        """Return the rate of every parameter group: its initial rate times factor^halvings."""
         return [lr * self.factor**self.halvings for lr in self.base_lrs]
 
     def _judge(self, best: float, loss: float) -> None:

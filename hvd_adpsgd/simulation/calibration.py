@@ -20,8 +20,10 @@ class Calibration:
     """Costs of averaging in seconds per byte of a float32 model; written to a file as a JSON object.
 
     Attributes:
-        step_s_per_byte: time of the leader in a step: publish, apply the corrections, fill the mirror.
-        chunk_s_per_byte: time of the engine's thread in an exchange: a snapshot, and a merge.
+        step_s_per_byte: time of the leader in a step: publish and apply the corrections, copy the model into
+            the engine's copy of it (mirror).
+        chunk_s_per_byte: time of the engine's thread in an exchange: copy the chunk that is sent (snapshot),
+            and add the received chunk (merge).
         machine: the machine on which the costs were measured.
         model_nbytes, chunk_nbytes: bytes of the model, and of its chunks, with which the costs were measured.
     """

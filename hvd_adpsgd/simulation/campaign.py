@@ -1,4 +1,4 @@
-"""Runs the simulated jobs of many seeds, on all cores on request, and reports coverage and failures."""
+"""Runs simulated jobs, one per seed, on all cores; reports broken promises and which cases have occurred."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IMPOSSIBLE: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed whose simulated job breaks a promise of the library, and what the job has broken."""
+    """A seed whose simulated job breaks a promise (invariant) of the library, and the broken promise."""
 
     seed: int
     what: str
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """Counts over the runs of the seeds from `first` on: events, faults, coverage, broken promises."""
+    """Counts over the simulated jobs of seeds from `first` on: events, faults, coverage, broken promises."""
 
     first: int = 0
     runs: int = 0
@@ -78,7 +78,7 @@ class Report:
         self.failures += other.failures
 
     def to_json(self) -> str:
-        """Return the report as JSON, which `from_json` reads."""
+        """Return the report of the simulated jobs as JSON, which `from_json` reads."""
         pairs = [[*pair, count] for pair, count in self.coverage.items()]
         failures = [vars(failure) for failure in self.failures]
         return json.dumps({**vars(self), "coverage": pairs, "failures": failures})
@@ -117,7 +117,7 @@ class Report:
         return found
 
     def never_met(self) -> list[tuple[str, str]]:
-        """Return the pairs of state and message that no run has reached and that are not IMPOSSIBLE."""
+        """Return the pairs (state of an exchange, message) that may occur, but that no run has reached."""
         pairs = [(state, message) for state in STATES for message in MESSAGES]
         return [pair for pair in pairs if pair not in self.coverage and pair not in IMPOSSIBLE]
 
@@ -164,7 +164,7 @@ def _coverage_table(coverage: Counter[tuple[str, str]]) -> list[str]:
 
 
 def run_block(seeds: Iterable[int]) -> Report:
-    """Run the scenarios of these seeds, one after the other, and return their report."""
+    """Run the simulated jobs of `seeds`, one after the other, and return their report."""
     report = Report()
     for seed in seeds:
         scenario = Scenario.random(seed)
@@ -193,7 +193,7 @@ def explore(
     progress: Callable[[Report], None] | None = None,
     kept: Path | None = None,
 ) -> Report:
-    """Run the scenarios of the seeds from `first` up to but not including `last`, on all cores.
+    """Run the simulated jobs of the seeds from `first` up to but not including `last`, on all cores.
 
     With `kept`, the report is written to that file after every block, and a later call with the same `first`
     continues after the last block in it.
@@ -231,7 +231,7 @@ def explore(
 
 
 def _begun(kept: Path, first: int, last: int) -> Report:
-    """Return the report in the file `kept`, or one without runs if there is no such file yet."""
+    """Return the report in the file `kept`, or a report without runs if the file does not exist."""
     try:
         text = kept.read_text()
     except FileNotFoundError:
@@ -251,7 +251,7 @@ def _begun(kept: Path, first: int, last: int) -> Report:
 
 
 def _keep(kept: Path, report: Report) -> None:
-    """Write the report by a rename, so that the file is complete whenever the run is interrupted."""
+    """Write the report by a rename, so that an interruption at any moment leaves a complete file."""
     new = kept.with_name(f"{kept.name}.new")
     try:
         new.write_text(report.to_json())

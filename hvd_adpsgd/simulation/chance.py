@@ -1,4 +1,4 @@
-"""Random numbers (splitmix64) that are the same on every machine and with every version of any library."""
+"""Random numbers (splitmix64) that are equal on all machines and with all versions of other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chance:
         return z ^ (z >> 31)
 
     def between(self, low: float, high: float) -> float:
-        """Return a uniform number between low and high, with four digits, so that scenarios are readable."""
+        """Return a uniform number between `low` and `high`, rounded to four digits to be readable."""
         return low + (high - low) * ((self.draw() >> 11) % 10_000) / 10_000
 
     def magnitude(self, low: float, high: float) -> float:
@@ -41,7 +41,7 @@ class Chance:
         return low + self.draw() % (high - low + 1)
 
     def choose(self, values: Sequence[T]) -> T:
-        """Return a uniformly random one of the values."""
+        """Return one of `values`, uniformly at random."""
         return values[self.integer(0, len(values) - 1)]
 
     def happens(self, probability: float) -> bool:

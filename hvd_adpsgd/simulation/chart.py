@@ -1,4 +1,4 @@
-"""Shows a simulated run: as a sequence chart of its messages in text, or as a timeline as of real runs."""
+"""Shows a simulated run: as a sequence chart of messages in text, or as a Chrome trace (timeline)."""
 
 from __future__ import annotations
 

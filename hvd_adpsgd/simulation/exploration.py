@@ -20,7 +20,7 @@ AT_ONCE, WITH_RECEIPT, AT_ANY_TIME = 0, 1, 2
 
 @dataclass(frozen=True)
 class Exploration:
-    """A job of two to four super learners, of which every interleaving is explored.
+    """A simulated job of two to four super learners, of which every interleaving of events is explored.
 
     Attributes:
         name: name of the job, for `--explore`.
@@ -33,7 +33,7 @@ class Exploration:
             still possible.
         completion: when sends are complete: AT_ONCE, WITH_RECEIPT or AT_ANY_TIME.
         shared: whether the super learners are on one host and share memory.
-        shown: whether they also read each other's models directly in that memory.
+        shown: whether super learners also read each other's models directly in shared memory.
         ends: whether the end of a super learner's process is reported to the others after it has left.
         ring: each super learner asks its successor first; else the lowest other rank, so that asks cross.
     """
@@ -52,7 +52,7 @@ class Exploration:
     ring: bool = False
 
     def schedules(self) -> list[list[int]]:
-        """The peers that each super learner asks, in this order."""
+        """For each super learner, the peers that it asks for exchanges, in this order."""
         n = len(self.scripts)
         order = [[(i + k) % n for k in range(1, n)] for i in range(n)]
         return order if self.ring else [sorted(peers) for peers in order]
@@ -64,7 +64,7 @@ class Exploration:
             progress: called now and then with the number of states so far.
 
         Raises:
-            BrokenPromise: if a promise or invariant does not hold in a state, with the choices leading to it.
+            BrokenPromise: if an invariant does not hold in a state; names the choices that lead to it.
         """
         explorer = Explorer(
             self.scripts,
@@ -93,7 +93,7 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Explored:
-    """Result of an exploration.
+    """Result of the exploration of one simulated job.
 
     Attributes:
         job: the explored job.

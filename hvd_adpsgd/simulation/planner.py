@@ -83,9 +83,9 @@ class Cluster:
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / share if smaller.
         deadline_s: silence after which exchanges with a peer stop until it answers.
-        detect_s: a failure is noticed by each peer within this time.
+        detect_s: time in seconds within which each peer detects a failure.
         seed: seed of all random numbers.
-        calibration: the cost of averaging on a host; None: averaging takes no time there.
+        calibration: the cost of averaging on a host; None: averaging costs a host no time.
     """
 
     super_learners: int
@@ -132,12 +132,12 @@ class Cluster:
 
     @property
     def averaging_step_s(self) -> float:
-        """Seconds that averaging adds to a step; 0 without a calibration."""
+        """Seconds that averaging adds to each step of the trainer; 0 without a calibration."""
         return self.calibration.step_s_per_byte * self.model_nbytes if self.calibration else 0.0
 
     @property
     def averaging_chunk_s(self) -> float:
-        """Seconds of the engine's thread per chunk of those that stand for the model; 0 uncalibrated."""
+        """Seconds of the engine's thread for one simulated chunk of the model; 0 without a calibration."""
         per_byte = self.calibration.chunk_s_per_byte if self.calibration else 0.0
         return per_byte * self.model_nbytes / self.chunks
 
@@ -147,7 +147,7 @@ class Outcome:
     """Result of the simulation of a planned job.
 
     Attributes:
-        steps_kept: steps of all super learners, as a share of those if none waited, slowed down or failed.
+        steps_kept: steps of all super learners, as a share of the steps without waits, slowdowns and failures.
         steps: number of steps of each super learner.
         exchanges_per_step: exchanges per super learner and step, active and passive.
         staleness_mean, staleness_99: steps between a snapshot and the merge of its exchange: mean, and 99th
@@ -156,7 +156,8 @@ class Outcome:
         decay: decay rate of the squared distance from the mean, per exchange of a super learner; None if
             unknown.
         decay_in_theory: for random pairs, see theoretical_decay; None if no closed form is known.
-        distances: (exchanges per super learner, squared distance from the mean as a share of the first).
+        distances: (exchanges per super learner, squared distance of the models from their mean as a share of
+            the distance at the start).
         bytes_per_s: bytes per second that a super learner sends until it fails: mean and largest.
         peers: number of peers with which a super learner has exchanged (its connections): mean and largest.
         failed: number of super learners that have failed.
@@ -189,7 +190,7 @@ class Outcome:
 
 
 def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> Outcome:
-    """Simulate a planned job, and return what averaging costs and achieves in it.
+    """Simulate a planned job; return its speed, its staleness, and how fast the models approach their mean.
 
     Args:
         cluster: the planned job.
@@ -263,7 +264,7 @@ def _add(job: Job, c: Cluster, in_pairs: bool) -> None:
 
 
 def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
-    """Add crashes at the times of a Poisson process; return the seconds until each super learner's end."""
+    """Add failures at the times of a Poisson process; return the seconds until each super learner fails."""
     chance, lived_s = Chance(c.seed), np.full(c.super_learners, 60.0 * c.minutes)
     for i in range(c.super_learners):
         if c.failures_per_hour > 0:
@@ -278,7 +279,7 @@ def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
 
 
 def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
-    """Yield (seconds, whether to measure the decay) for each part of the run: 40 steps, then the rest."""
+    """Cut the simulated time into parts; yield for each (seconds, whether it is in the first 40 steps)."""
     seconds = 60 * c.minutes
     measured_s = min(40 * c.step_s, seconds)
     yield from [(measured_s / 20, True)] * 20
@@ -294,13 +295,13 @@ def _distance(job: Job, n: int) -> tuple[float, float]:
 
 
 def _relative(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the distances as shares of the first one."""
+    """Return the squared distances as shares of the first one."""
     first = distances[0][1]
     return [(count, square / first if first > 0 else 0.0) for count, square in distances]
 
 
 def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
-    """Fit the decay rate, minus the slope of log distance above rounding errors; None with too few points."""
+    """Fit the decay rate of the distance: minus the slope of its logarithm; None with too few points."""
     used = [(x, math.log(y)) for x, y in distances if y > 1e-20]
     if len(used) < 3 or used[-1][0] <= used[0][0]:
         return None
@@ -394,7 +395,7 @@ def synchronous_goodput(
 
 
 def draw(outcome: Outcome, path: str | Path) -> None:
-    """Write a figure: decay of the models' distance with theory, staleness, and steps per super learner."""
+    """Write a figure: decay of the models' distance, also in theory; staleness; steps per super learner."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -41,7 +41,7 @@ __all__ = [
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 STRATEGIES = (
     *GOSSIP,
-    "random_pairs",  # once more, so that the default is drawn twice as often
+    "random_pairs",  # listed twice, so that the default strategy is drawn twice as often
     "a2cid2",
     "noloco:period=2",
     "delay_by_one",
@@ -100,7 +100,7 @@ class Fault:
     Attributes:
         at_s: seconds after the start of the run.
         kind: one of FAULTS.
-        who: number of the super learner. For join: the number that the joining super learner takes, that of a
+        who: number of the super learner. For join: the number that the joining super learner gets, that of a
             failed super learner or the next free one; its process is the one after the last super learner.
         peers: for cut, sever, suspect and break: the other super learner; for partition: the super learners
             on the same side as `who`.
@@ -114,7 +114,7 @@ class Fault:
     value: float = 0.0
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of this kind of fault, as Job.strike takes them."""
+        """Return the arguments that Job.strike takes for this kind of fault."""
         if self.kind in ("cut", "sever", "break"):
             return (self.peers[0], self.value)
         if self.kind == "partition":
@@ -132,8 +132,8 @@ class Learner:
         rate: exchanges per step.
         step_s: mean seconds of a step.
         spread: largest relative difference of a step from `step_s`.
-        node_s: seconds of the super learner's all-reduce, 0 for a learner alone.
-        deadline_s: seconds of silence after which the exchange with a peer is parked.
+        node_s: seconds of the super learner's all-reduce, 0 for a super learner of one learner.
+        deadline_s: silence of a peer, in seconds, after which exchanges with it stop until it answers.
     """
 
     rate: float
@@ -148,22 +148,22 @@ class Scenario:
     """A simulated job, its network, and the faults that strike it.
 
     Attributes:
-        seed: seed of all that the wire's contract and the trainers leave open.
+        seed: seed of all random choices during the run, such as delays of messages and lengths of steps.
         strategy: spec of the strategy, as of the option `averaging`.
         steps: number of steps of each super learner.
         chunks, elements: number of chunks of the model, and of elements per chunk.
         later: number of chunks that are added later, with a parameter group.
-        dtype, wire: element type of the parameters, and of chunks in messages ("": the same).
+        dtype, wire: element type of the parameters, and of chunks in messages ("": that of the parameters).
         latency_s: smallest latency of a message, in seconds.
         jitter: a latency is `latency_s` times a number from 1 to 1 + jitter.
         late: probability that a message takes up to 200 latencies.
-        late_control: probability that a control message takes so long, while chunks overtake it.
+        late_control: probability that a control message takes up to 200 latencies, and chunks overtake it.
         bytes_per_s: bandwidth of each super learner's link.
-        slack: an engine's polls are up to this many times later than it asks for.
-        detect_s: the end of a process is noticed by each peer within this time.
+        slack: largest delay of an engine's next poll, as a multiple of the pause that the engine asks for.
+        detect_s: time in seconds within which each peer detects the end of a process.
         leave_deadline_s: the option of this name.
         learners: the super learners.
-        hosts: the host of each super learner; those of one host share memory. () for no shared memory.
+        hosts: the host of each super learner; super learners of one host share memory. (): no shared memory.
         faults: the faults, in any order.
         max_staleness: the option of this name, 0 for None.
         share: the option exchange_share.
@@ -224,7 +224,7 @@ class Scenario:
 
     @property
     def streams(self) -> bool:
-        """Whether messages travel over connections, which may end."""
+        """Whether messages travel over (TCP) connections, which faults may end."""
         return any(fault.kind == "break" for fault in self.faults)
 
     @classmethod
@@ -239,7 +239,7 @@ class Scenario:
         leave_deadline_s = c.magnitude(-2, 0.5)
         if c.happens(
             0.3
-        ):  # exchanges take several steps, and the deadline cuts the last ones short
+        ):  # exchanges take several steps, and the deadline cuts the last exchanges short
             exchange_s = step_s * c.between(0.5, 10)
             bytes_per_s = float(f"{8 * elements * chunks / exchange_s:.3g}")
             leave_deadline_s = float(f"{exchange_s * c.between(0.3, 2):.3g}")
@@ -270,7 +270,7 @@ class Scenario:
         )
 
     def to_json(self) -> str:
-        """Return the scenario as one line of JSON, which `from_json` reads."""
+        """Return the simulated job and its faults as one line of JSON, which `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -340,7 +340,7 @@ def _one_of(what: str, name: str, names: Iterable[str]) -> None:
 
 
 def _check_fault(where: str, fault: Fault, n: int) -> None:
-    """Raise ConfigError unless the fault strikes one of n processes during the run, with proper arguments."""
+    """Raise ConfigError unless the fault strikes one of n processes during the run, with valid arguments."""
     _one_of(f"{where}: kind", fault.kind, FAULTS)
     value: Bound = (1e-3, 1e6) if fault.kind == "slow" else TIME
     in_bounds(where, fault, {"at_s": TIME, "who": (0, n - 1), "value": value}, REPLAYED)
@@ -388,9 +388,9 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     """Change some scenarios so that situations occur which independent draws seldom produce.
 
-    These are: a bounded staleness; a second crash during the agreement on the first; answers later than a
-    whole exchange; a running super learner that is taken for failed; several that leave together; a joining
-    super learner; exchanges that are cut short.
+    These situations are: a bounded staleness; a second crash during the agreement on the first; answers later than a
+    whole exchange; a running super learner that is taken for failed; several super learners that leave together; a
+    joining super learner; exchanges that are cut short.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)
@@ -422,7 +422,7 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
 
 
 def _with_connections(s: Scenario, c: Chance) -> Scenario:
-    """Add faults to some scenarios: connections of one pair, or all, end, often again once they are open."""
+    """Add faults to some scenarios: connections of one pair, or all, end, often again after they reopen."""
     if not c.happens(0.15):
         return s
     until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
@@ -457,14 +457,14 @@ def _cut_short(s: Scenario, c: Chance) -> Scenario:
 
 
 def _answers_late(s: Scenario, c: Chance) -> Scenario:
-    """Change the scenario so that chunks overtake control messages, which arrive during later exchanges.
+    """Change the scenario so that chunks overtake control messages: these arrive during later exchanges.
 
-    Pairs without rounds ask at about the same times, in short exchanges; some super learners leave, or are
-    silent, early.
+    Both sides of a pair ask each other at about the same times, without rounds, in short exchanges; some
+    super learners leave early, or are silent early.
     """
     kept = min(
         s.size, c.integer(3, 4)
-    )  # few, so that each is often asked again, and is notified of others
+    )  # few super learners, so that each is often asked again
     latency_s = s.latency_s
     faults = [f for f in s.faults if f.kind in ("leave", "fail", "stop", "crash") and f.who < kept]
     step_s = latency_s * c.between(5, 40)
@@ -535,7 +535,7 @@ def _several_leave(s: Scenario, c: Chance) -> Scenario:
 
 @functools.lru_cache(maxsize=256)
 def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]:
-    """Return a strategy's rounds, and for each super learner (peer to ask, peer that asks) by round."""
+    """Return a strategy's Rounds, and for each super learner a list of (peer it asks, peer that asks it)."""
     steps = [parse(strategy).plan(i, n).in_step for i in range(n)]
     if steps[0] is None or steps[0].peers is None:
         return steps[0], None
@@ -548,7 +548,7 @@ def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]
 
 @functools.lru_cache(maxsize=256)
 def schedules(strategy: str, n: int) -> list[npt.NDArray[np.intc]]:
-    """Return for each super learner the peers that it asks, in this order."""
+    """Return for each super learner the peers that it asks for exchanges, in this order."""
     kind = parse(strategy)
     return [np.ascontiguousarray(kind.plan(i, n).schedule.ravel(), dtype=np.intc) for i in range(n)]
 
@@ -611,7 +611,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
 def _plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]:
     """Return, for each of the super learners `numbers` among n: peers to ask, weight, table of rounds.
 
-    Peers are given by their place in `numbers`; -1 for a round's peer that is not among them.
+    A peer is given by its index in `numbers`; -1 for a round's peer that is not in `numbers`.
     """
     place = {number: i for i, number in enumerate(numbers)}
     tables = rounds_of(strategy, n)[1]
@@ -667,7 +667,7 @@ def run(scenario: Scenario, *, trace: bool = False) -> Job:
 
 
 def digest(jobs: Sequence[Job]) -> str:
-    """Return a hash of the counters of runs, with times in whole microseconds: the same on every machine."""
+    """Return a hash of the counters of runs, with times in whole microseconds: equal on all machines."""
     numbers = [
         {**job.summary(), "seconds": math.floor(job.summary()["seconds"] * 1e6)} for job in jobs
     ]

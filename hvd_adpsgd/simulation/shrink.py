@@ -15,7 +15,7 @@ MOST_RUNS = 400
 
 
 def broken_by(scenario: Scenario) -> BrokenPromise | None:
-    """Run a scenario; return the promise that it breaks, None if it breaks none."""
+    """Run a simulated job; return the promise (invariant) that it breaks, None if it breaks none."""
     try:
         run(scenario)
     except BrokenPromise as broken:
@@ -30,7 +30,7 @@ def shrink(
     broken: Callable[[Scenario], BrokenPromise | None] = broken_by,
     runs: int = MOST_RUNS,
 ) -> Scenario:
-    """Return a minimal scenario that breaks the same promise: none of its parts can be dropped.
+    """Return a minimal scenario that breaks the same promise as `scenario`: no part of it can be dropped.
 
     Args:
         scenario: a scenario that breaks a promise.
@@ -58,7 +58,7 @@ def shrink(
 
 
 def _smaller(s: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that lack one part of `s`, the largest cuts first."""
+    """Yield scenarios that lack one part of the scenario `s`, those with the largest cuts first."""
     for kept in (s.faults[: len(s.faults) // 2], s.faults[len(s.faults) // 2 :]):
         if len(kept) < len(s.faults):
             yield dataclasses.replace(s, faults=kept)
@@ -77,7 +77,7 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
 
 
 def _plainer(s: Scenario) -> Iterator[Scenario]:
-    """Yield copies of `s` in each of which one setting has its simplest value, such as no jitter."""
+    """Yield copies of scenario `s` in each of which one setting has its simplest value, such as no jitter."""
     plain = {
         "later": 0,
         "elements": 1,

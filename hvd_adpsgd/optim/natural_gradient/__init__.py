@@ -1,4 +1,4 @@
-"""Natural-gradient SGD: online Fisher estimates of the inputs and output derivatives of every affine map.
+"""Natural-gradient SGD, with an online estimate of the Fisher matrix of every linear layer.
 
 `NaturalGradientSGD` is the optimizer, `LSTM` a torch.nn.LSTM whose weights that optimizer can precondition,
 `OnlineFisher` the estimate of a Fisher matrix.

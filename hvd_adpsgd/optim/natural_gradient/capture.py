@@ -1,14 +1,14 @@
-"""Hooks by which autograd computes an affine map's gradient from preconditioned rows.
+"""Hooks by which autograd computes the preconditioned gradient of an affine map (linear, convolution).
 
 A forward hook gives the module's output a custom backward, which computes the derivative by the input
-as usual and, in place of dY^T X, the product of preconditioned rows. The parameter's own hook delivers
+as usual and, in place of dY^T X, the product of preconditioned rows of dY (derivatives) and X (inputs). The parameter's own hook delivers
 that product just before autograd adds it to `.grad`: everything that reads gradients afterwards
 (Horovod's all-reduce, clipping, GradScaler) sees the natural gradient, and the plain one is never
 computed. In one backward pass:
 
     backward of the output, once per use of the module:  collect(rows, derivatives)
     hook of the weight, hook of the bias, once each:     deliver()  ->  .grad
-    step():                                              finish(): update the estimates
+    step():                                              finish(): update the Fisher estimates
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _of_weight: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary(
 
 
 class Tap:
-    """One affine map y = W x + b, whose gradients are preconditioned by the estimates of x and of dy.
+    """One affine map y = W x + b, whose gradients are preconditioned by the Fisher estimates of x and of dy.
 
     With X = [x, 1] and dY, rows of a backward pass, the gradient is
         [W b].grad = gamma_out gamma_in  P_out(dY)^T P_in(X),
-    P as in `OnlineFisher`, with the estimates of before this step. The gammas are computed over all rows
+    P as in `OnlineFisher`, with the Fisher estimates before this step. The gammas are computed over all rows
     since the last step: when a second backward pass adds to `.grad`, the gradient already in `.grad` is
     scaled to the new gammas, so that all passes before a step are one minibatch.
 
@@ -52,8 +52,8 @@ class Tap:
         weight: trained weight, shape (Dout, ...).
         bias: bias, shape (Dout,), or None.
         rank_in, rank_out: largest ranks of the two estimates; at most (D + 1) // 2 for D inputs (outputs).
-        options: options of both `OnlineFisher`s.
-        unit: returns the factor on derivatives before they enter the estimate, 1 / loss scale.
+        options: options of both Fisher estimates, `OnlineFisher`.
+        unit: returns 1 / loss scale, the factor on derivatives before they enter the Fisher estimate.
 
     Attributes:
         active: whether gradients are preconditioned; False after `release`.
@@ -79,7 +79,7 @@ class Tap:
         self.active = True
         self._zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
         self._handles: list[RemovableHandle] = []
-        # sums of the backward passes that are in .grad
+        # sums over the rows of all backward passes whose gradients are in .grad
         self._step: Sides = (Gathered(), Gathered())
         self._task: int | None = None  # autograd's id of the present backward pass
         self._forget_pass()
@@ -93,11 +93,11 @@ class Tap:
         return [self.weight, *bias]
 
     def hold(self, handle: RemovableHandle) -> None:
-        """Let `release` remove this hook, too."""
+        """Register the handle of another hook, which `release` removes."""
         self._handles.append(handle)
 
     def release(self) -> None:
-        """Remove all hooks: from now on gradients are plain, also those of a backward pass that runs now."""
+        """Remove all hooks: gradients are not preconditioned from now on, also in a running backward pass."""
         self.active = False
         for handle in self._handles:
             handle.remove()
@@ -110,12 +110,12 @@ class Tap:
     def collect(
         self, x: RowsLike, dy: Rows, gradients: tuple[Tensor, Tensor | None] | None
     ) -> None:
-        """Add the rows of one use of the map in a backward pass: to its gradient and to its estimates' sums.
+        """Add the rows of one use of the map in a backward pass to its gradient and to its Fisher estimates.
 
         Args:
             x: rows of the map's input; with a one if there is a bias.
             dy: rows of the derivative by the map's output.
-            gradients: dY^T X, for weight and bias, if the caller has computed it; this may overwrite it.
+            gradients: dY^T X, for weight and bias, if the caller has computed it; may be overwritten.
         """
         self._open_pass()
         ready = self.fisher_in.start(x), self.fisher_out.start(dy, self._unit)
@@ -144,7 +144,7 @@ class Tap:
         if task != self._task:
             self._forget_pass()
             self._task = task
-        if self.weight.grad is None:  # no earlier backward pass to which this one adds
+        if self.weight.grad is None:  # no gradient of an earlier backward pass, to which this one would add
             self._step = (Gathered(), Gathered())
 
     def _forget_pass(self) -> None:
@@ -165,7 +165,7 @@ class Tap:
         ):
             if started:
                 gathered.append(fisher.gather(rows, h, remaining))
-            else:  # without an estimate no direction is suppressed
+            else:  # without a Fisher estimate no direction is suppressed
                 trace = rows.trace()
                 gathered.append(Gathered(rows.count, trace, trace))
         self._pass = (self._pass[0] + gathered[0], self._pass[1] + gathered[1])
@@ -200,7 +200,7 @@ class Tap:
         return self._zero.expand(parameter.shape)
 
     def deliver(self, parameter: nn.Parameter, carried: Tensor) -> Tensor:
-        """Return the gradient for `.grad`: that collected in this pass, plus `carried` from other terms."""
+        """Return the gradient for `.grad`: this pass's preconditioned one, plus `carried` of other loss terms."""
         index = 0 if parameter is self.weight else 1
         found = self._sums[index]
         if self._task != torch._C._current_graph_task_id() or found is None:
@@ -216,7 +216,7 @@ class Tap:
         return found if carried.data_ptr() == self._zero.data_ptr() else found + carried
 
     def _settle(self) -> None:
-        """Compute, once per pass, the factors that scale earlier and collected gradients to common gammas."""
+        """Compute, once per pass, the factors that scale earlier and new gradients to common gammas."""
         if self._settled:
             return
         self._settled = True
@@ -230,7 +230,7 @@ class Tap:
     # ---- between backward passes
 
     def finish(self) -> None:
-        """Update both estimates after a step, if an update is due."""
+        """Update both Fisher estimates after a step, if an update is due."""
         self.fisher_in.finish(self._step[0])
         self.fisher_out.finish(self._step[1], self._unit)
         self.forget()
@@ -242,11 +242,11 @@ class Tap:
         self._forget_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of both estimates."""
+        """Return the states of both Fisher estimates."""
         return {"in": self.fisher_in.state_dict(), "out": self.fisher_out.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load both estimates.
+        """Load the states of both Fisher estimates.
 
         Raises:
             ConfigError: if the saved estimates have other dimensions or ranks.
@@ -265,7 +265,7 @@ def take_over(tap: Tap) -> None:
 
 
 def _rows_are_cheaper(x: Rows, dy: Rows, basis: tuple[Tensor, ...]) -> bool:
-    """Whether preconditioning the rows takes fewer multiplications than the gradient G on both sides."""
+    """Whether preconditioning X and dY takes fewer multiplications than preconditioning dY^T X."""
     ranks = [len(b) for b in basis]
     return x.count * (ranks[0] * x.dim + ranks[1] * dy.dim) <= 2 * x.dim * dy.dim * sum(ranks)
 
@@ -303,7 +303,7 @@ class _NotCopied:
 
 
 def _no_hook(*_: Any) -> None:
-    """Stand for a hook in a copy of a module: does nothing."""
+    """The hook that a copy of a module gets in place of its own hook: does nothing."""
 
 
 def _get_no_hook() -> Any:
@@ -358,7 +358,7 @@ def can_tap(module: nn.Module) -> bool:
 
 
 def padding_of(module: Any) -> tuple[int, ...] | None:
-    """Return the number of zeros on either side of each dimension; None if the two sides differ."""
+    """Return a convolution's zero padding per dimension; None if the two sides of a dimension differ."""
     if not isinstance(module.padding, str):
         return tuple(module.padding)
     both = module._reversed_padding_repeated_twice
@@ -368,7 +368,7 @@ def padding_of(module: Any) -> tuple[int, ...] | None:
 
 
 class _Output(_NotCopied):
-    """The forward hook of a module: gives the output a backward that collects rows for the Tap."""
+    """The forward hook of a module: gives the output a backward that collects inputs and derivatives."""
 
     def __call__(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Tensor | None:
         tap = self.tap()
@@ -391,7 +391,7 @@ class _Output(_NotCopied):
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap | None) -> Tensor:
-    """Return W x + b for rows x; with a Tap, its backward collects the rows."""
+    """Return W x + b for each row x of a matrix; with a Tap, the backward collects the rows for it."""
     y = nn.functional.linear(x, weight, bias)
     if tap is None or not tap.active or not torch.is_grad_enabled():
         return y
@@ -399,7 +399,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap | None) -> T
 
 
 class _Computed(torch.autograd.Function):
-    """An affine map whose output is computed already; `rest` is the Tap, the module, [output]."""
+    """Autograd function of an affine map whose output is given; `rest` is the Tap, the module, [output]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:

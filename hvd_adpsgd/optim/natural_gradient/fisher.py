@@ -23,24 +23,24 @@ __all__ = ["Gathered", "OnlineFisher", "require_options"]
 
 EPSILON = 1e-10  # least eigenvalue, relative to the mean eigenvalue
 DELTA = 5e-4  # least eigenvalue, relative to the largest eigenvalue
-FIRST_UPDATES = 10  # number of first minibatches that each make an update
-FIRST_PASSES = 3  # updates from the first minibatch that start the estimate
-CONDITION = 1e6  # condition number of C above which rounding may have made R's rows not orthonormal
-STRAIGHT = 1e-9  # largest error of R R^T that is not corrected
+FIRST_UPDATES = 10  # number of first minibatches that each update the Fisher estimate
+FIRST_PASSES = 3  # number of updates with the first minibatch, which start the Fisher estimate
+CONDITION = 1e6  # condition number of C above which R's rows are made orthonormal again, against rounding
+STRAIGHT = 1e-9  # largest difference of R R^T from I that is not corrected
 # least ratio of the smallest to the largest diagonal entry at which Cholesky's factor is used
 STEEP = 1e-3
 
 
 @dataclass
 class Gathered:
-    """Sums over the rows of one or more minibatches; `+` adds the sums of two.
+    """Sums over rows of a minibatch for a Fisher estimate; `+` adds the sums over two sets of rows.
 
     Attributes:
         count: number of rows, n.
         trace: tr X X^T, float64.
         remaining: tr Xhat Xhat^T with Xhat = X - X W^T W, float64.
-        moment: (X W^T)^T X, shape (R, D), of the rows that enter the estimate; None if there are none, or
-            if no update is due.
+        moment: (X W^T)^T X, shape (R, D), of the rows that enter the Fisher estimate; None without such rows,
+            or if no update is due.
     """
 
     count: int = 0
@@ -137,18 +137,18 @@ class OnlineFisher:
 
     @property
     def due(self) -> bool:
-        """Whether the present minibatch will update the estimate."""
+        """Whether the present minibatch will update the Fisher estimate."""
         return self.updates < FIRST_UPDATES or self._skipped + 1 >= self.update_period
 
     def start(self, rows: RowsLike, unit: Callable[[], float] = lambda: 1.0) -> bool:
-        """Start the estimate from the first minibatch, if it is not started yet.
+        """Start the Fisher estimate from the first minibatch, if it is not started yet.
 
         Args:
             rows: the rows of the minibatch.
-            unit: returns the factor that makes the rows independent of the loss scale.
+            unit: returns 1 / loss scale, the factor that makes the rows independent of the loss scale.
 
         Returns:
-            Whether the estimate is started: not while all rows were zero or not finite, and never for D = 1.
+            Whether the estimate is started: not if all rows so far were zero or not finite, never for D = 1.
         """
         if self.rank == 0 or self.directions is not None:
             return self.rank > 0
@@ -159,7 +159,7 @@ class OnlineFisher:
         for _ in range(FIRST_PASSES):
             basis = self.basis(rows.like)
             self._move(rows.count, trace, rows.moment(rows.project(basis)))
-        # scales the estimate alone: the basis does not depend on the rows' scale
+        # scales the Fisher estimate alone: the basis W does not depend on the rows' scale
         factor = unit() ** 2
         self.strengths, self.floor = self.strengths * factor, self.floor * factor
         return True
@@ -178,7 +178,7 @@ class OnlineFisher:
     def gather(
         self, rows: RowsLike, projected: Tensor, remaining: Tensor | None = None
     ) -> Gathered:
-        """Return the sums over these rows, to be added to those of the minibatch.
+        """Return the sums over `rows`, to be added to the sums over the minibatch's other rows.
 
         Args:
             rows: X.
@@ -196,7 +196,7 @@ class OnlineFisher:
         return Gathered(rows.count, trace, remaining, rows.moment(projected) if self.due else None)
 
     def finish(self, gathered: Gathered, unit: Callable[[], float] = lambda: 1.0) -> None:
-        """End the minibatch: update the estimate if an update is due.
+        """Update the Fisher estimate at the end of a minibatch, if an update is due.
 
         Args:
             gathered: the sums over all rows of the minibatch.
@@ -220,7 +220,7 @@ class OnlineFisher:
     # ---- all in one call
 
     def precondition(self, x: Tensor) -> tuple[Tensor, float]:
-        """Precondition the rows of a minibatch with the present estimate, then update the estimate by them.
+        """Precondition a minibatch's rows with the present Fisher estimate, then update the estimate with them.
 
         Args:
             x: rows, shape (n, dim), floating point.
@@ -246,7 +246,7 @@ class OnlineFisher:
         return hat * scale.to(hat.dtype), float(scale)
 
     def dense(self) -> Tensor:
-        """Return F_t as a dense matrix, shape (D, D), float64; for inspection of small estimates."""
+        """Return the Fisher estimate as a dense matrix, shape (D, D), float64; to inspect small estimates."""
         assert self.directions is not None
         strengths = self.strengths.to(self.directions.device).unsqueeze(1)
         eye = torch.eye(self.dim, dtype=torch.float64, device=self.directions.device)
@@ -255,7 +255,7 @@ class OnlineFisher:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the estimate that a resumed run needs to be bitwise the same."""
+        """Return the state of the Fisher estimate, with which a resumed run is bitwise the same."""
         return {
             "directions": self.directions,
             "strengths": self.strengths,
@@ -265,7 +265,7 @@ class OnlineFisher:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, with tensors of any device.
+        """Load a Fisher estimate's state that `state_dict` has returned, with tensors of any device.
 
         Raises:
             ConfigError: if the state is of an estimate of another rank or dimension.
@@ -284,7 +284,7 @@ class OnlineFisher:
     # ---- the equations of the estimate
 
     def _begin(self, device: torch.device, level: float) -> None:
-        """Set R to a start value without zero rows or columns, and d and rho to `level`.
+        """Set the estimate's R to a start value without zero rows or columns, and d and rho to `level`.
 
         Row r of R has equal entries in columns r, r + R, r + 2R, ... and zeros elsewhere.
         """
@@ -297,12 +297,12 @@ class OnlineFisher:
         self._basis = None
 
     def _suppression(self) -> Tensor:
-        """Return e, shape (R,), the suppression of each direction, in (0, 1)."""
+        """Return e, shape (R,): by how much each direction of R is suppressed in the rows, in (0, 1)."""
         beta = self.floor * (1 + self.alpha) + self.alpha / self.dim * float(self.strengths.sum())
         return self.strengths / (beta + self.strengths)
 
     def _move(self, count: int, trace: float, moment: Tensor) -> None:
-        """Make one update of R, d and rho.
+        """Make one update of the Fisher estimate: of R, d and rho.
 
         Args:
             count: number of rows, n.
@@ -348,7 +348,7 @@ def _column(factors: Tensor, like: Tensor) -> Tensor:
 def _straightened(rows: Tensor) -> Tensor:
     """Return the rows made orthonormal, in order, so that the first rows change least.
 
-    They are returned unchanged if R R^T differs from I by no more than STRAIGHT. Uses Cholesky's factor of
+    Rows R are returned unchanged if R R^T differs from I by no more than STRAIGHT. Uses Cholesky's factor of
     R R^T, or QR where that factor would lose too many digits.
     """
     products = rows @ rows.T
@@ -364,7 +364,7 @@ def _straightened(rows: Tensor) -> Tensor:
 
 
 def require_options(*, alpha: float, history: float, update_period: float) -> None:
-    """Check the options that all estimates of an optimizer share.
+    """Check the options that all Fisher estimates of an optimizer share.
 
     Raises:
         ConfigError: for a value out of its range.

@@ -1,4 +1,4 @@
-"""An LSTM whose gate derivatives are accessible, in place of the fused torch.nn.LSTM.
+"""An LSTM in which the derivatives of the gates can be read, in place of the fused torch.nn.LSTM.
 
 Each layer and direction is one linear map of all its inputs, then a recurrence with a custom backward,
 which writes the derivatives of all gates into one tensor: rows for the Fisher estimates of the input
@@ -106,7 +106,7 @@ class LSTM(nn.LSTM):
         return x, (torch.stack(last_h), torch.stack(last_c))
 
     def _one(self, x: Tensor, h: Tensor, c: Tensor, suffix: str, spans: list[Span]) -> Any:
-        """Run one direction of one layer; return its outputs and its last h and c."""
+        """Run one direction of one LSTM layer; return its outputs, and h and c after its last time step."""
         weight, bias = getattr(self, f"weight_ih_{suffix}"), self._bias("ih", suffix)
         gates = affine(x, weight, bias, self.taps.get(f"ih_{suffix}"))
         backwards = suffix.endswith("reverse")
@@ -125,7 +125,7 @@ class LSTM(nn.LSTM):
 
 
 class _Taps(dict[str, Tap]):
-    """Taps by suffix of the weight's name, such as "ih_l0"; a copy of the module gets an empty dict."""
+    """An LSTM's Taps by suffix of the weight's name ("ih_l0"); a copy of the LSTM gets an empty dict."""
 
     def __deepcopy__(self, memo: Any) -> _Taps:
         return _Taps()
@@ -153,7 +153,7 @@ def tap_lstm(name: str, module: LSTM, wanted: set[int], make: Callable[..., Tap]
 
 
 class _Recurrence(torch.autograd.Function):
-    """The recurrence of one layer and direction, from gates (n, 4H), in order i, f, g, o, to outputs (n, H).
+    """Recurrence of one LSTM layer and direction: from gates (n, 4H), in order i, f, g, o, to outputs (n, H).
 
     `gates` is the contribution of the inputs. At each time step, with h and c of the step before,
         i, f, o = sigmoid(a_ifo),  g = tanh(a_g),  a = gates + W h + b,
@@ -223,7 +223,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _slopes(acts: Tensor, squashed: Tensor, before_c: Tensor) -> tuple[Tensor, Tensor]:
-    """Return local derivatives: of c (by gates i, f, g) and h (by o), shape (n, 4, H); of h by c, (n, H)."""
+    """Return derivatives in a time step: of c by gates i, f, g and h by o, (n, 4, H); of h by c, (n, H)."""
     i, f, g, o = acts.chunk(4, 1)
     by_gate = acts.new_empty(len(acts), 4, i.shape[1])
     torch.mul(g * i, 1 - i, out=by_gate[:, 0])

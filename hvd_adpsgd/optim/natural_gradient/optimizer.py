@@ -22,7 +22,7 @@ __all__ = ["NaturalGradientSGD"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_SAVED = "natural"  # key of the estimates in state_dict
+_SAVED = "natural"  # key of the Fisher estimates in state_dict
 
 
 class NaturalGradientSGD(torch.optim.Optimizer):
@@ -126,12 +126,12 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train one more param_group; maps of the model whose weights it contains are preconditioned."""
+        """Train one more param_group; gradients of layers whose weights it contains are preconditioned."""
         super().add_param_group(param_group)
         self._curvature.attach(self.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as torch does; rows collected since the last step do not enter the estimates."""
+        """Clear gradients as torch does; rows collected since the last step enter no Fisher estimate."""
         super().zero_grad(set_to_none)
         for tap in self._curvature.taps.values():
             tap.forget()
@@ -142,7 +142,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by one step, then update the estimates by the rows of the minibatch.
+        """Change the parameters by one step, then update the Fisher estimates with the minibatch.
 
         Args:
             closure: computes the loss and its gradients again.
@@ -163,7 +163,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return loss
 
     def _moves(self) -> Iterator[tuple[nn.Parameter, Tensor, float]]:
-        """Yield (p, v, lr) of every parameter with a gradient: p changes by -s lr v."""
+        """Yield (p, v, lr) for every parameter p with a gradient: the step changes p by -s lr v."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -186,21 +186,21 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict plus, under "natural", the estimates of every map, by the map's name."""
+        """Return torch's state_dict plus, under "natural", the Fisher estimates by the map's name."""
         return {**super().state_dict(), _SAVED: self._curvature.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, with tensors of any device, to continue as the saved optimizer would.
+        """Load a state_dict, with tensors of any device, to continue as the saved optimizer would.
 
         Raises:
-            ConfigError: if the estimates are of other maps, sizes or ranks.
+            ConfigError: if the Fisher estimates are of other maps, sizes or ranks.
         """
         self._curvature.load_state_dict(state_dict.get(_SAVED))
         super().load_state_dict({k: v for k, v in state_dict.items() if k != _SAVED})
 
 
 class _Curvature:
-    """The Taps of the maps that an optimizer trains; shared with the optimizer instance that Horovod makes.
+    """The affine maps that an optimizer preconditions; shared with the optimizer instance that Horovod makes.
 
     Attributes:
         taps: by name of the map, its Tap.
@@ -227,7 +227,7 @@ class _Curvature:
         weakref.finalize(self, _release_all, self.taps)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make Taps for the modules of the model whose weights are among `parameters`."""
+        """Precondition the modules of the model whose weights are among `parameters`: make a Tap for each."""
         wanted = {id(p) for p in parameters}
         _natural.update(dict.fromkeys(wanted, self))
         for name, module in self._modules.items():
@@ -247,7 +247,7 @@ class _Curvature:
         return ()
 
     def say_what_falls_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Log one line on the parameters that plain SGD trains: their kinds of modules."""
+        """Log in one line which kinds of modules have parameters that plain SGD trains."""
         tapped = {id(p) for tap in self.taps.values() for p in tap.parameters()}
         plain = {id(p) for p in parameters} - tapped
         kinds = Counter(
@@ -271,7 +271,7 @@ class _Curvature:
     # ---- the step
 
     def limited(self, moves: list[tuple[nn.Parameter, Tensor, float]]) -> list[float]:
-        """Return, per move (p, v, lr), the factor s <= 1 that keeps the step within `limits`."""
+        """Return for each move (p, v, lr) the factor s <= 1 that keeps the step's norm within `limits`."""
         if not moves or min(self.limits) == math.inf:
             return [1.0] * len(moves)
         norms = _norms([direction for _, direction, _ in moves])
@@ -285,12 +285,12 @@ class _Curvature:
         return [factors[key] * overall for key in keys]
 
     def finish(self) -> None:
-        """Update the estimates of all maps, after the parameters have stepped."""
+        """Update the Fisher estimates of all maps, after the parameters have stepped."""
         for tap in self.taps.values():
             tap.finish()
 
     def release(self) -> None:
-        """Remove the hooks of all Taps."""
+        """Remove all hooks from the model."""
         _release_all(self.taps)
 
     # ---- state
@@ -312,7 +312,7 @@ _natural: weakref.WeakValueDictionary[int, _Curvature] = weakref.WeakValueDictio
 
 
 def _found(groups: Any) -> _Curvature:
-    """Return the _Curvature of the user's optimizer over these param_groups, for Horovod's instance."""
+    """Return the _Curvature of the user's optimizer, found by its param_groups, for Horovod's instance."""
     if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
         for parameter in (p for group in groups for p in group["params"]):
             curvature = _natural.get(id(parameter))
@@ -340,7 +340,7 @@ def _release_all(taps: dict[str, Tap]) -> None:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """Return the 2-norm of each tensor, with one transfer from the device for all."""
+    """Return the 2-norm of each tensor, with one transfer from the device for all tensors."""
     norms = torch._foreach_norm(tensors)
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist()
 

@@ -1,4 +1,4 @@
-"""The rows of a minibatch that an affine map multiplies, without storing them as a matrix.
+"""The rows x of a minibatch in an affine map W x + b, without storing them as a matrix.
 
 A Fisher estimate needs three products of the rows X (n x D) only: X W^T, H^T X and tr X X^T. For a linear
 map X is in memory, except for its column of ones. For a convolution X is the unfolded input, many times
@@ -42,7 +42,7 @@ class RowsLike(Protocol):
 
 
 class Rows:
-    """Rows of a matrix; with `one`, each row x becomes [x, 1].
+    """Rows of a matrix in memory; with `one`, each row x becomes [x, 1].
 
     Args:
         x: matrix of shape (n, D), or (n, D - 1) with `one`; floating point.
@@ -72,7 +72,7 @@ class Rows:
         return square_sum(self.like) + (self.count if self.one else 0)
 
     def without(self, projected: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return X - H W, H = `projected`, W = `basis`: the columns of x, and with `one` the last column."""
+        """Return X - H W, H = `projected`, W = `basis`: the columns of x and, with `one`, the last column."""
         if not self.one:
             return torch.addmm(self.like, projected, basis, alpha=-1), None
         ones = 1 - projected @ basis[:, -1]
