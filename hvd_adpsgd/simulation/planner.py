@@ -147,7 +147,7 @@ class Outcome:
     """Result of the simulation of a planned job.
 
     Attributes:
-        steps_kept: steps of all super learners, as a share of the steps without waits, slowdowns and failures.
+        steps_kept: steps of all super learners, as a share of those without waits, slowdowns and failures.
         steps: number of steps of each super learner.
         exchanges_per_step: exchanges per super learner and step, active and passive.
         staleness_mean, staleness_99: steps between a snapshot and the merge of its exchange: mean, and 99th

@@ -388,9 +388,9 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     """Change some scenarios so that situations occur which independent draws seldom produce.
 
-    These situations are: a bounded staleness; a second crash during the agreement on the first; answers later than a
-    whole exchange; a running super learner that is taken for failed; several super learners that leave together; a
-    joining super learner; exchanges that are cut short.
+    These situations are: a bounded staleness; a second crash during the agreement on the first; answers later
+    than a whole exchange; a running super learner that is taken for failed; several super learners that leave
+    together; a joining super learner; exchanges that are cut short.
     """
     bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
     faults = list(s.faults)

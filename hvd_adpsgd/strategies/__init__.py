@@ -100,7 +100,7 @@ def same(one: str, other: str) -> bool:
 
 
 def _one(spec: str, piece: str, base: Strategy | None = None) -> Strategy:
-    """Parse one part of a spec, such as "gossip_pga:period=50", and build its strategy on top of `base`."""
+    """Parse one part of a spec, such as "gossip_pga:period=50"; return its strategy, on top of `base`."""
     name, _, tail = piece.strip().partition(":")
     kind: Any = STRATEGIES.get(name)
     if kind is None:

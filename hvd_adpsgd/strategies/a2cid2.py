@@ -66,5 +66,5 @@ class A2CiD2(Strategy):
         return Plan(schedule, 1 / 2, rule=rule)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The ring's mixing matrix, for the model without its second model."""
+        """The mixing matrix of one round on the ring, of plain gossip without the second models."""
         return self.base.mixing_matrix(n, round)

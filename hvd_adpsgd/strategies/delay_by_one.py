@@ -1,4 +1,4 @@
-"""Delay by one: the mean of all models, computed during the next gradient."""
+"""Delay by one: the mean of all models is computed while the next gradient is computed."""
 
 from __future__ import annotations
 

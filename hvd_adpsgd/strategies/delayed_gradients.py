@@ -23,7 +23,7 @@ _INSTEAD = "or use delay_by_one"
 class DelayedGradients(Strategy):
     """Every step k uses the mean gradient of the step before: w' = w - lr mean(g of step k - 1).
 
-    That mean is computed while the next gradient is. All models are equal; the first step changes no
+    That mean is computed while the next gradient is computed. All models are equal; the first step changes no
     parameter. Every step waits for the slowest super learner.
 
     Source: Zhang et al., arXiv:2002.01119 and arXiv:2110.11199 (delay by one), whose text allows

@@ -1,4 +1,4 @@
-"""NoLoCo: many local steps, then a slow model with momentum, averaged in pairs."""
+"""NoLoCo: many local steps, then an update of a slow model with momentum, averaged in pairs."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ class NoLoCo(Strategy):
         return RandomPairs(self.seed).mixing_matrix(n, round)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer that i asks, and the one that asks i, in the round's matching: the lower rank asks."""
+        """The peer that i asks, and the peer that asks i, in the round's matching: the lower rank asks."""
         return RandomPairs(self.seed).round_peers(n, i, round)

@@ -1,4 +1,4 @@
-"""The interface of strategies, and the plans that strategies give to the engine: data, no callbacks."""
+"""The interface of averaging strategies, and the plans that they give to the engine: data, no callbacks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 
 SEED_BOUND = 2**32
 NOBODY = -1
-DURING, AFTER = "awc", "atc"  # orders of a round: adapt while combining; adapt, then combine
+DURING, AFTER = "awc", "atc"  # orders of step and averaging: adapt while combining; adapt, then combine
 Averaged = Literal["models", "gradients", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """Averaging in step with peers: in each round a super learner waits for its peers of that round.
+    """Averaging in rounds, in step with peers: a super learner waits for its peers of the round.
 
     A round follows every `period`-th step and averages the models after that step.
 
@@ -97,7 +97,7 @@ class Rounds:
 
     @property
     def replaces(self) -> bool:
-        """Whether a mean of all replaces the model bitwise; otherwise it is added as a correction."""
+        """Whether the mean of all models replaces the model bitwise; otherwise a correction is added."""
         return self.waits or self.still
 
     def is_due(self, step: int) -> bool:
@@ -105,7 +105,7 @@ class Rounds:
         return (step + 1) % self.period == 0 and step >= self.warm_up
 
     def row(self, number: int) -> tuple[int, int]:
-        """The peer that this super learner asks in round `number`, and the one that asks it, or NOBODY."""
+        """The peer that this super learner asks in round `number`, and the peer that asks it, or NOBODY."""
         assert self.peers is not None
         asked, asker = self.peers[number % len(self.peers)]
         return int(asked), int(asker)
@@ -143,7 +143,7 @@ class Plan:
         _require_schedule(table)
         _require_plan_weight(self.weight, table.shape[1] or int(self.in_pairs))
         table.setflags(write=False)
-        object.__setattr__(self, "schedule", table)  # the dataclass is frozen; a read-only copy
+        object.__setattr__(self, "schedule", table)  # a read-only copy, in the frozen dataclass
 
     @classmethod
     def nobody(
@@ -154,12 +154,12 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Number of rows of the schedule, after which it repeats."""
+        """Number of rows of the schedule of peers, after which the schedule repeats."""
         return int(self.schedule.shape[0])
 
     @property
     def in_pairs(self) -> bool:
-        """Whether the plan has rounds of pairs, which average the models as offered."""
+        """Whether the plan has rounds in which pairs of super learners average their models."""
         return self.in_step is not None and self.in_step.peers is not None
 
     @property
@@ -169,12 +169,12 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Number of peers asked at each ask."""
+        """Number of peers that a super learner asks for an exchange at the same time."""
         return int(self.schedule.shape[1])
 
 
 class Strategy(ABC):
-    """How super learners average: an immutable value, equal to another with the same spec.
+    """How super learners average: an immutable value, equal to another strategy with the same spec.
 
     Attributes:
         name: the name in a spec string.
@@ -234,7 +234,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix T of one lock-step round, as in the papers' synchronous analysis.
+        """The mixing matrix T of one lock-step round, as in the papers' synchronous analysis.
 
         Engines of asynchronous strategies do not run in lock-step rounds; the matrix is for theory and tests.
 

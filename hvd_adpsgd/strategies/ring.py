@@ -42,7 +42,7 @@ class FixedRing(Strategy):
         return mixing.ring_matrix(n)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer that i asks, right of it on the ring, and the one that asks i, left of it."""
+        """The peer that i asks, its right neighbour on the ring, and the peer that asks i, its left one."""
         return _asked_and_asker(topology.ring_neighbours(n, i), i)
 
 
@@ -82,11 +82,11 @@ class RandomRing(Strategy):
         return Plan(np.array(rows, dtype=np.int32), self.pair_weight(super_size))
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the round's ring; it does not repeat after 1024 rounds, unlike the plan."""
+        """The mixing matrix of the round's ring; rings repeat after 1024 rounds in the plan, not here."""
         return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The peer that i asks, right of it on the round's ring, and the one that asks i, left of it."""
+        """The peer that i asks, its right neighbour on the round's ring, and the left one, which asks i."""
         return _asked_and_asker(topology.permuted_ring_neighbours(n, i, self.seed, round), i)
 
 

@@ -62,6 +62,6 @@ class SynchronousGossip(Strategy):
         return self.base.mixing_matrix(n, round % ROUNDS_OF_PEERS)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
-        """The round peers of the gossip; rounds repeat after 1024."""
+        """The peer that i asks, and the peer that asks i, by the base strategy; rounds repeat after 1024."""
         topology.require_rank(n, i)
         return self.base.round_peers(n, i, round % ROUNDS_OF_PEERS)

@@ -1,4 +1,4 @@
-"""Rules by which a super learner updates its model after averaging: data for training/update_rules.py."""
+"""Parameters of the rules by which a super learner updates its model after averaging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Accelerate", "BlockMomentum", "LateGradients", "Rule", "SlowModel"]
 
 @dataclass(frozen=True)
 class BlockMomentum:
-    """Momentum over blocks of steps; see strategies.PeriodicAveraging."""
+    """Parameters of block momentum, the momentum over blocks of steps; see strategies.PeriodicAveraging."""
 
     momentum: float
     rate: float
@@ -18,7 +18,7 @@ class BlockMomentum:
 
 @dataclass(frozen=True)
 class SlowModel:
-    """A slow model that follows the averaged one with momentum; see strategies.NoLoCo."""
+    """Parameters of a slow model that follows the averaged model with momentum; see strategies.NoLoCo."""
 
     momentum: float
     rate: float
@@ -26,7 +26,7 @@ class SlowModel:
 
 @dataclass(frozen=True)
 class Accelerate:
-    """A second model coupled to the first; see strategies.A2CiD2.
+    """Parameters of a second model that is coupled to the first; see strategies.A2CiD2.
 
     Attributes:
         eta: rate at which the two models pull each other together, per step at one exchange per step.

@@ -218,7 +218,7 @@ def _slowest(
         )
     patterns = list(_patterns(n, len(weights), circulant))
     away = np.eye(n) - 1 / n
-    # moments other than disagreement (the mean's) would not decay, and hide the decay: give them the fastest
+    # moments of the mean do not decay, and would hide the decay of disagreement: let them decay fastest
     sink = 10 * (rates.sum() * (1 + weights @ weights) + np.abs(coupling).sum())
     columns = []
     for pattern in patterns:
@@ -257,7 +257,7 @@ def _moment_rates(
 
 
 def _turned(moments: Matrix) -> Matrix:
-    """The transpose as one large matrix: [a, b, i, j] becomes [b, a, j, i]."""
+    """Transpose second moments as one large matrix: [a, b, i, j] becomes [b, a, j, i]."""
     return moments.transpose(1, 0, 3, 2)
 
 

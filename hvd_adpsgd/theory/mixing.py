@@ -52,7 +52,7 @@ def ring_matrix(n: int) -> Matrix:
 
 
 def permuted_ring_matrix(order: npt.ArrayLike) -> Matrix:
-    """Mixing matrix of one round on the ring on which the ranks sit in the given order.
+    """Mixing matrix of one round on a ring of super learners in the given order.
 
     T = P^T T_1 P, with T_1 the fixed ring and P the permutation matrix of `order`.
 

@@ -47,7 +47,7 @@ def ring_neighbours(n: int, i: int) -> tuple[int, ...]:
 
 
 def ring_order(n: int, seed: int, round: int) -> npt.NDArray[np.intp]:
-    """The ranks in the order in which they sit on the ring of round `round`.
+    """The order of the super learners on the permuted ring of a round, by outer rank.
 
     A uniformly random permutation drawn from (seed, round), the same on all super learners.
 

@@ -116,7 +116,7 @@ CHANGES = (
         "    set(CMAKE_CXX_STANDARD 14)\n",
         "    set(CMAKE_CXX_STANDARD 17)\n",
     ),
-    # The C++ library of GCC 13 and newer brings less with other headers.
+    # With GCC 13 and newer, <stdexcept> must be included: other headers no longer include it.
     Change(
         "horovod/common/group_table.h",
         "#include <queue>\n",
@@ -127,8 +127,8 @@ CHANGES = (
         "#include <string>\n",
         "#include <stdexcept>\n#include <string>\n",
     ),
-    # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, which lets the
-    # learners that remain train on after a loss, is on only when asked for.
+    # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, with
+    # which surviving learners train on after a failure, is on only with the option --with-ft ulfm.
     Change(
         "horovod/runner/mpi_run.py",
         "import copy\nimport os\nimport sys\n",
@@ -178,8 +178,8 @@ CHANGES = (
         "        if _open_mpi_major(env) >= 5:\n"
         "            return list(_OMPI5_FLAGS), list(_OMPI5_BINDING_ARGS), _OMPI_IMPL\n",
     ),
-    # A coordinator whose peer fails in one of these read lengths and messages that never came, and
-    # crashed. Every other rank looks at the result, and so raises HorovodInternalError.
+    # If a rank fails in one of these two calls, Horovod's coordinator ignores the error, reads lengths and
+    # messages that never came, and crashes. Other ranks check the result, and raise HorovodInternalError.
     Change(
         "horovod/common/mpi/mpi_controller.cc",
         "  MPI_Gather(MPI_IN_PLACE, 1, MPI_INT, recvcounts, 1, MPI_INT, RANK_ZERO,\n"
@@ -198,8 +198,8 @@ CHANGES = (
         '    throw std::runtime_error("MPI_Gatherv failed, see MPI output for details.");\n'
         "  }\n",
     ),
-    # Open MPI tells one thread that a process has failed, and this thread walks all communicators. One that
-    # another thread frees meanwhile ends the process by SIGSEGV (5.0.11). So the background loop leaves its
+    # When a process fails, a thread of Open MPI walks all communicators. If another thread frees one of them
+    # meanwhile, the process ends by SIGSEGV (5.0.11). So the background loop leaves its
     # communicators to MPI_Finalize when it ends, at shutdown or by an error.
     Change(
         "horovod/common/mpi/mpi_context.h",
@@ -228,14 +228,14 @@ CHANGES = (
         "  MPIContext::keeps_communicators = true;\n"
         "#endif\n",
     ),
-    # Schedulers signal the process that they started: it must be mpirun, not a shell that waits for it.
+    # Schedulers signal the process that they started: it must be mpirun, not a shell that waits for mpirun.
     Change(
         "horovod/runner/mpi_run.py",
         "['/bin/sh', '-c', mpirun_command]",
         "['/bin/sh', '-c', 'exec ' + mpirun_command]",
     ),
-    # With Gloo one process that fails ends all others. Not if this library's learners have all begun, which
-    # they note at the rendezvous server; the status that then tells of the failure is passed on.
+    # With Gloo a process that fails makes horovodrun end all others. Not so once this library's learners have
+    # begun (a key at the rendezvous server); then horovodrun passes on the status that shows the failure.
     Change(
         "horovod/runner/gloo_run.py",
         "from horovod.runner.util.remote import get_remote_command\n",
@@ -266,8 +266,8 @@ CHANGES = (
         f"        sys.exit({FAILED_STATUS})\n"
         "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
     ),
-    # A host without power closes no connection, and ssh would wait for it without bound. It gives up when the
-    # learners do.
+    # A host without power closes no connection, and ssh would wait for that host without bound. With these
+    # options ssh ends after the silence after which learners declare the host failed.
     Change(
         "horovod/runner/util/remote.py",
         "from horovod.runner.common.util import env as env_util\n"
@@ -303,8 +303,8 @@ CUDA_CHANGES = (
         "set(CMAKE_CUDA_STANDARD 11)\n",
         "set(CMAKE_CUDA_STANDARD 17)\n",
     ),
-    # Without NCCL its background thread copies to the GPU by an operation of torch, which throws for a
-    # parameter: broadcast_parameters(named_parameters()) ended the process.
+    # Without NCCL Horovod's background thread copies to the GPU by an operation of torch, which throws for a
+    # parameter that requires a gradient: broadcast_parameters(named_parameters()) ended the process.
     Change(
         "horovod/torch/cuda_util.h",
         "#define HOROVOD_TORCH_CUDA_UTIL_H\n",
@@ -564,7 +564,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock: the second of two builds with one key waits, and then finds the first one's wheel."""
+    """Hold a file lock: a second build with the same key waits, and then finds the first build's wheel."""
     import fcntl
 
     with path.open("w") as file:
@@ -659,7 +659,7 @@ def default_jobs() -> int:
 
 
 def build_environment(machine: Machine, cmake: str, jobs: int) -> dict[str, str]:
-    # If make has started this process, its variables name a job server that Horovod's make cannot reach.
+    # If make has started this process, make's variables name a job server that Horovod's make cannot reach.
     outer_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "GNUMAKEFLAGS"}
     environment = {name: value for name, value in os.environ.items() if name not in outer_make}
     mpi_bin = Path(machine.mpicc).parent
@@ -676,7 +676,7 @@ def build_environment(machine: Machine, cmake: str, jobs: int) -> dict[str, str]
 
 
 def local_version(machine: Machine) -> str:
-    """Return the local part of the wheel's version (after 0.28.1+), which names the build's key."""
+    """Return the local part of the wheel's version (after 0.28.1+), which contains the build's key."""
     return f"adpsgd.k{machine.key()}"
 
 
@@ -688,7 +688,7 @@ class Progress:
         self.shown = -1
 
     def see(self, line: str) -> None:
-        """Read a line of the build's output; show its percentage, if it has a new one."""
+        """Read a line of the build's output; if it contains a new percentage, show that."""
         match = re.search(r"\[ *(\d+)%\]", line)
         if not match or int(match[1]) <= self.shown:
             return

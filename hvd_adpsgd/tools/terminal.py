@@ -43,14 +43,14 @@ class Keys:
             return ""
         try:
             pressed = os.read(ready[-1], 1024)
-        except OSError:  # the terminal was closed
+        except OSError:  # reading fails: the terminal was closed
             return None
         return pressed.decode("ascii", "replace") if pressed else None
 
 
 @contextlib.contextmanager
 def keys() -> Iterator[Keys]:
-    """A context in which each key on stdin's terminal can be read at once, without Enter and without echo.
+    """Context manager in which keys on stdin's terminal can be read at once, without Enter and without echo.
 
     The terminal's settings are restored at the end of the context, also on SIGTERM. Call it in the main
     thread only, because it sets signal handlers.
@@ -70,7 +70,7 @@ def keys() -> Iterator[Keys]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """A context which SIGTERM ends by SystemExit; yields a file descriptor that each signal makes readable.
+    """Context manager that SIGTERM ends by SystemExit; yields a descriptor that each signal makes readable.
 
     Without that descriptor, a signal that arrives just before select() would be noticed only after its
     timeout.

@@ -1,4 +1,4 @@
-"""Methods of a wrapped optimizer with op=Adasum, with which Horovod steps parameters inside backward()."""
+"""Methods of an optimizer wrapped with op=Adasum: Horovod steps its parameters inside backward()."""
 
 from __future__ import annotations
 

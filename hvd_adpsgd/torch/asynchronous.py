@@ -1,8 +1,8 @@
 """Asynchronous operations over all learners, with Horovod's signatures.
 
-With one super learner, or `process_set=hvd.super_learner`, Horovod runs them. Over several super learners a
-thread runs them one after the other, in the order in which the script calls operations over all learners,
-blocking ones included; this order must be the same on all learners. The script must not use the tensors
+With one super learner, or `process_set=hvd.super_learner`, Horovod runs these operations. Over several super
+learners a thread runs them one after the other, in the order in which the script calls operations over all
+learners, also blocking ones; this order must be the same on all learners. The script must not use the tensors
 before `synchronize`, as in Horovod.
 """
 
@@ -51,7 +51,7 @@ class Handle(Future[Any]):
         self.caller, self.collectives = caller, collectives
 
     def cancel(self) -> bool:
-        """Return False: the other learners wait for the operation."""
+        """Return False: the operation cannot be cancelled, because the other learners wait for it."""
         return False
 
 
@@ -143,7 +143,7 @@ def _allreduce(
         operation: name of the function that the script calls.
         given: a tensor, or the list of tensors of a grouped operation.
         how: the further arguments of the call.
-        act: reduces the tensors over all learners, by a Reduction.
+        act: reduces the tensors over all learners; called with a Reduction.
 
     Returns:
         A handle for `synchronize`.
@@ -221,7 +221,7 @@ def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) ->
 
 
 # ---- the thread ---------------------------------------------------------------------------------
-# No ThreadPoolExecutor: at exit Python joins its threads, so a learner that waits for a peer would never end.
+# No ThreadPoolExecutor: Python joins its threads at exit, so a learner that waits for a peer would not exit.
 
 _asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _starting = threading.Lock()
@@ -233,12 +233,12 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
     global _thread
     collectives = worlds.current().collectives
     with counted(operation) as caller:
-        # on the script's thread, which owns the model: owed rounds may change that
+        # on the script's thread, because averaging rounds that are run first may change the model
         collectives.prepare()
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
-        with _starting:  # so that operations enter the queue in the order of their numbers
+        with _starting:  # so that operations are queued in the order of their numbers
             handle, number = Handle(caller, collectives), collectives.lock.take()
-            if _thread is None or not _thread.is_alive():  # a process made by fork lacks it
+            if _thread is None or not _thread.is_alive():  # in a forked process the thread does not run
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
                 )
@@ -259,7 +259,7 @@ def _run(
     streams: Sequence[Stream],
     act: Callable[[], Any],
 ) -> None:
-    """Run `act` in the script's streams: after what computes the tensors, before what uses the result."""
+    """Run `act` in the script's streams: after the work already submitted, before what uses the result."""
     result = None
 
     def operate() -> None:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-_given: tuple[Any, ...] = ()  # the arguments of the last init()
+_given: tuple[Any, ...] = ()  # the arguments of the last call of init()
 
 
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:
@@ -72,13 +72,13 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
 
 def _repeats(given: tuple[Any, ...]) -> bool:
-    """Whether a further init() asks for nothing new: its arguments are left out or the same as before."""
+    """Whether the arguments of a further init() are left out, or equal those of the first init()."""
     config = worlds.current().config
     return given[:2] in (_given[:2], (None, None)) and given[2] in (None, _given[2], config)
 
 
 def shutdown() -> None:
-    """Stop the averaging engines, then Horovod; takes bounded time, idempotent. init() may follow."""
+    """Stop the averaging engines, then Horovod, in bounded time; idempotent. init() may be called again."""
     bootstrap.shut_down()
 
 
@@ -98,7 +98,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this learner among those of its host; use it to choose a GPU."""
+    """Return the rank of this learner among the learners of its host; use this rank to choose a GPU."""
     return worlds.current().local_rank
 
 
@@ -165,7 +165,7 @@ class _AllLearners(horovod.ProcessSet):
 
 
 global_process_set = _AllLearners()
-super_learner = horovod.global_process_set  # each super learner is a Horovod world of its own
+super_learner = horovod.global_process_set  # each super learner runs a Horovod of its own
 
 
 def inner_process_set(process_set: Any, doing: str) -> Any | None:
@@ -197,7 +197,7 @@ def inner_process_set(process_set: Any, doing: str) -> Any | None:
 
 
 def one_super_learner(world: World) -> str:
-    """Return how to start this job as one super learner, for messages."""
+    """Return the part of a message that says how to start this job as one super learner."""
     return (
         "HVD_ADPSGD_AVERAGING=synchronous makes all "
         f"{world.size} learners one super learner, with plain Horovod between them."

@@ -1,7 +1,7 @@
 """Counterpart of horovod.torch.elastic, for jobs of one super learner.
 
-TorchState, ElasticSampler and run raise InnerOnlyError with several super learners, as Horovod synchronizes
-inside one only.
+TorchState, ElasticSampler and run raise InnerOnlyError with several super learners, because Horovod
+synchronizes the learners of one super learner only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ElasticSampler(horovod_elastic.ElasticSampler):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an elastic training function as Horovod does; a call raises with several super learners."""
+    """Decorate an elastic training function as Horovod does; with several super learners a call raises."""
     elastic = run_fn(func, _reset)
 
     @functools.wraps(func)

@@ -1,6 +1,6 @@
 """Horovod's operations that work inside a super learner only, with a check of their process set.
 
-With one super learner they are Horovod's. With several they need `process_set=hvd.super_learner`.
+With several super learners these operations need `process_set=hvd.super_learner`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def inner_only(operation: F) -> F:
 
 
 def require_one_super_learner(name: str) -> None:
-    """Raise unless the job has one super learner; for what Horovod can do in one Horovod world only.
+    """Raise unless the job has one super learner; for functions that Horovod runs inside one only.
 
     Args:
         name: name of the function that the script calls, for the message.
@@ -95,7 +95,7 @@ def _refusal(name: str, cure: str) -> InnerOnlyError:
 
 
 def _with_our_default(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature whose parameter `process_set` has all learners as default."""
+    """Return `signature` with all learners as the default of its parameter `process_set`."""
     parameters = [
         p.replace(default=basics.global_process_set) if p.name == "process_set" else p
         for p in signature.parameters.values()
@@ -123,7 +123,7 @@ def _add_process_set(process_set: Any) -> Any:
 add_process_set = inner_only(_add_process_set)
 remove_process_set = inner_only(horovod.remove_process_set)
 
-# Horovod's queries and constants are passed on unchanged. SyncBatchNorm works over the learners whose
+# Horovod's queries and constants are exported unchanged. SyncBatchNorm works over the learners whose
 # gradients are averaged, those of the super learner.
 __all__ = [
     "Adasum",

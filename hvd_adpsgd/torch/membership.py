@@ -43,7 +43,7 @@ def is_coordinator() -> bool:
 def failed_ranks() -> tuple[int, ...]:
     """Return the ranks of all learners of failed super learners, ascending.
 
-    The failures known to this learner now; does not block.
+    Failures that this learner does not know yet are not included; the call does not block.
     """
     world = worlds.current()
     return world.membership.failed_ranks(world.collectives.ended())
@@ -53,9 +53,9 @@ def failed_ranks() -> tuple[int, ...]:
 def on_failure(what: str) -> Iterator[None]:
     """Set what operations over all learners do after a failure; all learners enter the block together.
 
-    With "continue" operations run over the surviving learners, and a mean is that of fewer models. With
-    "raise" they raise PeerFailedError on all surviving learners until the failed ones are replaced. Neither
-    hangs. Outside a block HVD_ADPSGD_ON_FAILURE applies.
+    With "continue" operations run over the surviving learners, and a mean is the mean of fewer models. With
+    "raise" operations raise PeerFailedError on all surviving learners until the failed ones are replaced. No
+    operation hangs in either case. Outside a block HVD_ADPSGD_ON_FAILURE applies.
 
     Args:
         what: "continue" or "raise".
@@ -71,7 +71,7 @@ def on_failure(what: str) -> Iterator[None]:
 
 
 _callbacks: list[Callable[[tuple[int, ...]], object]] = []
-_told: tuple[int, ...] | None = None  # the ranks at the last hvd.admit; None before the first
+_told: tuple[int, ...] | None = None  # ranks of the learners at the last hvd.admit; None before the first
 
 
 def on_membership_change(callback: Callback) -> Callback:
@@ -85,7 +85,7 @@ def on_membership_change(callback: Callback) -> Callback:
     the last call of hvd.admit, and on the learners that join.
 
     Args:
-        callback: called with the ranks of all present learners, ascending. hvd.admit raises what it raises.
+        callback: called with the ranks of all present learners, ascending. hvd.admit raises its exceptions.
 
     Returns:
         `callback`, so that this function can be a decorator.

@@ -1,4 +1,4 @@
-"""Arguments of DistributedOptimizer: checks that need no other learner, and their AveragingSpec."""
+"""Arguments of DistributedOptimizer: checks that need no message, and the AveragingSpec made of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_spec(
 
 
 def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
-    """Return an argument of DistributedOptimizer as text, for comparisons between processes."""
+    """Return an argument of DistributedOptimizer as text, which learners compare with each other."""
     if isinstance(value, torch.Tensor):
         return names.get(value, "a tensor that is not a parameter")
     if isinstance(value, (list, tuple)):
@@ -114,7 +114,7 @@ def _is_named(pair: Any) -> bool:
 
 
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if wire_dtype is set for a mean of all, which is summed in full precision."""
+    """Raise ConfigError if wire_dtype is set with a mean of all models, which is summed in full precision."""
     plan = strategy.plan(world.super_rank, world.super_size)
     if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
 
 
 def _require_joinable(strategy: Strategy, world: World) -> None:
-    """Raise StrategyMismatchError if super learners may join the job, but cannot with this strategy."""
+    """Raise StrategyMismatchError if super learners may join the job, but not with this strategy."""
     if world.config.join_secret_file is None:
         return
     if strategy.averages == "nothing" or (world.super_size == 1 and not strategy.is_gossip):
@@ -136,7 +136,7 @@ def _require_joinable(strategy: Strategy, world: World) -> None:
 
 
 def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if exchange_share is set for a strategy without pairs."""
+    """Raise ConfigError if exchange_share is set for a strategy that does not average in pairs."""
     plan = strategy.plan(world.super_rank, world.super_size)
     if world.super_size > 1 and plan.averages_all and plan.width == 0 and config.exchange_share < 1:
         raise ConfigError(
@@ -183,7 +183,7 @@ def inner_process_set(process_set: Any, world: World) -> Any:
 
 
 def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of those buffers in argument `buffers` that can be averaged."""
+    """Return (name, tensor) of the floating-point buffers in argument `buffers`, which can be averaged."""
     if buffers is None:
         return []
     pairs = listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)

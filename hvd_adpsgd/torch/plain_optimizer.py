@@ -75,7 +75,7 @@ def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _repair(wrapped: Any) -> None:
-    """Let the optimizer accept gradients that Horovod refuses: bfloat16 and non-contiguous ones."""
+    """Let the optimizer accept bfloat16 and non-contiguous gradients, which Horovod refuses."""
     kind = type(wrapped)
     wrapped._compression = Reducible(wrapped._compression)
     if hasattr(wrapped, "_starting_models"):  # Horovod's Adasum optimizer reduces parameters
@@ -96,7 +96,7 @@ def _repair(wrapped: Any) -> None:
 
 
 def record_parts(wrapped: Any, record: StepRecord) -> None:
-    """Write the parts of a plain wrapped optimizer's steps into the timeline."""
+    """In a job of one super learner, write the parts of the wrapped optimizer's steps into the timeline."""
     kind = type(wrapped)  # Horovod made this class for this instance
     horovods_synchronize, horovods_step = kind.synchronize, kind.step
     made = 0

@@ -13,7 +13,7 @@ __all__ = ["TcpStore"]
 
 
 class TcpStore:
-    """A client of the TCPStore at an address: torchrun's own store, else one that the first process serves.
+    """A client of the TCPStore at an address: torchrun's store, else one that the first process serves.
 
     A script that uses torch.distributed may share this store: keys have a prefix, which differs after a
     restart by torchrun.

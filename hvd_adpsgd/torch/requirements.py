@@ -1,4 +1,4 @@
-"""Checks, before their import, that torch and Horovod are installed; errors name the install command."""
+"""Checks, before torch and Horovod are imported, that both are installed; errors name the install command."""
 
 from __future__ import annotations
 

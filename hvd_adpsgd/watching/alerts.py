@@ -14,9 +14,9 @@ from hvd_adpsgd.watching.svg import can_draw
 
 __all__ = ["Alert", "Alerts"]
 
-APART_S = 60.0  # alert after this time without an exchange
-SILENT_S = 60.0  # alert after this time without an answer
-SLOW = 0.5  # alert below this share of the median speed
+APART_S = 60.0  # alert if a super learner has had no exchange for this time
+SILENT_S = 60.0  # alert if a super learner has not answered for this time
+SLOW = 0.5  # alert if a super learner's speed is below this share of the median speed
 OPERATIONS = 0.5  # alert above this share of time in operations over all learners
 LASTING_S = 30.0  # how long a super learner must be slow, or in such operations, before the alert
 RISE, FLAT = (
@@ -25,7 +25,7 @@ RISE, FLAT = (
 )  # drifting: factor of the distance's rise, with a relative change of the loss below
 # distance and loss: history kept, shortest history that is judged, interval of samples
 HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0
-OVER_S = 300.0  # the same problem is reported again only after this time without it
+OVER_S = 300.0  # a problem that returns is reported again only after this time without it
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Alerts:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
+        self._seen: dict[tuple[str, int | None], float] = {}  # by problem: the time when it was last found
         self._since: dict[
             str, dict[int, float]
-        ] = {}  # by kind and super_rank: since when without a break
+        ] = {}  # by kind and super_rank: since when a problem has lasted
         self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(
@@ -71,7 +71,7 @@ class Alerts:
             now_s: time of a clock that is never set (time.monotonic).
             reports: the newest known report of each super learner, by super_rank.
             alive: super learners that are neither suspect, left nor failed.
-            suspect: for each super learner that does not answer, the time since when.
+            suspect: for each super learner that does not answer, since when, on the clock of `now_s`.
         """
         living = {i: report for i, report in reports.items() if i in alive}
         found = [
@@ -111,7 +111,7 @@ class Alerts:
         ]
 
     def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
-        """Find super learners that train, but had no exchange for 60 s and twice the usual steps."""
+        """Find super learners that train, but have had no exchange for 60 s and twice the usual number of steps."""
         if len(living) < 2:
             return []
         return [
@@ -141,7 +141,7 @@ class Alerts:
         ]
 
     def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Return when the problem began, for those of `whom`, who have it now, where it lasts LASTING_S."""
+        """Return when a problem began, by super_rank, where it lasts LASTING_S; `whom` have the problem now."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}
@@ -172,7 +172,7 @@ class Alerts:
         ]
 
     def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
-        """Find out if the consensus distance has tripled within ten minutes while the loss has not moved."""
+        """Find a consensus distance that has tripled within ten minutes while the loss has not changed."""
         distances = [r.distance for r in living.values() if can_draw(r.distance)]
         losses = [found[1] for r in living.values() if (found := main_scalar(r))]
         losses = [loss for loss in losses if can_draw(loss)]

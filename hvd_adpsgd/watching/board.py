@@ -1,4 +1,4 @@
-"""The run as one leader knows it, in memory, for the dashboard; a long run keeps fewer reports per minute."""
+"""The reports and events of a run that one leader has received, in memory, for the dashboard."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from hvd_adpsgd.watching.reports import Report
 
 __all__ = ["Board"]
 
-# reports that are kept: of all super learners together; most and least of one super learner
+# number of reports that are kept: of all super learners together; most and least of one super learner
 _REPORTS, _MOST, _LEAST = 20_000, 300, 100
 _EVENTS = 500
 
 
 class Board:
     """Reports and events of a run, written by the watching thread and read by the dashboard's thread.
+
+    When a super learner has too many reports, every second one is dropped, and later ones are kept half as often.
 
     Args:
         names: host and learner of each super learner, by super_rank.
@@ -29,12 +31,12 @@ class Board:
     def __init__(self, names: Sequence[str], about: Mapping[str, Any], every_s: float = 1.0):
         self._about = dict(about)
         self._most = min(_MOST, max(_LEAST, _REPORTS // max(1, len(names))))
-        self._lock = threading.Lock()  # held for copies of lists, never for drawing
+        self._lock = threading.Lock()  # held while lists are copied or changed, never while a page is drawn
         self._tracks = {i: Track(name, every_s=every_s) for i, name in enumerate(names)}
         self._events: deque[Event] = deque(maxlen=_EVENTS)
 
     def take(self, known: Mapping[int, Report]) -> None:
-        """Add those of the reports, by super_rank, that are newer than the last ones added."""
+        """Add the reports in `known`, by super_rank, that are newer than the reports added before."""
         with self._lock:
             for i, report in known.items():
                 track = self._tracks.setdefault(i, Track())
@@ -47,7 +49,7 @@ class Board:
                 self._add(track, report)
 
     def _add(self, track: Track, report: Report) -> None:
-        """Add a report; it replaces the newest one if that followed too soon after the one before it."""
+        """Add a report; replace the newest report if that was too close in time to the report before it."""
         last = track.reports[-2:]
         if len(last) == 2 and last[1].time_s - last[0].time_s < 0.99 * track.every_s:
             track.reports.pop()
@@ -59,7 +61,7 @@ class Board:
     def tables(
         self, super_rank: int, peers: Mapping[int, int], staleness: Mapping[int, int]
     ) -> None:
-        """Set one super learner's numbers of exchanges by peer, and of chunks by their corrections' age."""
+        """Set one super learner's number of exchanges with each peer, and of chunks by staleness in steps."""
         with self._lock:
             track = self._tracks.setdefault(super_rank, Track())
             track.peers, track.staleness = dict(peers), dict(staleness)
@@ -70,7 +72,7 @@ class Board:
             self._events.append(event)
 
     def run(self) -> Run:
-        """Return all that is known of the run now, as a copy."""
+        """Return the reports and events added so far, as a copy."""
         with self._lock:
             tracks = {
                 i: Track(t.name, list(t.reports), t.peers, t.staleness, t.every_s)

@@ -1,4 +1,4 @@
-"""The dashboard of a run: opens and closes its page. server.py answers the requests."""
+"""The dashboard of a run: opens and closes its web page, whose requests server.py answers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Dashboard:
             self._end(error)
 
     def close(self) -> None:
-        """Close the page; takes at most about 2 s, may be called again."""
+        """Close the page, which takes at most about 2 s; idempotent."""
         if self._thread is None:
             return
         self._over.set()

@@ -24,7 +24,7 @@ _SHOWN_SCALARS = 12
 _GAP_S = (
     10.0  # a line is interrupted between two reports that are farther apart than this, at least
 )
-_told: set[str] = set()  # titles of sections whose drawing has failed, which the log has named
+_told: set[str] = set()  # titles of sections whose drawing has failed, so that each is logged once
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --soft: #57606a;
@@ -81,10 +81,10 @@ def page(run: Run) -> str:
 
 
 def live(run: Run, now_s: float) -> dict[str, str]:
-    """Return the parts of the live dashboard as HTML, by the names of their places in the page, in order.
+    """Return the parts of the live dashboard's page as HTML, by name (head, table, chart0, ..., events).
 
     Args:
-        run: what is known of the run.
+        run: the reports and events of the run so far.
         now_s: the current time (time.time).
     """
     parts = {
@@ -111,7 +111,7 @@ def _headline(run: Run) -> str:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """Return the section that `draw` makes; if it raises, one with the error: other sections stay intact."""
+    """Return the section that draw() makes; if draw() raises, a section with the error instead."""
     try:
         return draw()
     except Exception as error:
@@ -224,7 +224,7 @@ def _charts(run: Run) -> list[str]:
 
 
 def _chart(title: str, draw: Callable[[], str], note: str = "") -> str:
-    """Return a section with the chart that `draw` makes; "" if that is no picture."""
+    """Return a section with the chart that draw() makes; "" if draw() returns no picture."""
 
     def section() -> str:
         body = draw()
@@ -234,7 +234,7 @@ def _chart(title: str, draw: Callable[[], str], note: str = "") -> str:
 
 
 class _Plots:
-    """Makes sections with line charts, each of one number of all super learners.
+    """Makes sections with line charts; a chart shows one number, with a line per super learner.
 
     Args:
         run: the record of the run.
@@ -254,7 +254,7 @@ class _Plots:
     def both(
         self, title: str, value: Callable[[Report], float], log: bool = False
     ) -> tuple[str, str]:
-        """Return two sections: the number over steps, and over time."""
+        """Return two sections with line charts: a number over steps, and over time."""
 
         def draw() -> str:
             series = _series(self._run, lambda report: float(report.step), value)
@@ -266,7 +266,7 @@ class _Plots:
         )
 
     def over_time(self, title: str, value: Callable[[Report], float], log: bool = False) -> str:
-        """Return a section with the number over time, and the run's events as marks."""
+        """Return a section with a line chart of a number over time, in which the run's events are marked."""
 
         def draw() -> str:
             series = _series(self._run, lambda report: self._time(report.time_s), value)
@@ -337,7 +337,7 @@ def _heat_map(run: Run) -> str:
 
 
 def _told_by(run: Run) -> str:
-    """Return a note on which super learners' tables are known; "" if all are."""
+    """Return a note that names the super learners whose exchanges by peer are known; "" if all are known."""
     known = [str(i) for i, track in sorted(run.tracks.items()) if track.peers]
     if len(known) == len(run.tracks):
         return ""
@@ -352,7 +352,7 @@ def _staleness(run: Run) -> str:
 
 
 def _shares(run: Run) -> str:
-    """Draw each super learner's time by part; operations over all learners are inside or outside a step."""
+    """Draw each super learner's shares of time: parts of the step, operations over all learners, the rest."""
     found = []
     for i, track in sorted(run.tracks.items()):
         if track.reports:

@@ -21,7 +21,7 @@ _STATES = ("ok", "SLOW", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
 class _Number(NamedTuple):
-    """A field of Report that is exported as a metric; `counts`: as a counter, else as a gauge."""
+    """A field of Report that is exported as a metric: as a counter if `counts`, else as a gauge."""
 
     field: str
     name: str
@@ -47,7 +47,7 @@ def exposition(run: Run, now_s: float) -> tuple[bytes, str]:
     """Return the metrics of a run in Prometheus' text format, and the content type of that format.
 
     Args:
-        run: what is known of the run.
+        run: the reports and events of the run so far.
         now_s: the current time (time.time).
     """
     registry = CollectorRegistry()

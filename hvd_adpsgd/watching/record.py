@@ -32,11 +32,11 @@ __all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines
 log = logging.getLogger("hvd_adpsgd")
 
 LIMIT_NBYTES = 8 << 20  # largest file of one super learner
-_LOOK_S = 30.0  # interval of checks whether the file still exists
+_LOOK_S = 30.0  # time between two checks whether the file still exists
 _EVENTS = (
     1000  # newest lines other than reports that remain when a file is thinned, beside all starts
 )
-_SAME_S = 5.0  # a change of state that several leaders note within this time is one event
+_SAME_S = 5.0  # a change of state that several leaders record within this time is one event
 _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
 
@@ -81,12 +81,12 @@ class Record:
             ) from error
 
     def report(self, super_rank: int, report: Report, *, last: bool = False, **more: Any) -> None:
-        """Write a report, unless the last one of that super learner is less than `every_s` old.
+        """Write a report, unless that super learner's last report is less than `every_s` seconds old.
 
         Args:
             super_rank: the super learner that the report is about.
             report: the report.
-            last: write it in any case, as the last one.
+            last: whether this is the last report of the run, which is written in any case.
             **more: further fields of the line, of JSON's types.
         """
         if not last and report.time_s < self._last.get(super_rank, -math.inf) + 0.99 * self.every_s:
@@ -95,7 +95,7 @@ class Record:
         self.write("report", super_learner=super_rank, **report.to_dict(), **more)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write a line. If the file system refuses (a full disk), the record ends with a warning."""
+        """Write a line to the record; if writing fails (a full disk, say), end the record with a warning."""
         if self._file is None:
             return
         try:
@@ -108,7 +108,7 @@ class Record:
             self._file = None
 
     def look(self, now_s: float) -> None:
-        """Every 30 s check that the path is still this file; if not, end the record with a warning.
+        """Every 30 s check whether the file was deleted or moved; if so, end the record with a warning.
 
         Args:
             now_s: time of a clock that is never set (time.monotonic).
@@ -120,7 +120,7 @@ class Record:
             is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except (FileNotFoundError, NotADirectoryError):
             is_there = False
-        except OSError:  # the file system does not answer: the next write fails if the error lasts
+        except OSError:  # the file system does not answer; if that lasts, the next write fails
             return
         if not is_there:
             self.close()
@@ -136,7 +136,7 @@ class Record:
             self._file = None
 
     def _thin(self) -> None:
-        """Halve the file: keep every second report, and the newest events."""
+        """Halve the record's file: keep every second report and the newest events, and write half as often."""
         lines = self.path.read_text("utf-8", errors="replace").split("\n")
         kept = "".join(line + "\n" for line in thinned(lines))
         handle, new = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.folder)
@@ -151,7 +151,7 @@ class Record:
 
 
 def _opened(path: Path) -> IO[str]:
-    """Open a file for appending, without blocking, as opening a pipe would until a process reads it.
+    """Open a file for appending, without blocking: opening a pipe would block until a process reads it.
 
     Raises:
         OSError: if the path is no regular file, or may not be written to.
@@ -190,7 +190,7 @@ def _line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to types of JSON; numbers that are not finite become None."""
+    """Convert a value for JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -222,13 +222,13 @@ class Event:
 
 @dataclass
 class Track:
-    """What is recorded of one super learner.
+    """The reports of one super learner, and its exchanges by peer and by staleness.
 
     Attributes:
         name: host and learner.
-        reports: oldest first.
-        peers: exchanges with each super learner, by its super_rank.
-        staleness: chunks by the age of their correction in steps.
+        reports: the reports, oldest first.
+        peers: number of exchanges with each other super learner, by super_rank.
+        staleness: number of chunks by their staleness (age of the correction) in steps.
         every_s: seconds between two reports.
     """
 
@@ -284,7 +284,7 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
 
 
 def lines(run: Run, newest: int) -> Iterator[str]:
-    """Yield a run as lines of a record, which `of_lines` reads.
+    """Yield the reports and events of a run as lines of a record, which `of_lines` reads.
 
     Args:
         run: the run.
@@ -314,7 +314,7 @@ def of_lines(text: Iterable[str | bytes]) -> Run:
 
 
 def _paths(folder: Path) -> dict[int, Path]:
-    """Return the files of a record by super_rank, in order; no pipes, as opening one could block."""
+    """Return the regular files of a record by super_rank, in order; opening a pipe could block."""
     found = {
         int(path.stem): path
         for path in folder.glob("*.jsonl")
@@ -324,7 +324,7 @@ def _paths(folder: Path) -> dict[int, Path]:
 
 
 def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a file, parsed; with `newest` the first line and the last so many bytes."""
+    """Yield the complete lines of a file, parsed; with `newest` only the first line and the last bytes."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -363,7 +363,7 @@ class _Reading:
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
     def take(self, writer: int, found: Mapping[str, Any], own: Container[int]) -> None:
-        """Add a line of super learner `writer`'s file; a report on another counts if that one has no file."""
+        """Add a line of `writer`'s file; a report on another super learner counts if that one has no file."""
         kind = found.get("kind")
         try:
             time_s = number(found.get("time_s"), 0, LATEST_S)
@@ -379,7 +379,7 @@ class _Reading:
                 size = whole(found["super_size"], _MOST_SUPER_LEARNERS)
                 self._size = max(self._size, (time_s, size or _MOST_SUPER_LEARNERS))
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
-            return  # a line that another version, or another program, has written
+            return  # another version, or another program, has written the line
 
     def _report(self, about: int, found: Mapping[str, Any]) -> None:
         report = Report.from_dict(found)
@@ -415,7 +415,7 @@ class _Reading:
         self._events.append((Event(time_s, what, about, text), writer))
 
     def run(self) -> Run:
-        """Return all that was read, of the super learners that belong to the newest start's super_size."""
+        """Return the Run, without super learners whose super_rank is not below the newest start's super_size."""
         tracks = {i: self._tracks[i] for i in sorted(self._tracks) if i < self._size[1]}
         for track in tracks.values():
             track.reports.sort(key=lambda report: report.time_s)
@@ -437,9 +437,9 @@ def _counts(found: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _merged(events: Iterable[tuple[Event, int]]) -> list[Event]:
-    """Return the events in order of time; a change of state that several leaders have noted is one event.
+    """Return the events in order of time; a change of state that several leaders have recorded is one event.
 
-    If one leader notes the same state twice, these are two events: the super learner was suspect twice, say.
+    If one leader records a state twice, these are two events: the super learner was suspect twice, say.
     """
     kept: list[Event] = []
     newest: dict[tuple[str, int | None], tuple[float, set[int]]] = {}

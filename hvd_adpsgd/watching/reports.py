@@ -1,4 +1,4 @@
-"""Reports: the numbers that a super learner sends about itself once per second, and their binary form."""
+"""Reports: numbers about its training that a super learner sends to others once per second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "whole",
 ]
 
-# parts of the time, of which a report holds the shares
+# parts of a super learner's time, whose shares a report contains
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
 REPORT_NBYTES = 200  # most bytes of an encoded report
 NAME_NBYTES = 32  # most bytes of a scalar's name in an encoded report; longer names are truncated
@@ -113,7 +113,7 @@ def number(value: Any, least: float = -math.inf, most: float = math.inf) -> floa
 
 
 def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
-    """Convert a value or key parsed from JSON to an integer from 0 to `most`.
+    """Convert a value or a key parsed from JSON to an integer in [0, most].
 
     Raises:
         TypeError, ValueError, OverflowError: if the value is no such integer.
@@ -130,7 +130,7 @@ def readable(value: Any) -> str:
 
 
 def encode(report: Report) -> bytes:
-    """Encode a report for the engine's messages, in at most REPORT_NBYTES: scalars may be left out."""
+    """Encode a report for a message, in at most REPORT_NBYTES bytes: scalars may be left out."""
     out = _NUMBERS.pack(
         _FORM,
         report.time_s,
@@ -166,7 +166,7 @@ def encode(report: Report) -> bytes:
 
 
 def decode(data: bytes) -> Report | None:
-    """Decode a report from a message; None if the data have another form or are truncated."""
+    """Decode a report from a message; return None if the bytes have another form or are truncated."""
     if len(data) < _NUMBERS.size or data[0] != _FORM:
         return None
     values = list(_NUMBERS.unpack_from(data))[1:]

@@ -20,10 +20,10 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The counters of a leader at one moment; `step`, `parts_s` and `engine` only grow.
+    """The counters of a leader at one moment, of which reports are computed; counts and times only grow.
 
     Attributes:
-        monotonic_s: the moment, by a clock that is never set (time.monotonic).
+        monotonic_s: the moment, on the clock time.monotonic.
         step: number of steps so far.
         parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
@@ -51,11 +51,11 @@ class Sampler:
         self._n = super_size
         self._samples: deque[Sample] = deque()
         self._distance = math.nan
-        # number of exchanges, and the time and the step at which it was first seen
+        # number of exchanges, and the time and the step at which that number was first seen
         self._exchanged: tuple[int, float, int] | None = None
 
     def report(self, sample: Sample, time_s: float) -> Report:
-        """Return the report for the sample; `time_s` is its unix time."""
+        """Return the report for a sample of the counters; `time_s` is the unix time of the sample."""
         samples = self._samples
         if samples and _is_anew(samples[-1], sample):
             samples.clear()
@@ -102,7 +102,7 @@ class Sampler:
         }
 
     def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-        """Estimate the consensus distance by exchanges lately, else the last mean of all, else as before."""
+        """Estimate the consensus distance from the exchanges of the last 10 s, else from the last mean of all."""
         compared = new["compared"] - old["compared"]
         if compared > 0:
             square = (new["square"] - old["square"]) / compared
@@ -114,7 +114,7 @@ class Sampler:
 
 
 def _is_anew(before: Sample, now: Sample) -> bool:
-    """Whether an engine or optimizer began, ended or was replaced between two samples: counters restart."""
+    """Whether counters restart: an engine or optimizer began, ended or was replaced between two samples."""
     if before.engine is None or now.engine is None:
         return before.engine is not now.engine or now.step < before.step
     return now.step < before.step or _exchanges(now.engine) < _exchanges(before.engine)

@@ -1,7 +1,7 @@
 """Answers HTTP requests for the dashboard: the page, its event stream, metrics. Needs starlette and uvicorn.
 
-A request needs the token. The page is drawn and escaped here, at most once per pause for all viewers, and
-only while there is a viewer; the pause is so long that drawing takes at most 1 % of a core. Connections
+A request needs the token. The page is drawn once for all viewers, and only while there is a viewer; the pause
+between two drawings is so long that drawing takes at most 1 % of a core. Connections
 beyond 50 per second are closed unread, because training needs the core. Beyond 32 open connections the oldest
 one without a request is closed, or if all have one, the new request is refused; beyond 64 open connections a
 new one is closed unread, because training needs the file descriptors.
@@ -145,7 +145,7 @@ class Bucket:
 class _Listener(socket.socket):
     """A listening socket, made from another one, that closes connections over the allowed rate unread.
 
-    Closing one unread costs a tenth of the time of reading and refusing it.
+    To close a connection unread takes a tenth of the time of reading and refusing its request.
     """
 
     def __init__(self, listener: socket.socket):
@@ -158,7 +158,7 @@ class _Listener(socket.socket):
             if self._bucket.take(time.monotonic()):
                 return connection, address
             connection.close()
-        raise BlockingIOError  # more may wait in the queue; asyncio calls again
+        raise BlockingIOError  # more connections may wait in the queue; asyncio calls again
 
 
 class _Bounded(H11Protocol):
@@ -175,14 +175,14 @@ class _Bounded(H11Protocol):
         self.loop.call_later(_REQUEST_S, self._end_without_request)
         others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
         idle = [one for one in others if one.is_idle]
-        if len(others) >= _ANSWERED and idle:  # not a viewer's: its request follows at once
+        if len(others) >= _ANSWERED and idle:  # a viewer's request follows at once, so these are no viewers
             oldest = min(idle, key=lambda one: one._began_s)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no complete request has arrived yet."""
+        """Whether no complete request has arrived on this connection yet."""
         return self.conn.their_state is h11.IDLE
 
     def data_received(self, data: bytes) -> None:
@@ -278,7 +278,7 @@ class _Drawing:
         self._told = False  # whether an error in drawing was logged
 
     def run(self) -> Run:
-        """Return all that is known of the run, with other super learners' tables if their files are here."""
+        """Return the run: the board's reports, with other super learners' exchanges by peer from their files."""
         run = self._board.run()
         if self._record is None:
             return run
@@ -297,7 +297,7 @@ class _Drawing:
         return run
 
     async def parts(self) -> dict[str, str]:
-        """Return the page's parts by the names of their places; drawn anew only if the pause is over."""
+        """Return the parts of the page as HTML, by name; they are drawn again only after a pause."""
         async with self._lock:
             if time.monotonic() >= self._next_s:
                 self._parts = await asyncio.to_thread(self._draw)
@@ -316,7 +316,7 @@ class _Drawing:
         return text.encode(), "application/x-ndjson"
 
     async def _lately(self, name: str, make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
-        """Return the result of `make`, or the last one under this name if it is less than a second old."""
+        """Return make(), or its last result under this name if that is less than a second old."""
         async with self._lock:
             made_s, found = self._made.get(name, (-math.inf, (b"", "")))
             if time.monotonic() >= made_s + _AGAIN_S:

@@ -58,7 +58,7 @@ class Mark:
 
 
 def can_draw(value: float) -> bool:
-    """Whether the value is finite, and small enough that differences and sums of such values are finite."""
+    """Whether a value is finite, and so small that sums and differences of such values are finite."""
     return abs(value) <= _LARGEST
 
 
@@ -94,7 +94,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return the points; if there are more than `most`, the mean of each group of neighbours."""
+    """Return the points; if there are more than `most`, the means of groups of neighbouring points."""
     n = len(points)
     if n <= most:
         return list(points)
@@ -110,7 +110,7 @@ class _Frame:
 
     Args:
         xs, ys: least and largest value of each axis.
-        log: the y axis is logarithmic.
+        log: whether the y axis is logarithmic.
     """
 
     def __init__(self, xs: tuple[float, float], ys: tuple[float, float], log: bool = False):
@@ -123,7 +123,7 @@ class _Frame:
         largest = max(abs(low), abs(high))
         if margin <= max(
             1e-7 * largest, _LEAST
-        ):  # a constant, of which some values were rounded to float32
+        ):  # equal values, some of which were rounded to float32
             margin = 0.05 * largest if largest > _LEAST else 0.5
         self.low, self.high = low - margin, high + margin
 

@@ -1,4 +1,4 @@
-"""A table of a run: one row per super learner with its current state, from the record of the run."""
+"""A table of a run, from its record: one row per super learner, with its current state."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Row:
         state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
         step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, sent_per_s: see Report.
-        apart_s: seconds since its last exchange, the age of the report included.
+        apart_s: seconds since the super learner's last exchange, the age of the report included.
         loss, losses: the last value of the loss, and the last 200 reported values, oldest first.
-        age_s: age of its newest report in seconds.
+        age_s: age of the super learner's newest report, in seconds.
     """
 
     super_learner: int
@@ -109,7 +109,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
 
 
 def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
-    """Return state and `since_s` of super learner i, from the last event about it, else from its reports."""
+    """Return the state and since_s of super learner i, from the last event about it, else from its reports."""
     last = track.reports[-1]
     told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
     if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:

@@ -63,7 +63,7 @@ def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 class Timeline:
-    """Writer of a Chrome trace, which Perfetto opens.
+    """Writer of a learner's timeline, a Chrome trace, which Perfetto opens.
 
     Each append overwrites the closing "]" and writes it again, so the file is valid JSON at any time, also
     after the process fails. A file that has grown to half of the bound is renamed to NAME.old.json, in place
@@ -73,8 +73,8 @@ class Timeline:
         path: the file; an earlier file is overwritten.
         rank: the learner's rank among all, which is the trace's process id.
         origin_s: the clock's reading that becomes time 0 of the trace.
-        unix_s: the unix time of that moment.
-        job: number of this launch, equal on all its learners; None: not known.
+        unix_s: the unix time of time 0 of the trace.
+        job: number of the launch, equal on all learners of the job; None: not known.
         label: name of the process in the viewer; default "learner <rank>".
         limit_nbytes: largest size of both files together; None: no bound.
         continues: whether an earlier file is kept as NAME.old.json.
@@ -147,7 +147,7 @@ class Timeline:
             name: name of the event.
             track: "trainer" or "engine".
             began_s: the clock's reading at the beginning of the event.
-            ended_s: the clock's reading at its end, not before the beginning.
+            ended_s: the clock's reading at the end of the event, not before its beginning.
             rank: process of the event; default: the learner of the file.
             **args: numbers and text that the viewer shows with the event.
         """
@@ -162,7 +162,7 @@ class Timeline:
     def flush(self) -> None:
         """Write all buffered events in one append.
 
-        If the file system refuses (a full disk, say), the timeline ends with a warning.
+        If writing fails (a full disk, say), the timeline ends with a warning.
         """
         with self._lock:
             self._flush()
@@ -316,7 +316,7 @@ def merge(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[IO[str]]:
-    """Context manager: a file for writing, which appears at `path` at the end unless there was an error."""
+    """Context manager: a file for writing, which appears at `path` when complete, not after an error."""
     path = path.resolve()  # so that the target of a symbolic link is replaced, not the link
     if path.exists() and not path.is_file():  # a pipe, say, which a rename would replace
         with open(path, "w", encoding="utf-8") as file:
@@ -457,7 +457,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield a trace's events on the common clock, with their JSON; events unfit for JSON are skipped."""
+    """Yield a trace's events, on the merged trace's clock, and their JSON; skip events unfit for JSON."""
     events = _lines(source.path) if source.rank is not None else _foreign(source.path, number)
     for event in events:
         if source.rank is not None and event.get("name") == _HEAD:
@@ -479,7 +479,7 @@ def _foreign(path: Path, number: int) -> Iterator[dict[str, Any]]:
             event = {**event, "pid": pid}
         if isinstance(
             event.get("id"), int
-        ):  # a flow event's (arrow's); other traces count from 0 too
+        ):  # an id of flow events (arrows); ids of other traces count from 0 too
             event["id"] += number << 40
         if event.get("name") == "process_name" and event.get("ph") == "M":
             args = event.get("args")

@@ -47,7 +47,7 @@ Send = Callable[[list[Scalar], int], object]
 
 
 def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
-    """Return scalars of reports: hvd_adpsgd/NAME/SUPER_LEARNER, and hvd_adpsgd/NAME, the mean of all.
+    """Return the scalars of reports: hvd_adpsgd/NAME/SUPER_LEARNER, and their means hvd_adpsgd/NAME.
 
     Numbers that are not known yet (NaN) are left out; scalars that the script logs are sent even if NaN.
 
@@ -69,7 +69,7 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
 
 
 def _numbers(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield (name, value): the script's scalars whose names no measured number has, then these numbers."""
+    """Yield (name, value) of a report: scalars that the script logs, then the measured numbers."""
     for name, value in report.scalars.items():
         if name not in _NAMES:
             yield name, value
@@ -107,7 +107,7 @@ class Outlet:
         self._lock = threading.Lock()  # held while the writer is called
 
     def close(self) -> None:
-        """Stop sending; a running call of the writer is waited for, for at most 5 s."""
+        """Stop sending scalars; wait at most 5 s for a running call of the writer."""
         self._send = None
         if self._lock.acquire(timeout=_CLOSE_S):
             self._lock.release()
@@ -121,7 +121,7 @@ class Outlet:
         *,
         last: bool = False,
     ) -> None:
-        """Send the reports of surviving super learners, if they are new and `every_s` seconds are over.
+        """Send the new reports of surviving super learners, unless the last sending is less than `every_s` ago.
 
         Args:
             now_s: time of a clock that is never set (time.monotonic).

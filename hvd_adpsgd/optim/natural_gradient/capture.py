@@ -1,10 +1,10 @@
 """Hooks by which autograd computes the preconditioned gradient of an affine map (linear, convolution).
 
 A forward hook gives the module's output a custom backward, which computes the derivative by the input
-as usual and, in place of dY^T X, the product of preconditioned rows of dY (derivatives) and X (inputs). The parameter's own hook delivers
-that product just before autograd adds it to `.grad`: everything that reads gradients afterwards
-(Horovod's all-reduce, clipping, GradScaler) sees the natural gradient, and the plain one is never
-computed. In one backward pass:
+as usual and, in place of dY^T X, the product of preconditioned rows of dY (derivatives) and X (inputs). The
+parameter's own hook delivers that product just before autograd adds it to `.grad`: everything that reads
+gradients afterwards (Horovod's all-reduce, clipping, GradScaler) sees the natural gradient, and the plain
+gradient is never computed. In one backward pass:
 
     backward of the output, once per use of the module:  collect(rows, derivatives)
     hook of the weight, hook of the bias, once each:     deliver()  ->  .grad
@@ -200,7 +200,7 @@ class Tap:
         return self._zero.expand(parameter.shape)
 
     def deliver(self, parameter: nn.Parameter, carried: Tensor) -> Tensor:
-        """Return the gradient for `.grad`: this pass's preconditioned one, plus `carried` of other loss terms."""
+        """Return this pass's preconditioned gradient, for `.grad`, plus `carried` of other loss terms."""
         index = 0 if parameter is self.weight else 1
         found = self._sums[index]
         if self._task != torch._C._current_graph_task_id() or found is None:

@@ -220,7 +220,7 @@ class OnlineFisher:
     # ---- all in one call
 
     def precondition(self, x: Tensor) -> tuple[Tensor, float]:
-        """Precondition a minibatch's rows with the present Fisher estimate, then update the estimate with them.
+        """Precondition a minibatch's rows with the present Fisher estimate, then update that by the rows.
 
         Args:
             x: rows, shape (n, dim), floating point.

@@ -37,9 +37,9 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds that _measure() does not launch
+_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds for which _measure() launches no learners
 
-# Lower bounds of arguments that mean the same in all kinds; _LEAST_OF has those of one kind.
+# Lower bounds of arguments that mean the same in all kinds of benchmark; _LEAST_OF has those of one kind.
 _LEAST = {
     "mib": 0.01,
     "rounds": 1,
@@ -436,7 +436,7 @@ def report(rank: int, result: dict[str, Any]) -> None:
 
 
 def timed(comm: Any, act: Callable[[], object]) -> float:
-    """Run act(); return the seconds from a barrier of `comm` until all its processes are done."""
+    """Run act(); return the seconds from a barrier until all processes of `comm` have run it."""
     comm.Barrier()
     began = time.perf_counter()
     act()

@@ -1,4 +1,4 @@
-"""Benchmark of a mean of all through the engine, summed by MPI's all-reduce or by the butterfly.
+"""Benchmark of the engine's mean of all models, summed by MPI's all-reduce or pairwise (butterfly).
 
 Run by `python -m hvd_adpsgd bench allreduce`, one process per super learner, without torch, with n = 2, 4, 8,
 ... learners of one job. Each round measures in turn, under the same load of the machine: MPI_Allreduce of the
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(comm: Any, count: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round, by way of summing."""
+    """Return the seconds of each round, by the way in which the mean is summed."""
     model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
     total = np.empty_like(model)
     plan = PeriodicAveraging(period=1).plan(comm.rank, comm.size)

@@ -1,8 +1,8 @@
 """Measures the cost of averaging on this machine without the network, for `simulate --calibration FILE`.
 
 Run by `python -m hvd_adpsgd bench calibrate`, in one process. Timed are a leader's step (it publishes and
-applies corrections of all parameters, and copies the model to the mirror), and the engine's work on each
-chunk of an exchange (it takes a snapshot and merges a received chunk).
+applies corrections of all parameters, and copies the model to the engine's copy, the mirror), and the
+engine's work on each chunk of an exchange (it takes a snapshot and merges a received chunk).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.tools.bench import machine
 
 OWN_TYPE = -1  # type of chunks on the wire: that of the parameters
-WARM_UP = 2  # rounds that are not counted: each touches one of the two slots of corrections first
+WARM_UP = 2  # rounds that are not counted: the first to touch the two buffers of corrections (slots)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -73,13 +73,13 @@ class Trial:
         return time.perf_counter() - began
 
     def step(self, threads: int = 1) -> None:
-        """Do a leader's work of a step beside its optimizer: publish, apply corrections, fill the mirror."""
+        """Do a leader's work in a step: publish and apply corrections, copy the model for the engine."""
         self.memory.publish()
         self.memory.absorb(self._addresses, self._step, threads)
         self._step += 1
 
     def chunks(self) -> None:
-        """Do the engine's work of one exchange without sending: snapshot and merge each chunk."""
+        """Do the engine's work of an exchange without messages: copy each chunk, merge a received one."""
         chunks = [chunk for part in self.memory.layout.parts for chunk in part.chunks]
         for i, chunk in enumerate(chunks):
             nbytes = 4 * chunk.count

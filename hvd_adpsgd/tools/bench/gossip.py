@@ -96,12 +96,12 @@ class Gossip:
         self.distance = np.zeros(accelerated)  # second model minus model (xt - x)
         self._fast = self.model[plain:]
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
-        self._coupled = 0.0  # time up to which both models are coupled
+        self._coupled = 0.0  # time up to which the coupling of both models (A2CiD2) has been applied
         plan = Plan.nobody(Rounds(1, DURING, self._partners()), weight=1 / 2)
         self.driven = Driven(comm, self.model, plan, chunk_kib=64)
 
     def _partners(self) -> npt.NDArray[np.int32]:
-        """Return a row per event: the peer that this super learner asks, and the peer that asks it."""
+        """Return a row per exchange: the peer that this super learner asks, and the peer that asks it."""
         table = np.full((max(1, len(self.events)), 2), NOBODY, dtype=np.int32)
         for k, (_, i, j) in enumerate(self.events):
             if self.comm.rank in (i, j):
@@ -114,7 +114,7 @@ class Gossip:
         self._coupled = 0.0
 
     def until(self, time: float, last: int) -> None:
-        """Perform all events before number `last`, and couple both models up to `time`."""
+        """Perform all exchanges before number `last`, and couple model and second model up to `time`."""
         for k in range(self.next, last):
             if self.comm.rank in self.events[k][1:]:
                 self.couple(self.events[k][0])
@@ -123,14 +123,14 @@ class Gossip:
         self.couple(time)
 
     def couple(self, time: float) -> None:
-        """Couple both models up to `time`: x += h (1 - exp(-2 eta dt)) / 2, h *= exp(-2 eta dt)."""
+        """Couple models x and x + h up to `time`: x += h (1 - exp(-2 eta dt)) / 2, h *= exp(-2 eta dt)."""
         left = math.exp(-2 * self._eta * (time - self._coupled))
         self._fast += self.distance * ((1 - left) / 2)
         self.distance *= left
         self._coupled = time
 
     def _exchange(self, k: int) -> None:
-        """Perform event k: x becomes the pair's mean, and h grows by (2 alpha_tilde - 1) x change of x."""
+        """Perform exchange k: x becomes the pair's mean, and h grows by (2 alpha_tilde - 1) x change of x."""
         before = self._fast.copy()
         self.driven.round(k, lambda: self.driven.average(k))
         self.distance += self._share * (self._fast - before)
@@ -179,7 +179,7 @@ def decay(comm: Any, constants: theory.Acceleration, args: argparse.Namespace) -
 def window_factors(
     comm: Any, start: Start, windows: list[list[Event]], length: float
 ) -> tuple[Matrix, float]:
-    """Return the squared disagreement after each window by scheme, and the largest error against after()."""
+    """Return the squared disagreement after each window by scheme, and the engine's largest error."""
     gossip, factors, from_law = Gossip(comm, start.constants, *start.columns, windows), [], 0.0
     for events in windows:
         gossip.start(*start.of(comm.rank))
@@ -206,13 +206,13 @@ def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: floa
 
 
 def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
-    """Draw `count` sequences of events for each seed; `seeds` is (seeds, number of this use of them)."""
+    """Draw `count` sequences of exchanges per seed; `seeds` is (seeds, number of this use of the seeds)."""
     each = [np.random.default_rng([seed, seeds[1]]) for seed in seeds[0]]
     return [draw(rng, n, 1.0, length) for rng in each for _ in range(count)]
 
 
 def halves(events: list[Event], length: float) -> list[tuple[float, list[Event]]]:
-    """Split `events` at half of `length`; return (end time, events) of both halves."""
+    """Split a run's exchanges at half of its `length`; return (end time, exchanges) of both halves."""
     cut = sum(time < length / 2 for time, _, _ in events)
     return [(length / 2, events[:cut]), (length, events[cut:])]
 
@@ -223,7 +223,7 @@ def by_scheme(squares: Matrix, n: int) -> tuple[float, float]:
 
 
 def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matrix:
-    """Return the same rates as typical_rates(), computed without engines; NaN without sequences."""
+    """Return the decay rates of typical runs, computed without engines; NaN without sequences."""
     n = len(start.model)
     rates = []
     for events in sequences:
@@ -286,7 +286,7 @@ def square_root(moments: Matrix) -> Matrix:
 
 
 def spread(comm: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ratios of squared disagreement to plain gossip's, of A2CiD2 and of twice the exchanges."""
+    """Return the squared disagreement of A2CiD2, and of twice the exchanges, as ratios to plain gossip's."""
     found: dict[str, Any] = {}
     rows = [(left(comm, 1.0, s, args), left(comm, 2.0, s, args)) for s in args.seeds]
     for kind, name in enumerate(UPDATES):

@@ -27,12 +27,12 @@ from hvd_adpsgd.tools.bench import report, settings, spread_of
 
 # Rounds that are not counted: they open connections and touch memory for the first time.
 WARM_UP = 2
-# Bytes of the small array, which travels with the Call; operations on it per round.
+# Bytes of the small array, which travels in the message that announces the call; operations on it per round.
 SMALL_NBYTES, SMALL_TIMES = 1024, 20
 
 
 class Ours:
-    """The library's operations on numpy arrays, over the messages of a communicator."""
+    """The library's operations over all learners on numpy arrays, over the messages of a communicator."""
 
     def __init__(self, comm: Any, plain: Any, size: int, rank: int) -> None:
         everyone = tuple(range(size))
@@ -42,7 +42,7 @@ class Ours:
         )
 
     def allreduce(self, model: np.ndarray) -> np.ndarray:
-        """Sum `model` over learners as hvd.allreduce does: a small array travels with the Call itself."""
+        """Sum `model` over learners as hvd.allreduce does: a small array is part of the announcement."""
         if model.nbytes > SMALL_NBYTES:
             return self._all.run("allreduce", lambda attempt: attempt.allreduce(model))
         call = Call("allreduce", private=model)
@@ -70,7 +70,7 @@ def main() -> None:
         comm = world.Split(0 if world.rank < n else MPI.UNDEFINED, world.rank)
         if world.rank < n:
             result[f"n {n}"] = measure(comm, int(args.mib * 2**18), args.rounds, args.nics or None)
-        barrier(world)  # it waits by sleeping, which leaves the cores to the learners that measure
+        barrier(world)  # waits by sleeping, which leaves the cores to the learners that measure
         n *= 2
     report(world.rank, result)
 

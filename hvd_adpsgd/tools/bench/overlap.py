@@ -9,8 +9,8 @@ computation) and averaging after every step (the step waits for the mean).
 
 With t_off the time of a plain step and t_mean that of a mean of all while nothing else runs, a step takes
 max(t_off, t_mean) with full overlap and t_off + t_mean with none; in both cases it also adds corrections
-and fills the mirror. hidden = (t_off + t_mean - step) / min(t_off, t_mean) is 1 for full overlap at no
-other cost, 0 for no overlap.
+and copies the model for the engine. hidden = (t_off + t_mean - step) / min(t_off, t_mean) is 1 for full
+overlap at no other cost, 0 for no overlap.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def traced(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Return medians over rows (one block of each kind, in turn), by the length of the computation."""
+    """Return medians over rows of blocks, one block per kind, by the length of the computation."""
     trial = Trial(args.mib, args.busy, tuple(KINDS))
     for kind in KINDS:
         trial.block(kind, args.steps, 0.0)  # warm-up: touches memory
@@ -73,7 +73,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 class Trial:
-    """One model per kind of averaging in KINDS, each with its optimizer."""
+    """One model, with an optimizer, per kind of averaging: none, delay-by-one, after every step."""
 
     def __init__(self, mib: float, busy: bool, kinds: tuple[str, ...]):
         self.comm = worlds.current().collectives.comm

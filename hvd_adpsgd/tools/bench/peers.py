@@ -1,4 +1,4 @@
-"""Benchmark of hvd_adpsgd beside other libraries, with the same model, data and batch (peers_learner.py).
+"""Benchmark of hvd_adpsgd beside other training libraries, with the same model, data and batch.
 
 Run by `python -m hvd_adpsgd bench peers`. Each round runs every installed library three times: for --steps
 steps (which gives the loss at equal samples), for --seconds seconds (samples per second, loss at equal
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--schemes {' '.join(unknown)}: unknown. Pass some of {', '.join(SCHEMES)}."
         )
     _require_arguments(args)
-    # Raise SystemExit on these signals, so that bounded() ends the learners' process group.
+    # SIGTERM and SIGHUP raise SystemExit, so that bounded() ends the learners' process group.
     for ends in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ends, _end)
     result: dict[str, Any] = {"learners": args.learners, "rounds": args.rounds}
@@ -142,7 +142,7 @@ def _run(name: str, args: argparse.Namespace, seed: int, **asked: float) -> dict
 
 
 def _free_port() -> int:
-    """Return a free port of this host, which has learner 0 if it is the first of --hosts."""
+    """Return a port for learner 0, free on this host, which runs learner 0 if it is the first of --hosts."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -33,7 +33,7 @@ RATE, MOMENTUM = 0.05, 0.9
 PERIOD = 4  # steps between means, for libraries that average models
 # Steps between checks of the time limit, for libraries whose learners must stop at one step.
 LOOK = 5
-# Seconds of hivemind's matchmaking; steps between means, a period too long to wait for matchmaking.
+# Seconds of hivemind's matchmaking; steps between means, so many that none waits for matchmaking.
 HIVEMIND_S, HIVEMIND_PERIOD = 1.0, 50
 
 
@@ -162,7 +162,7 @@ class TorchFT(Scheme):
 class Hivemind(Scheme):
     """hivemind's Optimizer with local updates, which averages models in the background.
 
-    It averages each time that the learners together have made HIVEMIND_PERIOD steps per learner.
+    Models are averaged each time that the learners together have made HIVEMIND_PERIOD steps per learner.
     """
 
     together = False

@@ -62,7 +62,7 @@ def shown(events: list[dict[str, Any]], steps: int = STEPS) -> list[Bar]:
 
 
 def _ends_within(means: list[dict[str, Any]], part: dict[str, Any]) -> list[float]:
-    """Return the end times of the means of all that ended during `part`, if it is one that waits for them."""
+    """Return the end times of the means of all within a part of a step, if that part waits for means."""
     if part["name"] not in ("collect", "offer"):
         return []
     ends = [e["ts"] + e["dur"] for e in means]
@@ -70,7 +70,7 @@ def _ends_within(means: list[dict[str, Any]], part: dict[str, Any]) -> list[floa
 
 
 def draw(traces: dict[str, str], path: str) -> None:
-    """Draw the picture, with one panel per scheme.
+    """Draw the traces of `bench overlap`, with one panel per scheme.
 
     Args:
         traces: path of each scheme's trace.

@@ -3,7 +3,7 @@
 Run by `python -m hvd_adpsgd bench scaling`, in --learners processes. In turn the first 2, 4, 8, ... processes
 average their models by random_pairs, one engine each and one exchange per step, while the other processes
 wait. A step is a pause in place of a gradient; its length is proportional to the number of engines, so that
-the machine's cores are equally busy with each number of them.
+the machine's cores are equally busy with any number of engines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 class Team:
-    """The first `size` processes of `comm`, with one engine each."""
+    """The first `size` processes of a communicator, each of which averages a model by its own engine."""
 
     def __init__(self, comm: Any, size: int, mib: float):
         self.size = size

@@ -1,4 +1,4 @@
-"""Benchmark of an exchange of a whole model by two leaders, against one in shards by all learners.
+"""Benchmark of an exchange of a whole model by two leaders, against an exchange in shards by all learners.
 
 Run by `python -m hvd_adpsgd bench shards`, with two super learners. Each round times both exchanges in turn,
 by messages, as between hosts. Each result is the largest of all learners.

@@ -84,7 +84,7 @@ class Trial:
         return row
 
     def block(self, averaging: bool, steps: int, sleep_s: float) -> list[dict[str, float]]:
-        """Train `steps` steps (the sleeping learner: until the others are done); return counts, by rank."""
+        """Train `steps` steps (a sleeping learner: until all others are done); return counts, by rank."""
         optimizer = self.averaged if averaging else self.plain
         before = hvd.metrics()
         self.comm.Barrier()

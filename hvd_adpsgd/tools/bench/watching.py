@@ -1,8 +1,8 @@
-"""Benchmark of training steps of a run that is watched and recorded, against one that is not.
+"""Benchmark of training steps while the run is watched and recorded, against steps while it is not.
 
 Run by `python -m hvd_adpsgd bench watching`. The work is that of `bench step`, with hvd.log() in every step.
 Every learner trains blocks of steps in turn: in one block the thread hvd_adpsgd.watching reports, records and
-warns, in the next one it is idle. The engine sends its report per second in both. The CPU seconds of the
+warns, in the next one it is idle. In both, the engine sends a report per second. The CPU seconds of the
 thread are counted too.
 """
 

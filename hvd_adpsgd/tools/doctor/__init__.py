@@ -83,7 +83,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = Config.from_environment()
         problem = None
-        if f"{PREFIX}AVERAGING" in os.environ:  # `problem` stays None if the package does not load
+        if f"{PREFIX}AVERAGING" in os.environ:  # `problem` stays None if hvd_adpsgd does not load
             problem = probes.ask(probes.SPEC, seconds).get("problem")
     except ConfigError as error:
         problem = str(error)
@@ -110,7 +110,7 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
     mpirun, launcher = probes.mpirun_version(seconds)
     library = probes.ask(probes.LIBRARY, seconds, probes.UNSTARTED)
     yield findings.judge_mpi(mpirun, launcher, library)
-    if "error" not in library:  # else mpi4py does not load, which judge_mpi() has reported
+    if "error" not in library:  # if mpi4py does not load, judge_mpi() has reported that
         yield findings.judge_threads(probes.ask(probes.THREADS, seconds), os.environ)
     info = probes.ompi_info(mpirun, seconds)
     yield findings.judge_ulfm_compiled(info)
@@ -148,7 +148,7 @@ def _examine_machine(
 
 
 def _different(visits: Sequence[findings.Visit]) -> list[str]:
-    """Return the names of the visited hosts, each once; this host under its first name only."""
+    """Return the names of the hosts checked by ssh, each once; this host under its first name only."""
     local = [visit.host for visit in visits if visit.local][:1]
     return list(dict.fromkeys(v.host for v in visits if not v.local or v.host in local))
 

@@ -10,7 +10,7 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
-# Chunks in the outbox, the shared memory that a leader shows to other leaders of its host.
+# Chunks in the outbox, the shared memory in which leaders of the same host read a leader's chunks.
 OUTBOX_CHUNKS = 2 * 8 * 8
 LEAST_SHARED_BYTES = 64 * MIB
 SLOW_MBITS = 1000
@@ -331,9 +331,9 @@ def judge_memory(
 ) -> Finding:
     """Check that /dev/shm has room for the memory that learners of one host share.
 
-    Each leader allocates an outbox of OUTBOX_CHUNKS chunks, but only if twice that is free; without an
-    outbox its chunks go through MPI. A super learner of several learners needs shared memory for three
-    copies of the model, without which it does not start.
+    Each leader allocates an outbox of OUTBOX_CHUNKS chunks, which leaders of the same host read, but only if
+    twice that memory is free; without an outbox its chunks go through MPI. A super learner of several
+    learners needs shared memory for three copies of the model, without which it does not start.
 
     Args:
         memory: free shared memory of this host.
@@ -426,7 +426,7 @@ def _size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Here:
-    """The software of this host, which every other host must have too.
+    """The software of this host, which every other host of the job must have too.
 
     Attributes:
         python: path of the Python interpreter.
@@ -522,7 +522,7 @@ class Survival:
         learners: number of learners of the job.
         together: whether an all-reduce of all learners gave the right sum before the kill.
         killed: whether the last learner came so far as to kill itself.
-        alive: result of learner 0's all-reduce after the kill, which counts the learners; None without one.
+        alive: result of learner 0's all-reduce after the kill, which counts the learners; None without it.
         seconds: duration of the job.
         error: last line of an error, if the job did not end well.
     """

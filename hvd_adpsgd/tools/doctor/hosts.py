@@ -57,7 +57,7 @@ def _host(item: str, where: str) -> Host:
 def read_hostfile(path: str) -> list[Host]:
     """Return the hosts of a file with lines like "node1 slots=4".
 
-    It refuses empty lines and comments, because Horovod ends with an IndexError at them.
+    Empty lines and comments are errors, because Horovod ends with an IndexError at such a line.
 
     Raises:
         ConfigError: if the file cannot be read, or horovodrun would refuse a line.
@@ -109,7 +109,7 @@ def _is_own(address: str) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], str]) -> str | None:
-    """Return the result of call(); None if it fails or takes over `seconds`, as with a silent name server."""
+    """Return the result of call(); None if it fails or takes longer (a silent name server, say)."""
     try:
         return in_thread("hvd_adpsgd.doctor", call).result(seconds)
     except (OSError, UnicodeError):  # a TimeoutError is an OSError
@@ -147,7 +147,7 @@ def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str
 
 
 def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
-    """Return an ssh command with Horovod's options (new host keys are accepted), but without any prompt."""
+    """Return an ssh command with Horovod's options (new host keys are accepted), which never prompts."""
     options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"ConnectTimeout={CONNECT_S}"]
     command = ["ssh", *(word for option in options for word in ("-o", option))]
     command += ["-p", str(ssh.port)] if ssh.port is not None else []

@@ -12,8 +12,8 @@ from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.tools.doctor.findings import ULFM_OPTIONS, Survival
 from hvd_adpsgd.tools.doctor.probes import Answer, bounded, last_line, marked
 
-# The test job: each learner contributes 1 to a sum, which so counts the learners. Each line is one os.write,
-# because the learners share one pipe.
+# The test job: each learner contributes 1 to a sum, so that the sum counts the learners. Each line is written
+# by one os.write, because the learners share one pipe.
 PROGRAM = """
 import json, os, signal, torch
 import hvd_adpsgd.torch as hvd
@@ -37,9 +37,9 @@ say(rank=rank, alive=count("alive"))
 
 
 def _options() -> dict[str, str | None]:
-    """Return the job's variables: super learners of one learner, none of the user's HVD_ADPSGD_* options.
+    """Return the test job's variables: super learners of one learner, no HVD_ADPSGD_* options of the user.
 
-    judge_options() checks the user's options by themselves.
+    judge_options() checks the user's options.
     """
     theirs = {name: None for name in os.environ if name.startswith(PREFIX)}
     return {**theirs, f"{PREFIX}SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,7 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
 
 
 def read_survival(n: int, answer: Answer) -> Survival:
-    """Read the job's result from the output of learner 0; the exit status is arbitrary after a failure."""
+    """Read the test job's result from learner 0's output; the exit status says nothing after a failure."""
     said = marked(answer.out)
     first = [facts for facts in said if facts.get("rank") == 0]
     return Survival(
@@ -84,7 +84,7 @@ def read_survival(n: int, answer: Answer) -> Survival:
 
 
 def _complaint(answer: Answer) -> str:
-    """Return the last line of stderr with an exception; without one, the last line of all."""
+    """Return the last line of the test job's stderr that names an exception; without one, the last line."""
     lines = [line for line in answer.err.splitlines() if "Error" in line]
     words = lines[-1].strip() if lines else last_line(answer.err)
     return words or f"exit status {answer.status}"

@@ -57,7 +57,7 @@ def bounded(
 ) -> Answer:
     """Run a program for at most `seconds`; on timeout, end its process group.
 
-    Its output goes to files, because a grandchild that survives would keep a pipe open.
+    The program's output goes to files, because a grandchild that survives would keep a pipe open.
 
     Args:
         command: program (looked up on PATH) and its arguments.
@@ -105,7 +105,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reap it: killpg would count a zombie as alive
+    process.poll()  # reap the process: killpg would count a zombie as alive
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:
@@ -120,7 +120,7 @@ def _text(file: Any) -> str:
 
 
 def marked(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects behind MARK, which may stand anywhere in a line: launchers add prefixes."""
+    """Return the JSON objects after each MARK in `text`, anywhere in a line: launchers add prefixes."""
     said = []
     for line in text.splitlines():
         if MARK in line:
@@ -286,7 +286,7 @@ def shared_memory(folder: str = SHARED_FOLDER) -> Memory:
 
 
 def usable_cores() -> float:
-    """Return how many cores this process may use, by its affinity and the CPU quotas of its cgroups."""
+    """Return the number of cores that this process may use, by its affinity and its cgroups' CPU quotas."""
     quotas = [q for q in map(_quota, _control_groups()) if q is not None]
     return min([float(len(os.sched_getaffinity(0))), *quotas])
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(parsed(__doc__, arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of the output has exited, as `head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does after its lines
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except AdpsgdError as error:
@@ -78,7 +78,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _told(scenario: Scenario, args: argparse.Namespace) -> BrokenPromise | None:
-    """Run a scenario, print it and its result, and return the broken promise; None if all were kept."""
+    """Run a simulated job, print it and its result; return the broken promise, None if all were kept."""
     print(scenario)
     job = job_of(scenario, trace=bool(args.chart or args.timeline))
     broken = None

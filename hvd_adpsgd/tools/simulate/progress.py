@@ -19,7 +19,7 @@ class _Line:
         self._terminal = sys.stderr.isatty()
 
     def show(self, text: Callable[[], str], last: bool = False) -> None:
-        """Print text() if it is the `last` one, or 0.2 s (without a terminal 10 s) after the previous one."""
+        """Print text() if it is the `last` one, or 0.2 s (without a terminal 10 s) after the last text."""
         now = time.monotonic()
         if now - self._shown < (0.2 if self._terminal else 10) and not last:
             return
@@ -29,7 +29,7 @@ class _Line:
 
 
 def of_seeds(runs: int) -> Callable[[Report], None]:
-    """Return a callback that shows how many of `runs` seeds have run, and how long the others will take."""
+    """Return a callback that shows how many of `runs` seeds have run, and the time that the rest takes."""
     line = _Line()
     before: int | None = None  # seeds that earlier calls of the command have run (--keep)
 
@@ -55,7 +55,7 @@ def of_states(name: str) -> Callable[[int], None]:
 
 
 def of_plan() -> Callable[[float], None]:
-    """Return a callback that shows the share of a planned time that is simulated; nothing in a short run."""
+    """Return a callback that shows how much of the planned time is simulated, and the time left."""
     line = _Line()
 
     def show(share: float) -> None:

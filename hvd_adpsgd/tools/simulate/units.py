@@ -32,7 +32,7 @@ def model(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Return the seconds of a text like "0.35s"."""
+    """Return the number of seconds that a text like "0.35s" means."""
     return _number(text, _TIMES, "time", "0.35s")
 
 

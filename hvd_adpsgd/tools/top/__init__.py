@@ -66,7 +66,7 @@ class _Order:
             self.descending = not self.descending
 
     def sort(self, found: Sequence[Row]) -> list[Row]:
-        """Return the rows in this order; rows whose value is NaN or infinite come last."""
+        """Return the rows sorted by this column; rows whose value is NaN or infinite come last."""
         ordered = sorted(found, key=lambda row: _key(row, self.by), reverse=self.descending)
         return sorted(ordered, key=lambda row: _key(row, self.by)[0])
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
     except BrokenPipeError:
-        # Python flushes stdout at exit, which would fail again.
+        # Python flushes stdout at exit, which would fail again without a reader.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
@@ -149,7 +149,7 @@ def _as_json(run: Run, now_s: float) -> dict[str, object]:
 
 
 def _show(where: str, args: argparse.Namespace) -> None:
-    """Print the table once with --once, else every args.every seconds, on a terminal always in one place."""
+    """Print the table, with --once once, else every args.every seconds; a terminal redraws it in place."""
     if importlib.util.find_spec("rich") is None:
         raise MissingRequirementError(
             "no table: the package rich is not installed. Run: python -m pip install 'hvd_adpsgd[view]', "
@@ -197,7 +197,7 @@ def _show_in_place(where: str, console: Console, order: _Order, every_s: float) 
 
 
 def _drawn(run: Run, order: _Order, width: int) -> Group:
-    """Return the table and the last six events of the run, at most `width` characters wide."""
+    """Return the table of the run and its last six events, at most `width` characters wide."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -226,7 +226,7 @@ def _clock(time_s: float) -> str:
 
 
 def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width`, with their widths.
+    """Return the columns of the table that fit into `width`, with their widths.
 
     Names of hosts are shortened first, then whole columns are dropped.
     """

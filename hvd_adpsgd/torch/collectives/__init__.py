@@ -1,8 +1,8 @@
 """Operations over all learners, with Horovod's signatures and conventions.
 
-With one super learner, or `process_set=hvd.super_learner`, Horovod runs them. Over several super
-learners they use point-to-point messages: all learners first compare their calls, so that a
-mismatch is an error on all of them instead of a hang, and failed learners are left out.
+With one super learner, or `process_set=hvd.super_learner`, Horovod runs these operations. Over several super
+learners they use point-to-point messages: all learners first compare their calls, so that a mismatch is an
+error on all learners instead of a hang, and failed learners are left out.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ def barrier(process_set: Any = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Wait until no learner has data left; contribute zero gradients in the super learner meanwhile.
+    """Wait until no learner has data left; meanwhile contribute zero gradients to this super learner's steps.
 
     With several super learners, all learners of a super learner continue with the model and the optimizer
-    state of the one among them that made most steps.
+    state of that learner of it that made most steps.
 
     Args:
         device: id of the GPU for the zero gradients; -1 is the CPU.

@@ -46,7 +46,7 @@ def broadcast(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
-    """Return the tensor of learner `root_rank`, on all learners; differentiable.
+    """Return the tensor of learner `root_rank` (the root), on all learners; differentiable.
 
     Args:
         tensor: a tensor of the same dtype and shape on all learners.
@@ -103,7 +103,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
-    """Overwrite parameters with those of learner `root_rank`.
+    """Overwrite the parameters of all learners with those of learner `root_rank` (the root).
 
     Args:
         params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
@@ -158,7 +158,7 @@ def broadcast_optimizer_state(
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
         held = options(optimizer)
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
-        # Horovod's broadcast replaces tensors, and leaves out the options of an optimizer without state
+        # because Horovod's broadcast replaces tensors, and omits the options of an optimizer without state
         set_options(optimizer, horovod.broadcast_object(options(optimizer), root_rank or 0), held)
         return
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -187,7 +187,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Return the object of learner `root_rank`, on all learners; sent by cloudpickle.
+    """Return the object of learner `root_rank` (the root), on all learners; sent by cloudpickle.
 
     Args:
         obj: the object to send; used on the root alone, which gets `obj` itself back.
@@ -210,11 +210,11 @@ def broadcast_object(
 
 
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
-    """Return the bytes that `make` returns on the root; None on the root itself."""
+    """Broadcast and return the bytes that make() returns on the root learner; None on the root itself."""
     world = worlds.current()
     may_be_root = (
         call.root in (None, world.rank) or world.collectives.joining
-    )  # call make() here, before the operation, as it may raise
+    )  # make() may raise, so it is called before the operation begins
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 
@@ -234,7 +234,7 @@ def broadcast_all(
     named: Sequence[tuple[str | None, torch.Tensor]],
     root_rank: int | None,
 ) -> None:
-    """Overwrite tensors with the root's; through a copy in host memory where MPI cannot write to them."""
+    """Overwrite tensors with those of the root learner; through host memory if MPI cannot write to them."""
     require_dense(kind, named)
     world = worlds.current()
     call = Call(kind, name, described(named), root_rank)
@@ -251,9 +251,9 @@ def broadcast_all(
 
 
 def _root_in(world: World, call: Call) -> int:
-    """Return the root's index among the surviving learners: 0, the first one, for a root of None.
+    """Return the root learner's index among the surviving learners: 0, the first one, for a root of None.
 
-    In a super learner that has not joined yet, its own first learner stands for every root.
+    In a super learner that has not joined yet, its own first learner is the root, whatever the argument.
     """
     if call.root is None or world.collectives.joining:
         return 0

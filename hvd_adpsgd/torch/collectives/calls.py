@@ -65,7 +65,7 @@ def described(
 
 
 def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
-    """Run `operation` over all learners; a mismatch of calls raises an error that is Horovod's, too."""
+    """Run `operation` over all learners; a mismatch of their calls also raises a HorovodInternalError."""
     try:
         return world.collectives.run(call, operation)
     except CollectiveMismatchError as error:
@@ -73,7 +73,7 @@ def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as a uint8 vector; of a copy, if the tensor is not contiguous."""
+    """Return the bytes of a tensor as a uint8 vector: its own memory, or a copy if it is not contiguous."""
     # as_strided, since view() refuses some strides that a tensor of at most one element may have
     tensor = tensor.resolve_conj().resolve_neg()  # torch evaluates conj() and its imag lazily
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -33,7 +33,7 @@ def allgather(
     """Concatenate the learners' tensors along the first dimension, by rank; differentiable.
 
     Args:
-        tensor: a tensor of at least one dimension; dtype and all further dimensions as on the other learners.
+        tensor: a tensor of at least one dimension; dtype and all further dimensions equal on all learners.
         name: if given, the same on all learners.
         process_set: all learners, or hvd.super_learner.
 
@@ -51,7 +51,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
 ) -> list[torch.Tensor]:
-    """Concatenate the learners' tensors, several in one operation; differentiable. See allgather."""
+    """Concatenate learners' tensors by rank, several in one operation; differentiable. See allgather."""
     inner = inner_process_set(process_set, "grouped_allgather")
     require_tensors("grouped_allgather", tensors)
     if inner is not None:
@@ -78,7 +78,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class Gathered(NamedTuple):
-    """The gathered tensor, the index of this learner's first row in it, and its number of rows."""
+    """A gathered tensor, and the index in it of this learner's first row, and how many rows are its own."""
 
     tensor: torch.Tensor
     start: int

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-# up to so many bytes of tensors travel in the message that announces the call, larger ones after it
+# largest number of bytes of tensors that travel in the message that announces the call; larger ones follow it
 _TOLD = 1024
 _COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # Sum and Average: np.add
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
@@ -156,7 +156,7 @@ def grouped_allreduce_(
 
 
 class Reduction(NamedTuple):
-    """The arguments of an all-reduce; `kind` is the name of the operation that the user calls."""
+    """The arguments of an all-reduce; `kind` is the name of the function that the script calls."""
 
     kind: str
     op: Any
@@ -168,7 +168,7 @@ class Reduction(NamedTuple):
 def reduction(
     kind: str, average: bool | None, name: str | None, op: Any, prescale: float, postscale: float
 ) -> Reduction:
-    """Return the Reduction of Horovod's arguments.
+    """Return Horovod's arguments of an all-reduce as a Reduction.
 
     Raises:
         InnerOnlyError: for hvd.Adasum.
@@ -208,7 +208,7 @@ def _checked_op(kind: str, op: Any, average: bool | None) -> Any:
 
 
 def reduce_(tensors: Sequence[torch.Tensor], how: Reduction) -> Sequence[torch.Tensor]:
-    """Combine tensors over all learners in place, and return them."""
+    """Combine tensors over all learners in place, and return the tensors."""
     for tensor, reduced in zip(tensors, reduce(tensors, how), strict=True):
         tensor.detach().copy_(reduced)
     return tensors
@@ -246,7 +246,7 @@ def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor
 
 
 def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
-    """Concatenate the vectors of each dtype into one array; a single vector is not copied."""
+    """Concatenate the tensors of each dtype into one array, which is sent; a single one is not copied."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for part in parts:
         by_dtype.setdefault(part.dtype, []).append(part)
@@ -259,7 +259,7 @@ def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
 def _unpacked(
     totals: dict[torch.dtype, torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Split `totals` into one tensor for each of `tensors`, of its dtype, shape and device."""
+    """Split reduced arrays into one tensor for each of `tensors`, of its dtype, shape and device."""
     taken = dict.fromkeys(totals, 0)
     parts = []
     for tensor in tensors:
