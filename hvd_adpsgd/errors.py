@@ -102,7 +102,7 @@ class ModelMismatchError(AdpsgdError, ValueError):
 
 
 class CollectiveMismatchError(ModelMismatchError):
-    """Learners called different operations over all learners, or called one with tensors that do not fit.
+    """Learners called different operations over all learners, or one operation with tensors that do not fit.
 
     Or one learner waits in an operation for another, which waits in a step for the first. Raised on all
     learners in the operation or the step. It is also a HorovodInternalError. Call the same operation with the
@@ -142,7 +142,7 @@ class DeviceMovedError(AdpsgdError, RuntimeError):
 class GradientOrderError(AdpsgdError, AssertionError):
     """Gradients were changed, or computed once more, while they are being averaged.
 
-    Without this error the learners of a super learner would step with different gradients. It is also an
+    Without this error the learners of one super learner would step with different gradients. It is also an
     AssertionError because Horovod raises an AssertionError then. The model is unchanged, or the message
     says which update was applied. Call `optimizer.synchronize()` before gradients are changed, and
     `optimizer.zero_grad()` before new gradients are computed.

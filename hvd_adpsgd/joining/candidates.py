@@ -1,4 +1,4 @@
-"""Joining super learners, from the job's side: some are started by its learners, others ask to join.
+"""Joining super learners, from the job's side: the job's learners start some of them, others ask to join.
 
 The states of a joining super learner:
 
@@ -200,7 +200,7 @@ class JoiningSuperLearner:
             self.problem = self.problem or "it was not ready after patience_s"
 
     def send(self, value: Any) -> None:
-        """Send the joining super learner an object; if the connection is lost, its state becomes failed."""
+        """Send the joining super learner an object; its state becomes failed if the connection is lost."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
             self.conversation.send(value)
@@ -225,7 +225,7 @@ class JoiningSuperLearner:
 
 
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
-    """Return as text the first difference between a joining super learner's terms and the job's; else ""."""
+    """Return the first difference between a joining super learner's terms and the job's, as text, or ""."""
     for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
         if its_one != our_one:
             return f"it averages {its_one}, the others {our_one}"

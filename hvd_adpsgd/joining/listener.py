@@ -118,7 +118,7 @@ class Conversation:
 
 
 class Listener:
-    """Accepts connections of processes that prove that they know the secret.
+    """Accepts connections of joining super learners, which must prove that they know the job's secret.
 
     Args:
         address: address to listen on.
@@ -140,7 +140,9 @@ class Listener:
         self._secret, self._enter, self._failure_s = secret, enter, failure_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._unproven: list[socket.socket] = []  # connections whose proof has not arrived, oldest first
+        self._unproven: list[
+            socket.socket
+        ] = []  # connections whose proof has not arrived, oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])
@@ -164,7 +166,7 @@ class Listener:
             self._unproven.append(connection)
             if len(self._unproven) > _UNPROVEN:
                 with contextlib.suppress(OSError):
-                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # ends the oldest connection's thread
+                    self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # ends the oldest one's thread
         try:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
         except RuntimeError:
@@ -256,7 +258,7 @@ def _introduced(host: str, port: int, secret: bytes, failure_s: float) -> Conver
 
 
 def _proven(connection: socket.socket, failure_s: float) -> Conversation:
-    """Return a Conversation over a connection after both proofs; its waits end if the other host is silent.
+    """Return a Conversation over a connection of known processes; its waits end if the other host is silent.
 
     TCP keepalive probes the other host, also while nothing is sent.
     """

@@ -51,7 +51,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class NotReconnectedError(TransportError):
-    """Not all learners have made the new connections, so all learners keep their present ones."""
+    """Not all learners have made the new connections, so all learners keep their present connections."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class NewGroup:
         """Switch this learner to the new connections; return its new World, which becomes the current one."""
         told, comms = self.offer, self.comms
         old = world.collectives
-        used = old.comm, old.messages.comm, world.outer, world.host  # not `inner`: Horovod may use it
+        used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
         world.teardown.join(ShutdownBarrier(comms.departures, self.ranks), *used)
         world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
@@ -274,7 +274,7 @@ def _empty(told: tuple[int, list[tuple[str, tuple[int, ...]]]]) -> tuple[NDArray
 def _broadcast(
     transfer: Communicator, told: Any, arrays_for: Callable[[Any], tuple[NDArray[Any], ...]]
 ) -> tuple[NDArray[Any], ...]:
-    """Broadcast arrays of the communicator's rank 0, which announces their shapes in `told`; return them."""
+    """Broadcast arrays of the communicator's rank 0, which sends their shapes first; return the arrays."""
     messages, ends = Messages(transfer), time.monotonic() + TRANSFER_S
     everyone = range(messages.size)
     attempt = Attempt(messages, everyone, everyone, ends)

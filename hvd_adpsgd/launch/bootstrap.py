@@ -53,7 +53,7 @@ __all__ = [
 
 log = logging.getLogger("hvd_adpsgd")
 
-_LEARNER_PID = "ADPSGD_LEARNER_PID"  # environment variable with the learner's pid, read by child processes
+_LEARNER_PID = "ADPSGD_LEARNER_PID"  # variable with the learner's pid, read by child processes
 
 
 def init(
@@ -365,7 +365,7 @@ def undone_on_failure() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # shut_down has logged the error; the first error is raised
+        with contextlib.suppress(Exception):  # shut_down has logged it; the first error is raised
             shut_down()
         raise
 

@@ -277,7 +277,7 @@ def require_alone(environ: Mapping[str, str]) -> None:
             )
 
 
-_attempts = itertools.count()  # numbers the attempts of init() to connect, as init() may be called again
+_attempts = itertools.count()  # numbers the attempts of init(), which may be called again
 
 
 def over_sockets(
@@ -303,7 +303,8 @@ def over_sockets(
             hub = Hub(place.rank, place.size, config, gather)
         except TopologyError:
             with contextlib.suppress(LaunchError):
-                gather(None)  # until all have read the store, which may end with its serving process
+                # waits until all have read the store, which may end with the process that serves it
+                gather(None)
             raise
         everyone = hub.communicator(range(place.size))
         assert everyone is not None
@@ -369,7 +370,7 @@ def duplicate(everyone: Any) -> Any:
 
 
 def of_host(everyone: Any) -> Any:
-    """Return a communicator of the learners of this host, which can share its memory."""
+    """Return a communicator of the learners of this host, which can share memory."""
     if isinstance(everyone, Communicator):
         # Slurm may have several nodes on one host, each with tasks and devices of its own
         node = os.environ.get("SLURM_NODEID")
@@ -408,6 +409,6 @@ def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tu
 def counterparts(
     hub: Hub, groups: Sequence[Sequence[int]], rank: int, shards: int
 ) -> Communicator | None:
-    """Return a communicator of the learners with the inner rank of `rank`; None if it is `shards` or more."""
+    """Return a communicator of all learners with the inner rank of learner `rank`; None from `shards` on."""
     place = next(group.index(rank) for group in groups if rank in group)
     return hub.communicator([group[place] for group in groups] if place < shards else [])

@@ -1,4 +1,4 @@
-"""The one deadline of a call of hvd.init(), for all of its waits together."""
+"""The deadline of a call of hvd.init(), common to all of its waits for other processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["Deadline"]
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # extra time in which a call that checks the deadline itself raises a more precise error
+# extra time in which a call that checks the deadline itself raises a more precise error
+_GRACE_S = 0.5
 
 
 class Deadline:
-    """A deadline `seconds` after the making of this object.
+    """A deadline that is `seconds` after this object was made.
 
     Args:
         seconds: HVD_ADPSGD_START_TIMEOUT_S.

@@ -117,7 +117,7 @@ def _sockets_open() -> Iterator[tuple[int, int]]:
 
 
 def _forget() -> None:
-    """Close Horovod's sockets in a forked child: otherwise mates would not see a killed learner end."""
+    """Close Horovod's sockets in a forked child: else other learners would not see this one end."""
     for handle, inode in _of_horovod:
         with contextlib.suppress(OSError):
             if os.stat(handle).st_ino == inode:

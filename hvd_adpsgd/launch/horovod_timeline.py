@@ -19,7 +19,7 @@ def own_timeline(super_rank: int, super_size: int) -> Iterator[None]:
     trace.json becomes trace.0.json, trace.1.json, ...; with one super learner the name is unchanged.
     """
     asked = os.environ.get(_NAME, "")
-    if super_size == 1 or asked in ("", "DYNAMIC"):  # DYNAMIC: hvd.start_timeline names the file later
+    if super_size == 1 or asked in ("", "DYNAMIC"):  # DYNAMIC names no file; see start_timeline
         yield
         return
     path = Path(asked)

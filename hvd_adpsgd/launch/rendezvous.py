@@ -1,4 +1,4 @@
-"""How processes that MPI does not join find each other: variables with their ranks, and a shared store.
+"""How processes find each other without MPI: environment variables with ranks, and a shared key-value store.
 
 horovodrun --gloo                           HOROVOD_RANK, HOROVOD_SIZE; Horovod's rendezvous server
 torchrun, and launchers that set the same   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torch's TCPStore
@@ -43,7 +43,7 @@ log = logging.getLogger("hvd_adpsgd")
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
 _PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two polls of a store; the long one after a second
-_LAST_S = 5.0  # after a failure: longest wait of the process that serves the store for other processes
+_LAST_S = 5.0  # longest wait of the store's process for other processes, after a failure
 _ATTEMPT_S = 10.0  # longest time of one attempt to reach a store
 _AGAIN_S = 1.0  # longest pause between two attempts to reach a store
 _WARN_S = 10.0  # waiting time after which a warning says for which learners or which store
@@ -57,10 +57,10 @@ class Store(Protocol):
         """Store an ASCII value under a key."""
 
     def has(self, key: str, /) -> bool:
-        """Return whether the key has a value; does not wait for one."""
+        """Return whether a key has a value; does not wait for a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that has one."""
+        """Return the value of a key, which must have a value."""
 
 
 class Place(NamedTuple):
@@ -91,7 +91,9 @@ class Place(NamedTuple):
         return f"the store {self.host} port {self.port}"
 
 
-Opener = Callable[[Place, float], Store]  # connects to the store of a Place, within a number of seconds
+Opener = Callable[
+    [Place, float], Store
+]  # connects to the store of a Place, within a number of seconds
 
 
 def of_environment(environ: Mapping[str, str]) -> Place | None:

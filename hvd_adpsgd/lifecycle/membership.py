@@ -1,4 +1,4 @@
-"""Membership: the one record in this process of which super learners are alive, suspect, left or failed.
+"""Membership: this process's record of which super learners are alive, suspect, left or failed.
 
     engine's thread  -->  Engine.report  -->  Membership.update  -->  line in the log
 
@@ -20,7 +20,7 @@ __all__ = ["Membership"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_REPEATED_S = 5.0  # a super learner that fails within this time may not have logged a peer's failure before
+_REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -63,7 +63,7 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self.is_minority = False
-        self._departed: set[int] = set()  # super learners that have left the job, not just one engine
+        self._departed: set[int] = set()  # super learners that have left the job, not one engine
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
             int, tuple[float, str]
@@ -140,7 +140,7 @@ class Membership:
                 self.states[i] = PeerState.FAILED
 
     def note_left(self, ranks: Collection[int]) -> None:
-        """Mark as left the super learners whose learners are all in `ranks`, unless they have failed.
+        """Mark super learners as left whose learners are all in `ranks`, except failed super learners.
 
         Args:
             ranks: ranks of the learners that have left in order.
@@ -152,7 +152,9 @@ class Membership:
                 self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
-        """Mark this super learner as failed if one of its learners is in `ranks`; engines report peers.
+        """Mark this super learner as failed if one of its learners is in `ranks`.
+
+        Engines report failures of other super learners.
 
         Args:
             ranks: ranks of learners whose process has exited.

@@ -2,7 +2,7 @@
 
     SIGTERM, at one learner or several  -->  a byte in a pipe  -->  the thread of this module
     that learner                        sets the flag ASKED in memory that the super learner shares
-    this module's thread in its mates   sees ASKED within LOOK_S
+    this module's thread in its mates   (the other learners of its super learner) sees ASKED within LOOK_S
     leader                              stops the engines, which finish their exchanges and announce the
                                         departure; notifies all other learners, whose operations continue
                                         without this super learner; then sets the flag SAID
@@ -42,11 +42,11 @@ log = logging.getLogger("hvd_adpsgd")
 
 DEPARTURE_S = 2.5  # longest wait for running exchanges, and for the peers' answers to the departure
 SAID_S = 3.5  # longest wait for the leader's flag SAID
-LAST_S = 1.0  # longest wait of the first surviving learner for all other processes of the job to end
-LOOK_S = 0.1  # time between two polls of the flag ASKED (a learner of this super learner got SIGTERM)
-SPREAD_S = 0.5  # time until all peers know of the departure; a process that ends earlier counts as failed
+LAST_S = 1.0  # longest wait of the first surviving learner for all other processes to end
+LOOK_S = 0.1  # time between two polls of the flag ASKED
+SPREAD_S = 0.5  # time until all peers know of the departure; before, an end counts as a failure
 _FLUSH_S = 0.2
-_HELD_S = 10.0  # longest block of a caller of this library; this module's thread ends the process earlier
+_HELD_S = 10.0  # bound of block_if_leaving; this module's thread ends the process earlier
 _ASKED, _SAID = 0, 1
 _BYTES = 65536  # capacity of a pipe, so that one read empties it
 
@@ -110,12 +110,12 @@ class Departure:
         block_if_leaving()
 
     def has_said(self) -> None:
-        """On the leader, set the flag SAID: the departure is announced, so the mates may end."""
+        """On the leader, set the flag SAID: the departure is announced, so all its learners may end."""
         if self._is_leader:
             self._flags[_SAID] = 1
 
     def leave(self) -> None:
-        """Leave the job within 5 s: notify mates, announce the departure to peers, end the process."""
+        """Leave the job within 5 s: notify this super learner's learners and all peers, end the process."""
         ends = time.monotonic() + SAID_S
         self._flags[_ASKED] = 1
         if self._is_leader:
@@ -141,14 +141,14 @@ class Departure:
                 log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
 
 
-_departure: Departure | None = None  # the Departure of this process, None outside init() to shutdown()
+_departure: Departure | None = None  # None before init() and after shutdown()
 _watched_by = 0  # pid of the process whose thread runs; a forked child has another pid
 _reading = -1  # reading end of the pipe into which SIGTERM writes a byte
-_taking = threading.Lock()  # held to read the pipe and _departure together, so that both belong to one job
+_taking = threading.Lock()  # held to read pipe and _departure, so that both belong to one job
 
 
 def watch(departure: Departure | None) -> None:
-    """Make SIGTERM start this departure from now on; with None, SIGTERM ends this process."""
+    """From now on SIGTERM starts `departure`; with None, SIGTERM ends this process."""
     global _departure, _watched_by, _reading
     if departure is not None and _watched_by != os.getpid():
         reading = signals.hear(signal.SIGTERM, ends=True)
@@ -177,7 +177,7 @@ def block_if_leaving() -> None:
 
 
 def _attend() -> None:
-    """Run the thread: wait for SIGTERM to this learner or a mate, leave, and end the process."""
+    """Run the thread: wait for SIGTERM to a learner of this super learner, leave, and end the process."""
     while not _is_due():
         pass
     departure = _departure
@@ -188,7 +188,7 @@ def _attend() -> None:
 
 
 def _is_due() -> bool:
-    """Wait up to LOOK_S for SIGTERM; return whether to leave or, if there is no world, to end."""
+    """Wait up to LOOK_S for SIGTERM; return whether to leave the job or, without a job, to end."""
     select.select([_reading], [], [], LOOK_S)
     with _taking:
         is_signalled, departure = _take(), _departure

@@ -198,7 +198,7 @@ class Teardown:
             self._stops.remove(stop)
 
     def inherit(self, other: Teardown) -> None:
-        """Take over the callbacks of `other`, the Teardown of the World that this one's World replaces."""
+        """Take over the callbacks of `other`, the Teardown of the World that a new World replaces."""
         self._stops, other._stops = other._stops, []
         free(other._barrier.comm)
 
@@ -253,7 +253,7 @@ class Teardown:
         return clean
 
     def ends_last(self, seconds: float) -> bool:
-        """Return whether all other learners have ended; the first learner that runs waits up to `seconds`."""
+        """Return whether all other learners have ended; the first running learner waits up to `seconds`."""
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
         # raised if shutdown() has freed the barrier's communicator; other learners then still run
         with contextlib.suppress(*mpi_exceptions()):
@@ -263,7 +263,7 @@ class Teardown:
         return bool(last)
 
     def _note_dead_mates(self) -> None:
-        """Record as failed the mates that exited before the barrier, but after the engine had stopped.
+        """Record as failed the learners of this super learner that exited between engine stop and barrier.
 
         An engine that runs reports such failures itself.
         """
@@ -418,7 +418,7 @@ def _note_exits() -> None:
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():  # elsewhere exit() ends one thread
+        if threading.current_thread() is threading.main_thread():  # on others it ends a thread
             exit_state.exit_status = status
         leave(status)
 
@@ -455,7 +455,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
         return
     seconds = patience_s()
     exit_state.is_over = True
-    with contextlib.suppress(Exception):  # shut_down has logged the error; an exit handler cannot raise
+    with contextlib.suppress(Exception):  # shut_down has logged it; an exit handler cannot raise
         shut_down()
     flush_output()  # now, because MPI_Finalize and the wait for other learners may take a while
     for act in exit_state.at_end:
@@ -474,7 +474,7 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
 def _leave_as_child(leave: Callable[[], object]) -> None:
     """Call `leave` in a child of multiprocessing; exit with FAILED_STATUS if it set that as verdict.
 
-    A forked child runs no exit handlers, Python's or C's, so process_exit would not set its status.
+    A forked child runs no exit handlers, Python's or C's, so process_exit would not set the child's status.
     """
     leave()
     if exit_state.verdict and sys.exc_info()[1] is None:

@@ -9,7 +9,9 @@ from hvd_adpsgd.lifecycle import signal_pipe
 
 __all__ = ["hear"]
 
-_heard: dict[int, tuple[int, int]] = {}  # by signal: pid of the process, reading end of its pipe
+_heard: dict[
+    int, tuple[int, int]
+] = {}  # by signal: pid of the process, reading end of the signal's pipe
 
 
 def hear(number: signal.Signals, *, ends: bool = False) -> int | None:

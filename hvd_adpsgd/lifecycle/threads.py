@@ -1,4 +1,4 @@
-"""in_thread: runs one function on a daemon thread, for which the end of the process does not wait."""
+"""in_thread: runs a function on a daemon thread, for which Python does not wait at exit."""
 
 from __future__ import annotations
 

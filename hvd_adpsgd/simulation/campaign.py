@@ -66,7 +66,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Add the counts of another report to this one."""
+        """Add the counts of the report `other` to this report."""
         self.runs += other.runs
         self.events += other.events
         self.exchanges += other.exchanges
@@ -137,7 +137,7 @@ class Report:
 
 
 def _fault_table(faults: Counter[str]) -> list[str]:
-    """Return the lines of a table: faults by kind, and by what the engine was doing when they struck."""
+    """Return the lines of a table: number of faults by kind, and by phase of the engine at the fault."""
     by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
     for name, count in faults.items():
         kind, _, phase = name.partition(" | ")

@@ -1,4 +1,4 @@
-"""Predicts how a planned job would run on a cluster: real engines, with its sizes, times and failures.
+"""Predicts how a planned job would run on a cluster, by a simulation of its engines in virtual time.
 
 A few numbers stand for all parameters (`Network.bytes_scale`). Simulated trainers do not change the models,
 so that the distance of the models shows the effect of exchanges alone. Each super learner sends over one
@@ -279,7 +279,7 @@ def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
 
 
 def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
-    """Cut the simulated time into parts; yield for each (seconds, whether it is in the first 40 steps)."""
+    """Cut the simulated time into parts; yield (seconds, whether in the first 40 steps) for each part."""
     seconds = 60 * c.minutes
     measured_s = min(40 * c.step_s, seconds)
     yield from [(measured_s / 20, True)] * 20
@@ -366,7 +366,7 @@ def _outcome(
 def synchronous_goodput(
     c: Cluster, *, checkpoint_s: float = 30.0, restart_s: float = 300.0
 ) -> float:
-    """The share of its steps that synchronous training would keep, with checkpoints and restarts.
+    """The share of steps that synchronous training would keep, with checkpoints, and restarts after failures.
 
     A step lasts as long as that of the slowest super learner, plus a ring all-reduce of 2 (n - 1) / n models.
     A failure of any super learner, at n times the rate of one, costs the restart and on average half of the

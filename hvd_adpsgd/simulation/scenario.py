@@ -214,7 +214,7 @@ class Scenario:
 
     @property
     def size(self) -> int:
-        """Number of super learners, without a joining one."""
+        """Number of super learners, without a joining super learner."""
         return len(self.learners)
 
     @property
@@ -237,9 +237,8 @@ class Scenario:
         chunks, later, elements = c.integer(1, 21), c.integer(0, 2), c.integer(1, 3)
         latency_s, bytes_per_s = c.magnitude(-5, -3), c.magnitude(3, 9)
         leave_deadline_s = c.magnitude(-2, 0.5)
-        if c.happens(
-            0.3
-        ):  # exchanges take several steps, and the deadline cuts the last exchanges short
+        # exchanges take several steps, and the deadline cuts the last exchanges short
+        if c.happens(0.3):
             exchange_s = step_s * c.between(0.5, 10)
             bytes_per_s = float(f"{8 * elements * chunks / exchange_s:.3g}")
             leave_deadline_s = float(f"{exchange_s * c.between(0.3, 2):.3g}")
@@ -444,7 +443,7 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:
-    """Change the scenario so that the leave deadline cuts the last exchanges short, with chunks not begun."""
+    """Change the scenario so that the leave deadline ends the last exchanges before all chunks have begun."""
     chunks = c.integer(12, 24)
     exchange_s = min(learner.step_s for learner in s.learners) * c.between(2, 8)
     return dataclasses.replace(
@@ -462,9 +461,7 @@ def _answers_late(s: Scenario, c: Chance) -> Scenario:
     Both sides of a pair ask each other at about the same times, without rounds, in short exchanges; some
     super learners leave early, or are silent early.
     """
-    kept = min(
-        s.size, c.integer(3, 4)
-    )  # few super learners, so that each is often asked again
+    kept = min(s.size, c.integer(3, 4))  # few super learners, so that each is often asked again
     latency_s = s.latency_s
     faults = [f for f in s.faults if f.kind in ("leave", "fail", "stop", "crash") and f.who < kept]
     step_s = latency_s * c.between(5, 40)
@@ -495,7 +492,7 @@ def _answers_late(s: Scenario, c: Chance) -> Scenario:
 
 
 def _one_joins(s: Scenario, c: Chance) -> Scenario:
-    """Let a super learner join, in place of a failed one or as one more, often with a fault at that time."""
+    """Let a super learner join, in place of a failed one or in addition, often with a fault at that time."""
     step_s = max(learner.step_s for learner in s.learners)
     steps = max(s.steps, 10)
     at_s = c.between(0, 0.5) * steps * step_s
@@ -535,7 +532,7 @@ def _several_leave(s: Scenario, c: Chance) -> Scenario:
 
 @functools.lru_cache(maxsize=256)
 def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]:
-    """Return a strategy's Rounds, and for each super learner a list of (peer it asks, peer that asks it)."""
+    """Return a strategy's Rounds, and per super learner by round: (peer to ask, peer that asks)."""
     steps = [parse(strategy).plan(i, n).in_step for i in range(n)]
     if steps[0] is None or steps[0].peers is None:
         return steps[0], None

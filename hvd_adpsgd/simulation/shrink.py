@@ -1,4 +1,4 @@
-"""Shrinks a scenario that breaks a promise, by dropping faults, steps, super learners and chunks."""
+"""Shrinks a simulated job that breaks a promise: drops faults, steps, super learners and chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_RUNS = 400
 
 
 def broken_by(scenario: Scenario) -> BrokenPromise | None:
-    """Run a simulated job; return the promise (invariant) that it breaks, None if it breaks none."""
+    """Run a simulated job; return the promise (invariant) that the job breaks, None if it breaks none."""
     try:
         run(scenario)
     except BrokenPromise as broken:

@@ -89,7 +89,7 @@ def parse(spec: str) -> Strategy:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two spec strings describe equal strategies; a key that a spec leaves out has its default.
+    """Whether two spec strings describe equal strategies; a key that a spec omits has its default value.
 
     A spec that cannot be parsed equals only the identical string.
     """

@@ -33,7 +33,8 @@ __all__ = [
 
 SEED_BOUND = 2**32
 NOBODY = -1
-DURING, AFTER = "awc", "atc"  # orders of step and averaging: adapt while combining; adapt, then combine
+# Order of step and averaging: adapt while combining; adapt, then combine.
+DURING, AFTER = "awc", "atc"
 Averaged = Literal["models", "gradients", "nothing"]
 
 
@@ -51,7 +52,7 @@ class Rounds:
         peers: shape (rounds, 2), int32; row r modulo rounds: the peer that this super learner asks in round
             r, and the peer that asks it; NOBODY for none. None: the exact mean of all super learners.
         warm_up: steps at the beginning without rounds, >= 0.
-        still: whether the averaged tensors do not change during a round, even with order DURING.
+        still: whether averaged tensors stay unchanged during a round, also with order DURING.
 
     Raises:
         ConfigError: for a bad period, order, table or warm-up.

@@ -653,7 +653,7 @@ def unpack(sdist: Path, scratch: Path) -> Path:
 
 
 def default_jobs() -> int:
-    """Return how many compilers to run in parallel: one per usable CPU, if memory allows so many."""
+    """Return how many compilers to run in parallel: one per usable CPU, or fewer if memory is short."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // COMPILER_BYTES))
 

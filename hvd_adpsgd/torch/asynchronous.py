@@ -238,7 +238,7 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
         with _starting:  # so that operations are queued in the order of their numbers
             handle, number = Handle(caller, collectives), collectives.lock.take()
-            if _thread is None or not _thread.is_alive():  # in a forked process the thread does not run
+            if _thread is None or not _thread.is_alive():  # a process made by fork lacks it
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
                 )

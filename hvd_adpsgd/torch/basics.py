@@ -133,12 +133,12 @@ def is_leader() -> bool:
 
 
 class _AllLearners(horovod.ProcessSet):
-    """The process set of all learners of the job, which span several Horovod worlds."""
+    """The process set of all learners of the job; each super learner runs a Horovod of its own."""
 
     process_set_id = 0
 
     def __init__(self) -> None:
-        """Skip Horovod's constructor, which checks ranks: `ranks` is a property here."""
+        """Skip Horovod's constructor, which checks ranks: `ranks` is a property of this class."""
 
     @property
     def ranks(self) -> list[int] | None:
@@ -149,7 +149,7 @@ class _AllLearners(horovod.ProcessSet):
         return worlds.current().collectives.comm if is_initialized() else None
 
     def _invalidate(self) -> None:
-        """Do nothing: Horovod calls this to invalidate process sets, and this one stays valid."""
+        """Do nothing: Horovod calls this to invalidate process sets, and this process set stays valid."""
 
     def size(self) -> int:
         return size()

@@ -73,7 +73,7 @@ def inner_only(operation: F) -> F:
 
 
 def require_one_super_learner(name: str) -> None:
-    """Raise unless the job has one super learner; for functions that Horovod runs inside one only.
+    """Raise unless the job has one super learner; for functions that work inside one only.
 
     Args:
         name: name of the function that the script calls, for the message.

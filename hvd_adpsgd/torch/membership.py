@@ -71,7 +71,7 @@ def on_failure(what: str) -> Iterator[None]:
 
 
 _callbacks: list[Callable[[tuple[int, ...]], object]] = []
-_told: tuple[int, ...] | None = None  # ranks of the learners at the last hvd.admit; None before the first
+_told: tuple[int, ...] | None = None  # ranks at the last hvd.admit; None before the first call
 
 
 def on_membership_change(callback: Callback) -> Callback:

@@ -86,7 +86,7 @@ def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:
 
 
 def listed(pairs: Any) -> Any:
-    """Return an iterable, which can perhaps be read only once, as a list; any other value unchanged."""
+    """Return an iterable as a list, since it may be readable only once; any other value unchanged."""
     return list(pairs) if isinstance(pairs, Iterable) else pairs
 
 

@@ -50,7 +50,7 @@ class Address(NamedTuple):
         return socket.create_server(self, family=family, backlog=_BACKLOG)
 
     def url(self, token: str) -> str:
-        """Return the dashboard's URL; for the address of all interfaces it contains the name of this host."""
+        """Return the dashboard's URL, with this host's name if the dashboard listens on all interfaces."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/?token={quote(token, safe='')}"
@@ -80,5 +80,5 @@ class Token:
         self.text = given if given is not None else secrets.token_urlsafe(32)
 
     def is_that(self, other: str) -> bool:
-        """Whether `other` equals the token, in a time that does not depend on where they differ."""
+        """Whether `other` equals the token, in a time that does not depend on where the two differ."""
         return hmac.compare_digest(self.text.encode(), other.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""Alerts: finds problems of a run in its reports; each is reported once, and again if it returns later."""
+"""Alerts: finds problems of a run in its reports; a problem is reported once, and again if it returns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Alerts:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._seen: dict[tuple[str, int | None], float] = {}  # by problem: the time when it was last found
+        self._seen: dict[
+            tuple[str, int | None], float
+        ] = {}  # by problem: the time when it was last found
         self._since: dict[
             str, dict[int, float]
         ] = {}  # by kind and super_rank: since when a problem has lasted
@@ -111,7 +113,7 @@ class Alerts:
         ]
 
     def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
-        """Find super learners that train, but have had no exchange for 60 s and twice the usual number of steps."""
+        """Find super learners that train without an exchange for 60 s and twice the usual number of steps."""
         if len(living) < 2:
             return []
         return [
@@ -141,7 +143,7 @@ class Alerts:
         ]
 
     def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Return when a problem began, by super_rank, where it lasts LASTING_S; `whom` have the problem now."""
+        """Return when a problem of `whom` began, by super_rank, if it has lasted for LASTING_S seconds."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}

@@ -20,7 +20,7 @@ _EVENTS = 500
 class Board:
     """Reports and events of a run, written by the watching thread and read by the dashboard's thread.
 
-    When a super learner has too many reports, every second one is dropped, and later ones are kept half as often.
+    When a super learner has too many reports, every second one is dropped; later ones are kept half as often.
 
     Args:
         names: host and learner of each super learner, by super_rank.
@@ -31,7 +31,7 @@ class Board:
     def __init__(self, names: Sequence[str], about: Mapping[str, Any], every_s: float = 1.0):
         self._about = dict(about)
         self._most = min(_MOST, max(_LEAST, _REPORTS // max(1, len(names))))
-        self._lock = threading.Lock()  # held while lists are copied or changed, never while a page is drawn
+        self._lock = threading.Lock()  # held while lists are copied, never while a page is drawn
         self._tracks = {i: Track(name, every_s=every_s) for i, name in enumerate(names)}
         self._events: deque[Event] = deque(maxlen=_EVENTS)
 

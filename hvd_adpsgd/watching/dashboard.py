@@ -24,7 +24,7 @@ _END_S = 2.0
 
 
 class Dashboard:
-    """The dashboard's page on one leader; it is open while this leader is the first one that has not ended.
+    """The dashboard's page on one leader; open while this leader is the first leader that has not ended.
 
     Args:
         address: [host]:port.

@@ -295,7 +295,7 @@ def _series(run: Run, x: Callable[[Report], float], y: Callable[[Report], float]
 
 
 def _parts(track: Track) -> list[list[Report]]:
-    """Split the reports where time has a gap, as after a failure, or steps go back, as between two runs."""
+    """Split a super learner's reports at gaps in time (a failure), and where steps go back (a new run)."""
     longest_s = max(_GAP_S, 5 * track.every_s)
     parts: list[list[Report]] = []
     for report in track.reports:

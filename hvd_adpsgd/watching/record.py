@@ -136,7 +136,7 @@ class Record:
             self._file = None
 
     def _thin(self) -> None:
-        """Halve the record's file: keep every second report and the newest events, and write half as often."""
+        """Halve the file: keep every second report and the newest events; write reports half as often."""
         lines = self.path.read_text("utf-8", errors="replace").split("\n")
         kept = "".join(line + "\n" for line in thinned(lines))
         handle, new = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.folder)
@@ -415,7 +415,7 @@ class _Reading:
         self._events.append((Event(time_s, what, about, text), writer))
 
     def run(self) -> Run:
-        """Return the Run, without super learners whose super_rank is not below the newest start's super_size."""
+        """Return what was read, without super learners that the newest start of the run no longer has."""
         tracks = {i: self._tracks[i] for i in sorted(self._tracks) if i < self._size[1]}
         for track in tracks.values():
             track.reports.sort(key=lambda report: report.time_s)

@@ -184,7 +184,7 @@ def decode(data: bytes) -> Report | None:
 
 
 def _float32(value: float) -> float:
-    """Return the value, or an infinity if it is too large for a float32."""
+    """Return the value, or an infinity if the value is too large for a float32."""
     try:
         struct.pack("<f", value)
     except OverflowError:

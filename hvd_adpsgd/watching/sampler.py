@@ -20,7 +20,7 @@ WINDOW_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """The counters of a leader at one moment, of which reports are computed; counts and times only grow.
+    """The counters of a leader at one moment; `step`, `parts_s` and `engine` never decrease.
 
     Attributes:
         monotonic_s: the moment, on the clock time.monotonic.
@@ -102,7 +102,7 @@ class Sampler:
         }
 
     def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-        """Estimate the consensus distance from the exchanges of the last 10 s, else from the last mean of all."""
+        """Estimate the consensus distance from recent exchanges, else from the last mean, else as before."""
         compared = new["compared"] - old["compared"]
         if compared > 0:
             square = (new["square"] - old["square"]) / compared

@@ -175,7 +175,7 @@ class _Bounded(H11Protocol):
         self.loop.call_later(_REQUEST_S, self._end_without_request)
         others = [one for one in self.connections if isinstance(one, _Bounded) and one is not self]
         idle = [one for one in others if one.is_idle]
-        if len(others) >= _ANSWERED and idle:  # a viewer's request follows at once, so these are no viewers
+        if len(others) >= _ANSWERED and idle:  # no viewers: a viewer's request follows at once
             oldest = min(idle, key=lambda one: one._began_s)
             self.connections.discard(oldest)
             oldest.transport.abort()
@@ -278,7 +278,7 @@ class _Drawing:
         self._told = False  # whether an error in drawing was logged
 
     def run(self) -> Run:
-        """Return the run: the board's reports, with other super learners' exchanges by peer from their files."""
+        """Return the board's run, with the other super learners' exchanges by peer read from the record."""
         run = self._board.run()
         if self._record is None:
             return run

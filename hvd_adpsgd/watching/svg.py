@@ -121,9 +121,8 @@ class _Frame:
         low, high = (math.log10(ys[0]), math.log10(ys[1])) if self.log else ys
         margin = 0.05 * (high - low)
         largest = max(abs(low), abs(high))
-        if margin <= max(
-            1e-7 * largest, _LEAST
-        ):  # equal values, some of which were rounded to float32
+        # equal values, some of which were rounded to float32
+        if margin <= max(1e-7 * largest, _LEAST):
             margin = 0.05 * largest if largest > _LEAST else 0.5
         self.low, self.high = low - margin, high + margin
 
@@ -229,7 +228,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bars(title: str, counts: Mapping[int, int], x_label: str) -> str:
-    """Return a histogram as SVG: a bar per key, as high as its share of all counts; "" without counts."""
+    """Return a histogram as SVG: one bar per key, its share of all counts; "" without counts."""
     total = sum(counts.values())
     if not total:
         return ""

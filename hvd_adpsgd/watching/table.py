@@ -109,7 +109,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
 
 
 def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
-    """Return the state and since_s of super learner i, from the last event about it, else from its reports."""
+    """Return state and since_s of super learner i, by the last event about it, else by its reports."""
     last = track.reports[-1]
     told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
     if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:

@@ -123,7 +123,7 @@ class Timeline:
         return self.path.with_name(f"{self.path.stem}.old{self.path.suffix}")
 
     def name_process(self, rank: int, label: str) -> None:
-        """Name a process and its tracks in the viewer; a simulation writes several processes to one file."""
+        """Name a process and its tracks in the trace viewer; a simulation has several processes in a file."""
         names = [_named("process_name", rank, 0, {"name": label})]
         names += [_named("thread_name", rank, tid, {"name": t}) for t, tid in TRACKS.items()]
         names.append(_named("process_sort_index", rank, 0, {"sort_index": rank}))
@@ -261,7 +261,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace to be merged, and the unix time of its time 0."""
+    """A trace that will be merged, and the unix time at which the trace's clock shows 0."""
 
     path: Path
     unix_ns: int
@@ -471,15 +471,14 @@ def _shifted(source: _Source, number: int, by_us: float) -> Iterator[tuple[dict[
 
 
 def _foreign(path: Path, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of a profiler's trace, with process ids that no other merged trace has."""
+    """Yield the events of a trace of torch's profiler, with process ids that no other merged trace has."""
     pids: dict[str, int] = {}
     for event in _profile(path)["traceEvents"]:
         if "pid" in event:
             pid = pids.setdefault(repr(event["pid"]), _FOREIGN_PID * (number + 1) + len(pids))
             event = {**event, "pid": pid}
-        if isinstance(
-            event.get("id"), int
-        ):  # an id of flow events (arrows); ids of other traces count from 0 too
+        # the id of a flow event (arrow): ids of other traces count from 0 too
+        if isinstance(event.get("id"), int):
             event["id"] += number << 40
         if event.get("name") == "process_name" and event.get("ph") == "M":
             args = event.get("args")

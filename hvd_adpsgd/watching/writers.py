@@ -69,7 +69,7 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
 
 
 def _numbers(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of a report: scalars that the script logs, then the measured numbers."""
+    """Yield (name, value): the script's scalars, except names of measured numbers; the measured numbers."""
     for name, value in report.scalars.items():
         if name not in _NAMES:
             yield name, value
@@ -121,7 +121,7 @@ class Outlet:
         *,
         last: bool = False,
     ) -> None:
-        """Send the new reports of surviving super learners, unless the last sending is less than `every_s` ago.
+        """Send new reports of surviving super learners, unless the last were sent less than `every_s` ago.
 
         Args:
             now_s: time of a clock that is never set (time.monotonic).
@@ -181,7 +181,7 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
 
 
 def _log(run: Any, found: list[Scalar], step: int) -> None:
-    """Log one row of a Weights & Biases run, which drops rows whose step is below the last one's."""
+    """Log one row of a Weights & Biases run, which drops rows whose step is below the last row's."""
     seen = getattr(run, "step", 0)
     run.log(_numbers_of(found), step=max(step, seen if type(seen) is int else 0))
 

@@ -144,7 +144,7 @@ class Tap:
         if task != self._task:
             self._forget_pass()
             self._task = task
-        if self.weight.grad is None:  # no gradient of an earlier backward pass, to which this one would add
+        if self.weight.grad is None:  # no earlier backward pass to whose gradient this pass adds
             self._step = (Gathered(), Gathered())
 
     def _forget_pass(self) -> None:
@@ -174,7 +174,7 @@ class Tap:
             self._folded = self._scale()
 
     def _scale(self) -> Tensor:
-        """Return gamma_in gamma_out over all rows since the last step."""
+        """Return gamma_in gamma_out, the factor that restores norms, over all rows since the last step."""
         sides = [before + now for before, now in zip(self._step, self._pass, strict=True)]
         return sides[0].scale() * sides[1].scale()
 
@@ -257,7 +257,7 @@ class Tap:
 
 
 def take_over(tap: Tap) -> None:
-    """Register the Tap of a weight, and release an older Tap of the same weight."""
+    """Let a Tap precondition the gradient of its weight, in place of an older Tap of the same weight."""
     older = _of_weight.get(id(tap.weight))
     if older is not None and older.weight is tap.weight:
         older.release()
@@ -311,7 +311,7 @@ def _get_no_hook() -> Any:
 
 
 class _Delivery(_NotCopied):
-    """The hook of a parameter, which replaces its gradient by the preconditioned one of its Tap."""
+    """The hook of a parameter, which replaces its gradient by the preconditioned gradient."""
 
     def __init__(self, tap: Tap, parameter: nn.Parameter) -> None:
         super().__init__(tap)
@@ -330,7 +330,7 @@ class _Delivery(_NotCopied):
 
 
 def tap_module(name: str, module: nn.Module, make: Callable[..., Tap]) -> Iterator[Tap]:
-    """Yield the Tap of a module that is a plain linear map or convolution; nothing for another module.
+    """Precondition a module that is a plain linear map or convolution: yield its Tap; else nothing.
 
     Args:
         name: name of the module.
@@ -410,7 +410,7 @@ class _Computed(torch.autograd.Function):
 
 
 class _Linear(_Computed):
-    """Linear map y = x W^T + b, whose backward gives its rows to a Tap."""
+    """Linear map y = x W^T + b, whose backward gives inputs and output derivatives to a Tap."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -427,7 +427,7 @@ class _Linear(_Computed):
 
 
 def hand_over(tap: Tap | None, x: Tensor, dy: Tensor, weight: Tensor, bias: Any) -> Any:
-    """Give the rows of a linear map to its Tap; return gradients of weight and bias, or placeholders."""
+    """Give a linear map's rows to its Tap; return gradients of weight and bias, or placeholders."""
     if tap is None or not tap.active:
         db = dy.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
         return ((dy.T @ x).to(weight.dtype) if weight.requires_grad else None), db
@@ -441,7 +441,7 @@ def data_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Convolution(_Computed):
-    """Convolution whose backward gives its rows to a Tap."""
+    """Convolution whose backward gives inputs and output derivatives to a Tap."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable

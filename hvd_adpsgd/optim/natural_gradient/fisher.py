@@ -25,7 +25,7 @@ EPSILON = 1e-10  # least eigenvalue, relative to the mean eigenvalue
 DELTA = 5e-4  # least eigenvalue, relative to the largest eigenvalue
 FIRST_UPDATES = 10  # number of first minibatches that each update the Fisher estimate
 FIRST_PASSES = 3  # number of updates with the first minibatch, which start the Fisher estimate
-CONDITION = 1e6  # condition number of C above which R's rows are made orthonormal again, against rounding
+CONDITION = 1e6  # condition number of C above which R's rows are made orthonormal again
 STRAIGHT = 1e-9  # largest difference of R R^T from I that is not corrected
 # least ratio of the smallest to the largest diagonal entry at which Cholesky's factor is used
 STEEP = 1e-3

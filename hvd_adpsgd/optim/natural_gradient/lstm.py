@@ -135,7 +135,7 @@ class _Taps(dict[str, Tap]):
 
 
 def tap_lstm(name: str, module: LSTM, wanted: set[int], make: Callable[..., Tap]) -> Iterator[Tap]:
-    """Yield a Tap for every trained weight matrix of an LSTM whose id is in `wanted`.
+    """Precondition an LSTM's trained weight matrices with an id in `wanted`: yield a Tap for each.
 
     Args:
         name: name of the module.

@@ -126,7 +126,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train one more param_group; gradients of layers whose weights it contains are preconditioned."""
+        """Train one more param_group; gradients of layers with weights in the group are preconditioned."""
         super().add_param_group(param_group)
         self._curvature.attach(self.param_groups[-1]["params"])
 
@@ -312,7 +312,7 @@ _natural: weakref.WeakValueDictionary[int, _Curvature] = weakref.WeakValueDictio
 
 
 def _found(groups: Any) -> _Curvature:
-    """Return the _Curvature of the user's optimizer, found by its param_groups, for Horovod's instance."""
+    """Return the Taps of the user's optimizer over these param_groups, for Horovod's second instance."""
     if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
         for parameter in (p for group in groups for p in group["params"]):
             curvature = _natural.get(id(parameter))

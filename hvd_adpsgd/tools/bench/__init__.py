@@ -37,7 +37,7 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds for which _measure() launches no learners
+_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds that _measure() does not launch
 
 # Lower bounds of arguments that mean the same in all kinds of benchmark; _LEAST_OF has those of one kind.
 _LEAST = {
@@ -324,7 +324,7 @@ def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> No
 
 
 def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a benchmark that runs in this process, or that launches its own learners."""
+    """Return the results of a benchmark that runs in this process, or that launches learners by itself."""
     return dict(importlib.import_module(f"{__name__}.{args.kind}").measure(args))
 
 
@@ -430,7 +430,7 @@ def settings() -> argparse.Namespace:
 
 
 def report(rank: int, result: dict[str, Any]) -> None:
-    """On learner 0, print the result as JSON by one write, so that the launcher keeps it on one line."""
+    """On learner 0, print the result as JSON by one write, so that the launcher does not split the line."""
     if rank == 0:
         os.write(1, (MARK + json.dumps(result) + "\n").encode())
 

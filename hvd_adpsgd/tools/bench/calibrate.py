@@ -21,7 +21,7 @@ from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.tools.bench import machine
 
 OWN_TYPE = -1  # type of chunks on the wire: that of the parameters
-WARM_UP = 2  # rounds that are not counted: the first to touch the two buffers of corrections (slots)
+WARM_UP = 2  # rounds that are not counted: each first touches one of two buffers of corrections
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An engine that averages an array without training, for benchmarks: each round runs on command."""
+"""An engine that averages an array without training, for benchmarks: each call runs one round."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class Driven:
         return found
 
     def average(self, number: int) -> None:
-        """Run round `number` of the plan, an exchange or a mean of all, and wait for its end."""
+        """Run round `number` of the plan, an exchange or a mean of all models, and wait for its end."""
         self.engine.rounds.begin(number)
         self.engine.rounds.finish()

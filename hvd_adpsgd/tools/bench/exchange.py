@@ -16,7 +16,7 @@ from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
 
-WARM_UP = 2  # rounds that are not counted: the first to touch the two buffers of corrections (slots)
+WARM_UP = 2  # rounds that are not counted: each first touches one of two buffers of corrections
 
 
 def main() -> None:

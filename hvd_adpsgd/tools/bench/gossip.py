@@ -96,7 +96,7 @@ class Gossip:
         self.distance = np.zeros(accelerated)  # second model minus model (xt - x)
         self._fast = self.model[plain:]
         self._eta, self._share = constants.eta, 2 * constants.alpha_tilde - 1
-        self._coupled = 0.0  # time up to which the coupling of both models (A2CiD2) has been applied
+        self._coupled = 0.0  # time up to which the coupling of both models has been applied
         plan = Plan.nobody(Rounds(1, DURING, self._partners()), weight=1 / 2)
         self.driven = Driven(comm, self.model, plan, chunk_kib=64)
 
@@ -109,7 +109,7 @@ class Gossip:
         return table
 
     def start(self, model: Matrix, distance: Matrix) -> None:
-        """Set the model, and the distance of the second model from it, at time 0."""
+        """Set the model and, as its distance from the model, the second model, at time 0."""
         self.model[:], self.distance[:] = model, distance
         self._coupled = 0.0
 
@@ -192,7 +192,7 @@ def window_factors(
 
 
 def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: float) -> Matrix:
-    """Return the mean decay rate of `runs`, over the second half of each run, by scheme."""
+    """Return the mean decay rate of disagreement over the second half of each run, by scheme."""
     gossip, rates = Gossip(comm, start.constants, *start.columns, runs), []
     for events in runs:
         gossip.start(*start.of(comm.rank))
@@ -255,7 +255,7 @@ class Start:
         self.constants, self.columns = constants, (n, 2 * n)
 
     def of(self, rank: int) -> tuple[Matrix, Matrix]:
-        """Return the model of super learner `rank`, and the distance of its second model from it."""
+        """Return the model of super learner `rank`, and the distance of the second model from the model."""
         n = len(self.model)
         return self.model[rank], self.shadow[rank] - self.model[rank, n:]
 

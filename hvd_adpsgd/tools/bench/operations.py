@@ -107,7 +107,7 @@ def measure(comm: Any, count: int, rounds: int, nics: str | None) -> dict[str, A
 def _compared(
     comm: Any, acts: dict[str, Callable[[], object]], rounds: int, times: int
 ) -> dict[str, float]:
-    """Time each of `acts` in turn, `times` times per round; return medians, and ratios to "mpi"."""
+    """Time each of the operations `acts` in turn, `times` per round; return medians, and ratios to "mpi"."""
 
     def several(act: Callable[[], object]) -> None:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""Benchmark of how much averaging overlaps the computation: step times of delay-by-one and two extremes.
+"""Benchmark of how much averaging overlaps the computation of a step, with delay-by-one.
 
 Run by `python -m hvd_adpsgd bench overlap`. Each learner, its own super learner, trains a model of
 --mib with fixed gradients; the computation of a step is a sleep, which stands for a GPU's work and
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def traced(args: argparse.Namespace) -> dict[str, Any]:
-    """Train one block of the kind args.only, whose trace is drawn; return the time of a mean of all."""
+    """Train a block of kind args.only, whose trace is drawn; return the time of a mean of all models."""
     trial = Trial(args.mib, args.busy, (args.only,))
     trial.block(args.only, args.steps, 0.0)
     mean_s = trial.mean_s(args.only)
@@ -49,7 +49,7 @@ def traced(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Return medians over rows of blocks, one block per kind, by the length of the computation."""
+    """Return medians of step times over blocks of steps, by the length of the computation."""
     trial = Trial(args.mib, args.busy, tuple(KINDS))
     for kind in KINDS:
         trial.block(kind, args.steps, 0.0)  # warm-up: touches memory
@@ -93,14 +93,14 @@ class Trial:
         )
 
     def row(self, steps: int, times: float) -> dict[str, float]:
-        """Return the seconds of a mean of all while nothing else runs, and of a step of each kind."""
+        """Return the seconds of a mean of all models while nothing else runs, and of a step of each kind."""
         before = self.means("periodic")
         self.block("periodic", steps, 0.0)
         mean_s = self.mean_s("periodic", before)
         return {"mean": mean_s} | {k: self.block(k, steps, times * mean_s) for k in KINDS}
 
     def block(self, kind: str, steps: int, compute_s: float) -> float:
-        """Train a block of one kind; return the seconds per step of the slowest learner."""
+        """Train a block of steps of one kind; return the seconds per step of the slowest learner."""
         optimizer = self.optimizers[kind]
         for _ in range(WARM_UP):
             optimizer.step()
@@ -127,12 +127,12 @@ class Trial:
         return max(self.comm.allgather((time.monotonic() - began) / 2000))
 
     def means(self, kind: str) -> tuple[int, float]:
-        """Return how many means of all the engine of `kind` has done, and their seconds together."""
+        """Return how many means of all models the engine of `kind` has computed, and in how many seconds."""
         numbers = metrics_of(self.optimizers[kind]._averaging)
         return numbers["means"], numbers["mean_s"]
 
     def mean_s(self, kind: str, before: tuple[int, float] = (0, 0.0)) -> float:
-        """Return the seconds of one mean of all since `before`, the maximum over learners."""
+        """Return the seconds of one mean of all models since `before`, the maximum over learners."""
         count, seconds = self.means(kind)
         mine = (seconds - before[1]) / max(1, count - before[0])
         return max(self.comm.allgather(mine))

@@ -62,7 +62,7 @@ def shown(events: list[dict[str, Any]], steps: int = STEPS) -> list[Bar]:
 
 
 def _ends_within(means: list[dict[str, Any]], part: dict[str, Any]) -> list[float]:
-    """Return the end times of the means of all within a part of a step, if that part waits for means."""
+    """Return the end times of means of all models within a part of a step, if that part waits for means."""
     if part["name"] not in ("collect", "offer"):
         return []
     ends = [e["ts"] + e["dur"] for e in means]

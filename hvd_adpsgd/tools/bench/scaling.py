@@ -54,7 +54,7 @@ class Team:
         self._step = 0
 
     def block(self, steps: int, pause_s: float) -> dict[str, float]:
-        """Run `steps` steps; return CPU per exchange (of one side) and exchanges per step, over engines."""
+        """Run `steps` steps; return CPU per exchange (of one side) and exchanges per step, of all engines."""
         # wait() sleeps between polls; MPI_Barrier would spin and keep the cores busy.
         wait(self._comm.Ibarrier())
         before = self._counts()

@@ -66,7 +66,7 @@ class Cut:
             raise SystemExit("an exchange took more than 60 s")
 
     def round(self, comm: Any) -> tuple[float, float, float]:
-        """Run a round; return the seconds of the exchange, this learner's copies, and its engine's CPU."""
+        """Run a round; return the seconds of the exchange, of this learner's copies, of its engine's CPU."""
         copies = self._absorb()
         self.engine.offer(self._rounds)
         cpu = self.engine.metrics()["engine_cpu_s"]

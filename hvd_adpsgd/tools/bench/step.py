@@ -139,7 +139,7 @@ class Trial:
 
 
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Return medians over blocks of speeds, and of ratios between blocks of one row."""
+    """Return medians of the speeds of blocks, and of ratios between blocks that were measured in turn."""
     rows = result.pop("rows")
     copy_ms = [_mean(row.pop("copies"), "copy_ms") for row in rows]
     beside_ms = [_mean(row["on"], "beside_ms") for row in rows]

@@ -73,7 +73,7 @@ def _summary(found: Sequence[Finding], fit: bool) -> str:
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
-    """Run all checks; yield the finding of each as soon as it is known."""
+    """Run all checks; yield the Finding of each check as soon as it is known."""
     seconds = args.patience
     yield findings.judge_python(sys.version_info[:3], sys.executable)
     packages = {name: probes.package_version(name) for name in findings.PACKAGES}

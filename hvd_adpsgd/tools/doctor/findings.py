@@ -462,7 +462,7 @@ class Visit:
 
 
 def judge_host(visit: Visit, here: Here) -> Finding:
-    """Check that ssh reaches a host, and that the host has the same software as this one."""
+    """Check that ssh reaches a host, and that the host has the same software as this host."""
     what = f"host {visit.host}"
     if visit.local:
         return Finding(OK, what, f"this host, {visit.slots} learners")
@@ -536,7 +536,7 @@ class Survival:
 
 
 def judge_launch(survival: Survival, ulfm: bool) -> Finding:
-    """Check that learners start under horovodrun, and that the others train on when one is killed.
+    """Check that learners start under horovodrun, and that the other learners train on when one is killed.
 
     Args:
         survival: result of the test job.

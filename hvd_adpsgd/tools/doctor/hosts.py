@@ -89,7 +89,7 @@ def _line(line: str, where: str) -> Host:
 
 
 def is_local(name: str, seconds: float = CONNECT_S) -> bool:
-    """Return whether a name means this host, which Horovod decides by the address that it resolves to."""
+    """Return whether a name means this host; Horovod decides that by the address of the name."""
     if name in ("localhost", socket.gethostname()):
         return True
     address = _within(seconds, lambda: socket.gethostbyname(name))
@@ -166,6 +166,6 @@ def visit(host: Host, ssh: Ssh, remote: str, seconds: float) -> Visit:
 
 
 def visit_all(hosts: Sequence[Host], ssh: Ssh, remote: str, seconds: float) -> list[Visit]:
-    """Visit each host once, AT_ONCE of them at a time; return the results in the order of `hosts`."""
+    """Run visit() once per host, on AT_ONCE hosts at a time; return the results in the order of `hosts`."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda host: visit(host, ssh, remote, seconds), dict.fromkeys(hosts)))

@@ -52,7 +52,7 @@ def find_horovodrun() -> str | None:
 
 
 def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
-    """Launch the test job, whose last learner kills itself, and return how it ended.
+    """Launch the test job, whose last learner kills itself, and return how the job ended.
 
     Args:
         seconds: time limit of the job.

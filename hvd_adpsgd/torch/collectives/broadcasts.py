@@ -212,9 +212,8 @@ def broadcast_object(
 def _broadcast_data(call: Call, make: Callable[[], bytes]) -> bytes | None:
     """Broadcast and return the bytes that make() returns on the root learner; None on the root itself."""
     world = worlds.current()
-    may_be_root = (
-        call.root in (None, world.rank) or world.collectives.joining
-    )  # make() may raise, so it is called before the operation begins
+    # make() may raise, so it is called before the operation begins
+    may_be_root = call.root in (None, world.rank) or world.collectives.joining
     mine = np.frombuffer(make(), dtype=np.uint8).copy() if may_be_root else np.empty(0, np.uint8)
     told = call._replace(private=mine.size)
 

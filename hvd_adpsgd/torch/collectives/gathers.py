@@ -78,7 +78,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class Gathered(NamedTuple):
-    """A gathered tensor, and the index in it of this learner's first row, and how many rows are its own."""
+    """A gathered tensor, the index of this learner's first row in the tensor, and its number of rows."""
 
     tensor: torch.Tensor
     start: int
