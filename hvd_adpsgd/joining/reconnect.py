@@ -170,7 +170,7 @@ def gather_with(
                 candidate.problem = f"it failed, or did not come, when all met ({error})"
         answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
         if world.collectives.ranks != ranks or not answers:
-            raise NotReconnectedError("not all learners came to connect anew")
+            raise NotReconnectedError("not all learners have made the new connections")
         told |= answers[0]
         return [told.get(rank) for rank in range(size)]
 
@@ -204,7 +204,7 @@ def gather_as_candidate(
                 told = conversation.receive(max(0.0, ends - time.monotonic()))
         answers = [a for a in world.collectives.gather("admit", told) if a is not None]
         if not answers:
-            raise NotReconnectedError("the job's learners did not come to connect anew")
+            raise NotReconnectedError("the job's learners have not made the new connections")
         known = {**answers[0], **mine}
         return [known.get(rank) for rank in range(size)]
 
@@ -258,8 +258,8 @@ def receive(transfer: Communicator) -> tuple[bytes, list[NDArray[Any]]]:
         state, *arrays = _broadcast(transfer, None, _empty)
     except AttemptAbandonedError:
         raise PeerFailedError(
-            "admit: the learner that was sending the model failed. The others train on, and start "
-            "another one."
+            "admit: the learner that was sending the model failed. The job's super learners train on, and "
+            "start another super learner."
         ) from None
     return state.tobytes(), arrays
 

@@ -297,7 +297,7 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None
         with mpi_failures("shutdown"):
             told = gather_once(barrier.messages, fails, ends)
     except TransportError as error:
-        log.info("leaving without the others: %s", error)
+        log.info("shutdown() no longer waits for the other learners: %s", error)
         return None
     if told is None:
         return None
@@ -320,7 +320,7 @@ def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
             decision = messages.decision(messages.vote(not mine), ends)
             messages.flush(ends=time.monotonic() + _FLUSH_S)  # this process may end next
     except TransportError as error:
-        log.info("leaving without the others: %s", error)
+        log.info("shutdown() no longer waits for the other learners: %s", error)
         return mine
     return mine or (decision is not None and not decision.flag)
 

@@ -25,12 +25,12 @@ BLOCK = 250  # seeds that a worker process runs as one task
 
 # Pairs of (state of an exchange, message that arrives in it) that cannot occur, with the reason.
 IMPOSSIBLE: dict[tuple[str, str], str] = {
-    ("none", "silence"): "there is nobody to be silent",
+    ("none", "silence"): "there is no peer that could be silent",
     **{
         (state, "silence"): "the peer is silent already, or has failed"
         for state in ("parked", "closing, parked", "broken")
     },
-    ("broken", "failure"): "a failure is told once, before transfers are looked at",
+    ("broken", "failure"): "a failure is reported once, before transfers are handled",
     **{(state, "report"): "engines exchange no reports in these runs" for state in STATES},
     **{
         (state, "yes"): "an ASK has one answer, with which the exchange begins"

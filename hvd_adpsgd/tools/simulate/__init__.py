@@ -196,12 +196,12 @@ def _told_plan(cluster: Cluster, o: Outcome) -> str:
     stale = f"{o.staleness_mean:.1f} steps, 99 % within {o.staleness_99}"
     sent, link = o.bytes_per_s[0] / 1e6, cluster.bytes_per_s / 1e6
     full = (
-        ": exchanges wait for it, models are older than theory has them"
+        ": exchanges wait for the link, models are staler than in theory"
         if sent > _FULL * link
         else ""
     )
     rows = [
-        ("steps kept", f"{o.steps_kept:.1%} of those without waiting, slow ones and failures"),
+        ("steps kept", f"{o.steps_kept:.1%} of the steps without waits, slowness and failures"),
         (
             "synchronous",
             f"{o.synchronous_kept:.1%} (model: ring all-reduce, checkpoints, restarts)",
