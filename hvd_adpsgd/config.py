@@ -70,7 +70,7 @@ class Option:
         return f"{self.low:g} to {self.high:g}"
 
     def allows(self, value: Any) -> bool:
-        """Whether the option may have this value, which is of the right kind; never for NaN."""
+        """Whether the option allows a value, which has the option's type; NaN is never allowed."""
         if self.kind is str:
             return value in self.choices if self.choices else bool(value)
         if self.off and value == 0:

@@ -140,9 +140,7 @@ class Listener:
         self._secret, self._enter, self._failure_s = secret, enter, failure_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._unproven: list[
-            socket.socket
-        ] = []  # connections whose proof has not arrived, oldest first
+        self._unproven: list[socket.socket] = []  # connections without a proof yet, oldest first
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_UNPROVEN)
         self.port = int(self._listener.getsockname()[1])

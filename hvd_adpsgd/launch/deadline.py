@@ -39,7 +39,7 @@ class Deadline:
         return max(0.0, self.ends - time.monotonic())
 
     def bounded(self, act: Callable[[], T]) -> T:
-        """Return or raise what act() does on a new thread; at the deadline that thread is left running.
+        """Run act() on a new thread; return its result or raise its error. At the deadline the thread is left.
 
         Raises:
             TimeoutError: at the deadline.

@@ -91,9 +91,7 @@ class Place(NamedTuple):
         return f"the store {self.host} port {self.port}"
 
 
-Opener = Callable[
-    [Place, float], Store
-]  # connects to the store of a Place, within a number of seconds
+Opener = Callable[[Place, float], Store]  # connects to the store of a Place, within some seconds
 
 
 def of_environment(environ: Mapping[str, str]) -> Place | None:

@@ -141,7 +141,7 @@ class Departure:
                 log.error("super learner %s, leaving: %s", self._name, error, exc_info=error)
 
 
-_departure: Departure | None = None  # None before init() and after shutdown()
+_departure: Departure | None = None  # None before init(), after shutdown(), and in plain Horovod
 _watched_by = 0  # pid of the process whose thread runs; a forked child has another pid
 _reading = -1  # reading end of the pipe into which SIGTERM writes a byte
 _taking = threading.Lock()  # held to read pipe and _departure, so that both belong to one job

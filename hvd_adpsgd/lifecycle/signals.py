@@ -9,9 +9,7 @@ from hvd_adpsgd.lifecycle import signal_pipe
 
 __all__ = ["hear"]
 
-_heard: dict[
-    int, tuple[int, int]
-] = {}  # by signal: pid of the process, reading end of the signal's pipe
+_heard: dict[int, tuple[int, int]] = {}  # by signal: pid of the process, reading end of a pipe
 
 
 def hear(number: signal.Signals, *, ends: bool = False) -> int | None:

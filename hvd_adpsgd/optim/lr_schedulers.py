@@ -124,8 +124,8 @@ class Newbob(_Resumable):
 
     The gain of an epoch is (best - loss) / |best|, where best is the least loss of the epochs before;
     it is 0 if the loss is larger than best. The first gain below `threshold` starts the halving; a gain
-    below `stop` while halving ends it: `finished` is then true, and the rate stays constant. A gain
-    above `threshold` in between does not stop the halving.
+    below `stop` while halving ends it: `finished` is then true, and the rate stays constant. A
+    larger gain meanwhile, even one above `threshold`, does not end the halving.
 
     Call `step(held_out_loss)` after each epoch. The first call only records the loss: make
     that call before training if the first epoch is to be judged, too. Pass the same loss on every learner

@@ -52,12 +52,10 @@ class Alerts:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._seen: dict[
-            tuple[str, int | None], float
-        ] = {}  # by problem: the time when it was last found
+        self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
         self._since: dict[
             str, dict[int, float]
-        ] = {}  # by kind and super_rank: since when a problem has lasted
+        ] = {}  # by kind and super_rank: time since when a problem has lasted
         self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(

@@ -227,7 +227,7 @@ class Track:
     Attributes:
         name: host and learner.
         reports: the reports, oldest first.
-        peers: number of exchanges with each other super learner, by super_rank.
+        peers: number of exchanges with each peer, by the super_rank of the peer.
         staleness: number of chunks by their staleness (age of the correction) in steps.
         every_s: seconds between two reports.
     """

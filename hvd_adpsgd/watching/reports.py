@@ -1,4 +1,4 @@
-"""Reports: numbers about its training that a super learner sends to others once per second."""
+"""Reports: numbers about its training that a super learner sends to its peers once per second."""
 
 from __future__ import annotations
 

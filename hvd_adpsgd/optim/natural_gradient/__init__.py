@@ -1,4 +1,4 @@
-"""Natural-gradient SGD, with an online estimate of the Fisher matrix of every linear layer.
+"""Natural-gradient SGD, with online Fisher estimates of inputs and output derivatives of linear layers.
 
 `NaturalGradientSGD` is the optimizer, `LSTM` a torch.nn.LSTM whose weights that optimizer can precondition,
 `OnlineFisher` the estimate of a Fisher matrix.

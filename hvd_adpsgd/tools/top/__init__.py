@@ -66,7 +66,7 @@ class _Order:
             self.descending = not self.descending
 
     def sort(self, found: Sequence[Row]) -> list[Row]:
-        """Return the rows sorted by this column; rows whose value is NaN or infinite come last."""
+        """Return the rows sorted by the chosen column; rows whose value is NaN or infinite come last."""
         ordered = sorted(found, key=lambda row: _key(row, self.by), reverse=self.descending)
         return sorted(ordered, key=lambda row: _key(row, self.by)[0])
 

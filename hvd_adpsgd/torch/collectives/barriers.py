@@ -33,7 +33,7 @@ def join(device: int = -1) -> int:
     """Wait until no learner has data left; meanwhile contribute zero gradients to this super learner's steps.
 
     With several super learners, all learners of a super learner continue with the model and the optimizer
-    state of that learner of it that made most steps.
+    state of the learner among them that made most steps.
 
     Args:
         device: id of the GPU for the zero gradients; -1 is the CPU.
