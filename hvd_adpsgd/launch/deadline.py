@@ -39,7 +39,7 @@ class Deadline:
         return max(0.0, self.ends - time.monotonic())
 
     def bounded(self, act: Callable[[], T]) -> T:
-        """Run act() on a new thread; return its result or raise its error. At the deadline the thread is left.
+        """Run act() on a new thread; return its result or raise its error. The deadline ends the wait only.
 
         Raises:
             TimeoutError: at the deadline.
