@@ -398,7 +398,9 @@ def _prepare(
     try:
         answers = gather(new_group is not None)
         if not all(answers[rank] for rank in ranks):
-            raise reconnect.NotReconnectedError("another learner could not make its connections or engines")
+            raise reconnect.NotReconnectedError(
+                "another learner could not make its connections or engines"
+            )
     except AdpsgdError as error:
         log.info("a joining super learner could not be connected: %s", error)
         if new_group is not None:
